@@ -50,11 +50,11 @@ def table(seed: int, steps: int, *, small: bool = False) -> WideTable:
     note = (
         f"{cluster.gpus:,} {cluster.name}, {steps} steps, {workload.num_samples // steps:,} sequences of {SEQUENCE:,} "
         f"tokens, all replicas, a sequence a microbatch. Ours, not the paper's: image tokens {IMAGE_TOKENS}, images of "
-        f"at most {PART:,} positions, each also generated at {PART:,}; encoder {encoder.weights / 1e9:.2f}B, "
-        f"generator {generator.weights / 1e9:.2f}B, all trained. Megatron-LM's: tp 8 and one dp for all, encoder and "
-        "generator a stage each; one: the same tp and dp for all modules together; everywhere: encoder and generator "
-        "data-parallel on all GPUs. Kernels reach 42 % of peak in encoder and generator, 50 % in the LLM; links "
-        f"{cluster.within / 1e9:.0f} and {cluster.between / 1e9:.0f} GB/s; formulas of docs/planning_a_run.md"
+        f"at most {PART:,} positions, each also generated at {PART:,}; encoder {encoder.parameters / 1e9:.2f}B, "
+        f"generator {generator.parameters / 1e9:.2f}B, all trained. Megatron-LM's: tp 8 and one dp for all, encoder "
+        "and generator a stage each; one: the same tp and dp for all modules together; everywhere: encoder and "
+        "generator data-parallel on all GPUs. Kernels reach 42 % of peak in encoder and generator, 50 % in the LLM; "
+        f"links {cluster.within / 1e9:.0f} and {cluster.between / 1e9:.0f} GB/s; formulas of docs/planning_a_run.md"
     )
     return WideTable(title=title, columns=COLUMNS, rows=tuple(rows), note=note)
 

@@ -150,7 +150,7 @@ def _print(plan: RunPlan, modules: list[Module], workload: Workload, cluster: Cl
     means = Means(workload, cluster)
     work = means.operations(modules)
     shares = ", ".join(
-        f"{each.name} {each.weights / 1e9:.1f}B {work[each.name] / sum(work.values()):.0%}" for each in modules
+        f"{each.name} {each.parameters / 1e9:.1f}B {work[each.name] / sum(work.values()):.0%}" for each in modules
     )
     samples = workload.num_samples / workload.num_steps
     typer.echo(

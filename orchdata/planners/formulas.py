@@ -35,8 +35,8 @@ Setting = Placement | Many
 
 def state_bytes(of: Setting, cluster: Cluster) -> Numbers:
     """Return bytes of weights, gradients and optimizer on a GPU; with FSDP also two gathered layers."""
-    a, trained = cluster.assumed, of.module.trained_share
-    parameters = of.module.weights / (of.tp * of.pp)
+    a, trained = cluster.assumed, of.module.trained
+    parameters = of.module.parameters / (of.tp * of.pp)
     kept = trained * (a.weight_bytes + a.gradient_bytes) + (1 - trained) * a.weight_bytes
     optimizer = trained * a.optimizer_bytes
     if of.sharding == "full":
@@ -54,21 +54,21 @@ def activation_bytes(of: Setting, cluster: Cluster, tokens: Numbers) -> Numbers:
 
 def sharded_bytes(of: Setting, cluster: Cluster) -> Numbers:
     """Return bytes that FSDP sends for a module in a micro-step."""
-    a, trained = cluster.assumed, of.module.trained_share
+    a, trained = cluster.assumed, of.module.trained
     frozen = a.sharded_input_bytes if of.module.has_gradients else a.sharded_frozen_bytes
     sent = trained * a.sharded_bytes + (1 - trained) * frozen
-    return sent * of.module.weights / of.tp * (of.dp - 1) / of.dp
+    return sent * of.module.parameters / of.tp * (of.dp - 1) / of.dp
 
 
 def reduced_bytes(of: Setting, cluster: Cluster) -> Numbers:
     """Return bytes of gradients that data parallelism without FSDP sends once a step."""
-    parameters = of.module.weights * of.module.trained_share / (of.tp * of.pp)
+    parameters = of.module.parameters * of.module.trained / (of.tp * of.pp)
     return cluster.assumed.reduced_bytes * parameters * (of.dp - 1) / of.dp
 
 
 def optimizer_seconds(of: Setting, cluster: Cluster) -> Numbers:
     """Return seconds of the optimizer: it reads and writes what this GPU holds of it."""
-    parameters = of.module.weights * of.module.trained_share / (of.tp * of.pp)
+    parameters = of.module.parameters * of.module.trained / (of.tp * of.pp)
     held = parameters if of.sharding is None else parameters / of.dp
     return cluster.assumed.optimizer_traffic * held / cluster.memory_bandwidth
 
@@ -89,7 +89,7 @@ def sequence_seconds(
         again: NDArray[np.float64] = operations / module.operations(positions)
         return priced(module.seconds[tp], positions) * again
     a, width = cluster.assumed, module.cost.hidden / tp
-    speed = tp * cluster.operations * module.reached * width / (width + a.width)
+    speed = tp * cluster.operations * module.share * width / (width + a.width)
     bytes_each = (a.tensor_bytes_recomputed if recompute else a.tensor_bytes) * module.cost.layers * module.cost.hidden
     sent = float((1 - a.hidden) * bytes_each * (tp - 1) / tp / cluster.link(tp))
     return operations / speed + sent * np.asarray(positions, np.float64)

@@ -22,7 +22,6 @@ from orchdata.planners.values import Value, checked_number
 
 MOST_TRIED = 64  # First choices whose future is simulated; with more, the rule alone decides.
 WAITS = -1
-COLUMNS = ("job", "submitted_seconds", "iterations", "model")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +33,7 @@ class GpuKind(Value):
     gpus_a_node: int
 
     def __post_init__(self) -> None:
-        checked_count(self.nodes, f"GpuKind({self.name!r}).nodes")
-        checked_count(self.gpus_a_node, f"GpuKind({self.name!r}).gpus_a_node")
+        _check_shape(self, f"GpuKind({self.name!r})")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,11 +54,9 @@ class JobCell(Value):
     measured_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        checked_count(self.nodes, "JobCell.nodes")
-        checked_count(self.gpus_a_node, "JobCell.gpus_a_node")
+        _check_shape(self, "JobCell")
         checked_number(self.seconds, "JobCell.seconds")
-        if self.measured_seconds is not None:
-            checked_number(self.measured_seconds, "JobCell.measured_seconds")
+        checked_number(self.pace, "JobCell.measured_seconds")
 
     @property
     def gpus(self) -> int:
@@ -139,35 +135,32 @@ def plan_jobs(
     return run_jobs(jobs, kinds, _Rule(kinds, move_seconds).decide, round_seconds, move_seconds)
 
 
-def read_jobs(
-    path: str | Path, cells: Mapping[str, Sequence[JobCell]], *, columns: Mapping[str, str] | None = None
-) -> list[Job]:
+def read_jobs(path: str | Path, cells: Mapping[str, Sequence[JobCell]]) -> list[Job]:
     """Read jobs from a CSV file with the columns job, submitted_seconds, iterations and model.
 
-    Args:
-        cells: of each model, by what stands in the column of models.
-        columns: the file's names for these; several joined with "+" are one value, joined with "_".
-
-    Raises:
-        ValueError: names the file, its line, and what is missing or no number.
+    `cells` are of each model. Raises ValueError that names the file, its line, and what is missing or no number.
     """
-    parts = {name: (columns or {}).get(name, name).split("+") for name in COLUMNS}
     jobs = []
     with open(path, newline="") as file:
         rows = csv.DictReader(file)
-        for part in [part for each in parts.values() for part in each]:
-            if part not in (rows.fieldnames or ()):
-                raise ValueError(f"{path}: column {part!r} is missing; it has {', '.join(rows.fieldnames or ())}")
+        for column in ("job", "submitted_seconds", "iterations", "model"):
+            if column not in (rows.fieldnames or ()):
+                raise ValueError(f"{path}: column {column!r} is missing; it has {', '.join(rows.fieldnames or ())}")
         for row in rows:
-            name, at, iterations, model = ("_".join(row[part] or "" for part in parts[column]) for column in COLUMNS)
             try:
-                if model not in cells:
-                    raise ValueError(f"model is {model!r}, which has no cells")
-                found = Job(name=name, iterations=float(iterations), cells=(), submitted_seconds=float(at))
+                if row["model"] not in cells:
+                    raise ValueError(f"model is {row['model']!r}, which has no cells")
+                iterations, submitted = (float(row[column] or "") for column in ("iterations", "submitted_seconds"))
+                of_model = tuple(cells[row["model"]])
+                jobs.append(Job(name=row["job"], iterations=iterations, cells=of_model, submitted_seconds=submitted))
             except ValueError as error:
                 raise ValueError(f"{path} line {rows.line_num}: {error}") from None
-            jobs.append(replace(found, cells=tuple(cells[model])))
     return jobs
+
+
+def _check_shape(of: GpuKind | JobCell, name: str) -> None:
+    checked_count(of.nodes, f"{name}.nodes")
+    checked_count(of.gpus_a_node, f"{name}.gpus_a_node")
 
 
 @dataclass(slots=True)
@@ -222,27 +215,23 @@ def run_jobs(
 
 def _checked(jobs: Sequence[Job], cluster: Mapping[str, GpuKind]) -> Iterator[Job]:
     """Yield the jobs with the cells that fit, in an order that does not depend on the given one."""
-    parts = {name: {kind.gpus_a_node} for name, kind in cluster.items()}
+    sizes = {name: {kind.gpus_a_node} for name, kind in cluster.items()}
     for job in jobs:
-        fitting = [
-            cell
-            for cell in job.cells
-            if (kind := cluster.get(cell.kind)) and cell.nodes <= kind.nodes and cell.gpus_a_node <= kind.gpus_a_node
-        ]
-        if not fitting:
+        kept: list[JobCell] = []
+        for cell in sorted(job.cells, key=lambda cell: (cell.kind, cell.gpus, cell.seconds, cell.nodes)):
+            kind = cluster.get(cell.kind)
+            if kind and cell.nodes <= kind.nodes and cell.gpus_a_node <= kind.gpus_a_node:
+                sizes[cell.kind].add(cell.gpus_a_node)
+                # No slower one with as many GPUs.
+                if not kept or kept[-1].kind != cell.kind or cell.seconds < kept[-1].seconds:
+                    kept.append(cell)
+        if not kept:
             shapes = ", ".join(f"{cell.nodes} x {cell.gpus_a_node} {cell.kind}" for cell in job.cells)
             raise ValueError(f"Job({job.name!r}).cells fit no kind of GPUs, got {shapes or 'none'}")
-        order = sorted(fitting, key=lambda cell: (cell.kind, cell.gpus, cell.seconds, cell.nodes))
-        kept: list[JobCell] = []
-        for cell in order:
-            parts[cell.kind].add(cell.gpus_a_node)
-            # No slower one with as many GPUs.
-            if not kept or kept[-1].kind != cell.kind or cell.seconds < kept[-1].seconds:
-                kept.append(cell)
         yield replace(job, cells=tuple(kept))
-    for name, sizes in parts.items():
+    for name, of in sizes.items():
         # So pieces of nodes, the largest first, leave no hole that a smaller one does not fill.
-        for small, large in pairwise(sorted(sizes)):
+        for small, large in pairwise(sorted(of)):
             if large % small:
                 raise ValueError(f"JobCell.gpus_a_node of {name!r} must divide one another, got {small} and {large}")
 

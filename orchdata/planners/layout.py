@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers.checks import checked_count
-from orchdata.balancers.costs.model import CostModel
 from orchdata.balancers.costs.phase import PhaseCost
 from orchdata.balancers.costs.transformer import TransformerCost
 from orchdata.planners.values import Value, check_keys, checked_number
@@ -42,50 +41,41 @@ class Module(Value):
 
     name: str
     cost: TransformerCost
-    parameters: float | None = None
-    trained: bool | float | None = None
-    share: float | None = None
+    parameters: float = None  # type: ignore[assignment]  # never None once made
+    trained: bool | float = None  # type: ignore[assignment]
+    share: float = None  # type: ignore[assignment]
     seconds: Mapping[int, PhaseCost] | None = None
     error: float = 0.0
     after: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.cost, CostModel | PhaseCost) or not isinstance(self.cost, TransformerCost):
+        named = f"Module({self.name!r})"
+        if not isinstance(self.cost, TransformerCost):
             raise ValueError(
-                f"Module({self.name!r}).cost must be an od.TransformerCost: a {type(self.cost).__name__} has no layers,"
-                " width and parameters"
+                f"{named}.cost must be an od.TransformerCost: a {type(self.cost).__name__} has no layers, width and"
+                " parameters"
             )
-        trained = self.cost.trainable if self.trained is None else self.trained
-        object.__setattr__(self, "cost", replace(self.cost, trainable=trained, recompute=False))
-        object.__setattr__(self, "trained", self.cost.trainable)
-        if self.parameters is None:
-            object.__setattr__(self, "parameters", _parameters(self.cost))
-        if self.share is None:
-            object.__setattr__(self, "share", _DECLARED.get(self.name, _DECLARED_ENCODER))
-        checked_number(self.parameters, f"Module({self.name!r}).parameters")
-        checked_number(self.share, f"Module({self.name!r}).share", most=1.0)
-        checked_number(self.error, f"Module({self.name!r}).error", above=False)
-        if self.seconds is not None and not (
-            self.seconds and all(isinstance(s, PhaseCost) for s in self.seconds.values())
-        ):
-            raise ValueError(f"Module({self.name!r}).seconds must map sizes to od.PhaseCost, got {self.seconds!r:.80}")
+        cost = replace(
+            self.cost, trainable=self.cost.trainable if self.trained is None else self.trained, recompute=False
+        )
+        parameters = _parameters(cost) if self.parameters is None else self.parameters
+        share = _DECLARED.get(self.name, _DECLARED_ENCODER) if self.share is None else self.share
+        made = {
+            "cost": cost,
+            "trained": cost.trainable,
+            "parameters": checked_number(parameters, f"{named}.parameters"),
+            "share": checked_number(share, f"{named}.share", most=1.0),
+        }
+        for name, value in made.items():
+            object.__setattr__(self, name, value)
+        checked_number(self.error, f"{named}.error", above=False)
+        if self.seconds is not None and not all(isinstance(each, PhaseCost) for each in self.seconds.values()):
+            raise ValueError(f"{named}.seconds must map sizes to od.PhaseCost, got {self.seconds!r:.80}")
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any] | Any, phase: str, **given: Any) -> Module:
-        """Return a module from a Hugging Face config, read by `TransformerCost.from_config`.
-
-        Args:
-            config: of the whole model: a dict, or an object with `to_dict`.
-            phase: "llm", "image" or "audio".
-            given: attributes of Module, or of TransformerCost.
-        """
-        own = {each.name for each in fields(cls)}
-        sizes = {name: value for name, value in given.items() if name not in own}
-        return cls(
-            phase,
-            TransformerCost.from_config(config, phase, **sizes),
-            **{name: value for name, value in given.items() if name in own},
-        )
+    def from_config(cls, config: Mapping[str, Any] | Any, phase: str, **sizes: Any) -> Module:
+        """Return the module of a phase of a Hugging Face config, read by `TransformerCost.from_config`."""
+        return cls(phase, TransformerCost.from_config(config, phase, **sizes))
 
     @classmethod
     def from_plain(cls, name: str, given: Any) -> Module:
@@ -100,42 +90,25 @@ class Module(Value):
         return cls.from_dict({"name": name, "cost": cost, **{k: v for k, v in given.items() if k in own}})
 
     @property
-    def weights(self) -> float:
-        """The number of its parameters."""
-        return float(self.parameters or 0)
-
-    @property
-    def reached(self) -> float:
-        """The share of peak that its kernels reach."""
-        return float(self.share or 0)
-
-    @property
-    def trained_share(self) -> float:
-        return float(self.cost.trainable)
-
-    @property
     def has_gradients(self) -> bool:
         """Whether its inputs or weights need gradients: it has a backward pass."""
-        return bool(self.cost.trainable) or self.cost.input_gradients
+        return bool(self.trained) or self.cost.input_gradients
 
     def operations(self, positions: NDArray[np.int64], *, recompute: bool = False, forward: bool = False) -> Any:
         """Return operations of each sequence of so many positions, float64; `forward`: of that pass alone."""
-        cost = replace(self.cost, recompute=recompute and self.has_gradients)
-        if forward:
-            cost = replace(
-                cost,
-                trainable=False,
-                input_gradients=False,
-                connector_trainable=False,
-                cross_gradients=False,
-                recompute=False,
-            )
+        cost = _forward(self.cost) if forward else replace(self.cost, recompute=recompute and self.has_gradients)
         return priced(cost.phase_cost(), positions)
 
-    def allows(self, tp: int, pp: int) -> bool:
-        """Whether so many GPUs can split its heads and layers."""
-        measured = self.seconds is None or tp in self.seconds
-        return not (self.cost.heads or tp) % tp and not self.cost.layers % pp and measured
+    def refused(self, tp: int, pp: int) -> str:
+        """Say why so many GPUs cannot split it; empty if they can."""
+        heads, layers = self.cost.heads, self.cost.layers
+        if heads and heads % tp:
+            return f"tp={tp} does not divide its {heads} heads"
+        if layers % pp:
+            return f"pp={pp} does not divide its {layers} layers"
+        if self.seconds is not None and tp not in self.seconds:
+            return f"tp={tp} was not measured: Module.seconds has {[*self.seconds]}"
+        return ""
 
 
 def priced(cost: PhaseCost, positions: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -147,15 +120,14 @@ def priced(cost: PhaseCost, positions: NDArray[np.int64]) -> NDArray[np.float64]
     return total
 
 
+def _forward(cost: TransformerCost) -> TransformerCost:
+    frozen: dict[str, Any] = dict.fromkeys(("trainable", "input_gradients", "connector_trainable"), False)
+    return replace(cost, **frozen, cross_gradients=False, recompute=False)
+
+
 def _parameters(cost: TransformerCost) -> float:
-    whole = replace(
-        cost,
-        trainable=False,
-        input_gradients=False,
-        connector_trainable=False,
-        cross_positions=None,
-        moe=cost.moe and replace(cost.moe, top_k=cost.moe.num_experts),
-    )
+    experts = cost.moe and replace(cost.moe, top_k=cost.moe.num_experts)
+    whole = replace(_forward(cost), cross_positions=None, moe=experts)
     return whole.phase_cost().linear / 2 + cost.hidden * (cost.vocab or 0)
 
 
@@ -183,31 +155,17 @@ class Placement(Value):
     where: Where = "all"
 
     def __post_init__(self) -> None:
+        named = f"Placement({self.module.name!r})"
         for name in ("tp", "pp", "dp"):
-            object.__setattr__(self, name, checked_count(getattr(self, name), f"{self._named}.{name}"))
-        kinds: dict[str, tuple[Any, ...]] = {
-            "sharding": (None, *get_args(Sharding)),
-            "recompute": (None, "full"),
-            "where": get_args(Where),
-        }
-        for name, allowed in kinds.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{self._named}.{name} must be one of {allowed}, got {getattr(self, name)!r}")
-        heads = self.module.cost.heads
-        if heads and heads % self.tp:
-            raise ValueError(f"{self._named}.tp={self.tp} does not divide its {heads} heads")
-        if self.module.cost.layers % self.pp:
-            raise ValueError(f"{self._named}.pp={self.pp} does not divide its {self.module.cost.layers} layers")
-        if self.module.seconds is not None and self.tp not in self.module.seconds:
-            raise ValueError(
-                f"{self._named}.tp={self.tp} was not measured: Module.seconds has {[*self.module.seconds]}"
-            )
+            object.__setattr__(self, name, checked_count(getattr(self, name), f"{named}.{name}"))
+        allowed = {"sharding": (None, *get_args(Sharding)), "recompute": (None, "full"), "where": get_args(Where)}
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{named}.{name} must be one of {values}, got {getattr(self, name)!r}")
+        if refused := self.module.refused(self.tp, self.pp):
+            raise ValueError(f"{named}.{refused}")
         if self.sharding == "full" and self.pp > 1:
-            raise ValueError(f"{self._named}.sharding='full' has no formula with pp={self.pp}: use 'optimizer'")
-
-    @property
-    def _named(self) -> str:
-        return f"Placement({self.module.name!r})"
+            raise ValueError(f"{named}.sharding='full' has no formula with pp={self.pp}: use 'optimizer'")
 
     @property
     def gpus(self) -> int:
@@ -241,8 +199,18 @@ class Layout(Value):
         kinds = ("joint", "per_phase") if self.kind in ("one", "repeated") else ("joint",)
         if self.assignment not in kinds:
             raise ValueError(f"Layout.assignment must be one of {kinds} in this layout, got {self.assignment!r}")
+        llm, kind = self.llm, self.kind
+        sizes = {"repeated": (1, llm.dp), "shared": (1, llm.gpus)}.get(kind, (llm.tp, llm.dp))
         for each in self.encoders:
-            _check_fits(each, self.llm, self.kind)
+            if kind == "own":
+                goes = "full" not in (each.sharding, llm.sharding)
+            else:
+                goes = (each.tp, each.dp, each.pp, each.sharding) == (*sizes, 1, llm.sharding)
+            if not goes:
+                shapes = (f"tp={of.tp}, pp={of.pp}, dp={of.dp}, sharding={of.sharding!r}" for of in (each, llm))
+                raise ValueError(
+                    f"Placement({each.module.name!r}) does not go with the LLM's: {' next to '.join(shapes)}"
+                )
 
     @property
     def llm(self) -> Placement:
@@ -275,20 +243,6 @@ class Layout(Value):
     def runs(self) -> str:
         """Empty if this library's loader serves it today, else who does, or "not yet"."""
         return {"shared": "not yet", "own": "Megatron-LM MIMO, not this loader"}.get(self.kind, "")
-
-
-def _check_fits(encoder: Placement, llm: Placement, kind: Kind) -> None:
-    """Raise ValueError for an encoder that does not fit on the LLM's GPUs."""
-    one = (encoder.tp, encoder.dp, encoder.pp) == (llm.tp, llm.dp, 1)
-    repeated = (encoder.tp, encoder.dp, encoder.pp) == (1, llm.dp, 1)
-    shared = (encoder.tp, encoder.dp, encoder.pp) == (1, llm.gpus, 1)
-    fits = {"one": one, "repeated": repeated, "shared": shared, "first_stage": one, "own": True}[kind]
-    if not fits or (encoder.sharding != llm.sharding if kind != "own" else "full" in (encoder.sharding, llm.sharding)):
-        raise ValueError(
-            f"Placement({encoder.module.name!r}) does not go with the LLM's: got tp={encoder.tp}, pp={encoder.pp}, "
-            f"dp={encoder.dp}, sharding={encoder.sharding!r} where={encoder.where!r} next to tp={llm.tp}, pp={llm.pp}, "
-            f"dp={llm.dp}, sharding={llm.sharding!r}"
-        )
 
 
 def checked_modules(modules: Sequence[Module], phases: Sequence[str]) -> tuple[Module, ...]:

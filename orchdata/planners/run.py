@@ -153,7 +153,7 @@ def plan_run(
     choices.sort(key=lambda each: (each.seconds, each.layout.gpus))
     recommended = next((at for at, each in enumerate(choices) if not each.runs), None)
     operations = means.operations(ordered)
-    work = sum(operations[each.name] / each.reached for each in ordered)
+    work = sum(operations[each.name] / each.share for each in ordered)
     return RunPlan(
         choices=tuple(choices),
         recommended=recommended,
@@ -179,11 +179,8 @@ def _checked_keep(keep: Keep, modules: Sequence[Module]) -> Keep:
         check_keys(given, ("tp", "pp", "dp"), f"keep {module.name!r}")
         for name, value in given.items():
             checked_count(value, f"keep {module.name!r} {name}")
-        heads, layers = module.cost.heads, module.cost.layers
-        if heads and heads % given.get("tp", 1):
-            raise ValueError(f"keep {module.name!r} tp={given['tp']} does not divide its {heads} heads")
-        if layers % given.get("pp", 1):
-            raise ValueError(f"keep {module.name!r} pp={given['pp']} does not divide its {layers} layers")
+        if refused := module.refused(given.get("tp", min(module.seconds or (1,))), given.get("pp", 1)):
+            raise ValueError(f"keep {module.name!r} {refused}")
     return keep
 
 

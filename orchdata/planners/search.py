@@ -147,8 +147,8 @@ def grids(
             or (pp == 1 and kind == "first_stage")
             or (kind == "repeated" and tp == 1)
             or (kind == "shared" and tp * pp == 1)
-            or not all(each.allows(of_encoders, 1) for each in encoders)
-            or not llm.allows(tp, pp)
+            or any(each.refused(of_encoders, 1) for each in encoders)
+            or llm.refused(tp, pp)
         ):
             continue
         dp = np.arange(1, min(cluster.gpus // (tp * pp), means.fewest_samples) + 1)[None]
@@ -224,7 +224,7 @@ def _columns(module: Module, llm: Module, means: Means, keep: Keep, sizes: NDArr
     for tp, pp, recompute in itertools.product(_SIZES, stages_of(module), _RECOMPUTE):
         dp = sizes[sizes <= means.cluster.gpus // (tp * pp)]
         dp = dp[_keeps(keep, module.name, tp, pp, dp)]
-        if dp.size and module.allows(tp, pp):
+        if dp.size and not module.refused(tp, pp):
             column = Column.of(Many(module, tp, pp, dp, "optimizer", recompute), means, llm)
             found.append([np.broadcast_to(each, dp.shape) for each in column])
     return Column(*map(np.concatenate, zip(*found, strict=True))) if found else None

@@ -59,11 +59,8 @@ def _made(kind: Any, value: Any, name: str) -> Any:
     """Return what JSON holds as a value of a type."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        for each in arguments:
-            if isinstance(value, Mapping) and (is_dataclass(each) or get_origin(each) is not None):
-                return _made(each, value, name)
-        kind = next((each for each in arguments if get_origin(each) is tuple and isinstance(value, list)), None)
-        return value if kind is None else _made(kind, value, name)
+        nested = [each for each in arguments if is_dataclass(each) or get_origin(each) in (tuple, Mapping)]
+        return _made(nested[0], value, name) if nested and isinstance(value, Mapping | list) else value
     if is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(value, Mapping):
             raise ValueError(f"{name} must map its fields to values, got {value!r:.80}")

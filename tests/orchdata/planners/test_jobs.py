@@ -154,18 +154,18 @@ def test_the_plan_comes_back_from_json() -> None:
 
 
 def test_jobs_are_read_from_a_file(tmp_path: Path) -> None:
-    cells = {"m_8": job("", 1, {1: 2.0}).cells}
+    cells = {"m": job("", 1, {1: 2.0}).cells}
     path = tmp_path / "jobs.csv"
-    path.write_text("id,time,iterations,name,batch\nx,5,10,m,8\n")
-    columns = {"job": "id", "submitted_seconds": "time", "model": "name+batch"}
-    assert read_jobs(path, cells, columns=columns) == [job("x", 10, {1: 2.0}, submitted=5)]
+    path.write_text("job,submitted_seconds,iterations,model,ignored\nx,5,10,m,8\n")
+    assert read_jobs(path, cells) == [job("x", 10, {1: 2.0}, submitted=5)]
+    with pytest.raises(ValueError, match="line 2: model is 'm'"):
+        read_jobs(path, {})
+    path.write_text("job,submitted_seconds,iterations,model\nx,5,ten,m\n")
+    with pytest.raises(ValueError, match="line 2: .*ten"):
+        read_jobs(path, cells)
+    path.write_text("id,submitted_seconds,iterations,model\nx,5,ten,m\n")
     with pytest.raises(ValueError, match="column 'job' is missing"):
         read_jobs(path, cells)
-    path.write_text("id,time,iterations,name,batch\nx,5,ten,m,8\n")
-    with pytest.raises(ValueError, match="line 2: .*ten"):
-        read_jobs(path, cells, columns=columns)
-    with pytest.raises(ValueError, match="line 2: model is 'm_8'"):
-        read_jobs(path, {}, columns=columns)
 
 
 @pytest.mark.parametrize(
