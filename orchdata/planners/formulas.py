@@ -5,7 +5,7 @@ Replicas and tokens may be numbers, or arrays that broadcast: a search gives tho
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -71,6 +71,15 @@ def optimizer_seconds(of: Setting, cluster: Cluster) -> Numbers:
     parameters = of.module.parameters * of.module.trained / (of.tp * of.pp)
     held = parameters if of.sharding is None else parameters / of.dp
     return cluster.assumed.optimizer_traffic * held / cluster.memory_bandwidth
+
+
+def sent_seconds(
+    count: Callable[[Setting, Cluster], Numbers], settings: Sequence[Setting], cluster: Cluster
+) -> Numbers:
+    """Return seconds in which modules on the LLM's GPUs send bytes, each over the slowest link of all replicas."""
+    llm = settings[-1]
+    spans = [np.maximum(each.tp * each.dp, llm.tp * llm.dp) for each in settings]
+    return sum(count(each, cluster) / cluster.link(span) for each, span in zip(settings, spans, strict=True))
 
 
 def overlapped(first: Numbers, second: Numbers, cluster: Cluster) -> Numbers:
@@ -322,7 +331,7 @@ def closed_form(kind: Kind, settings: Sequence[Setting], tokens: Numbers, means:
         )
         return closed_own([Column.of(each, means, llm.module) for each in settings], microbatches, travel, cluster)
     work = {each.module.name: means.seconds(each) / (each.pp * each.dp) for each in settings}
-    reduced = sum(reduced_bytes(each, cluster) / cluster.link(span(each, llm)) for each in settings)
+    reduced = sent_seconds(reduced_bytes, settings, cluster)
     optimizer = sum(optimizer_seconds(each, cluster) for each in settings)
     encoded = sum((work[each.module.name] for each in encoders), 0.0)
     if kind == "shared":
@@ -331,7 +340,7 @@ def closed_form(kind: Kind, settings: Sequence[Setting], tokens: Numbers, means:
     if llm.pp == 1:
         each_step = (work[llm.module.name] + encoded) / microbatches
         if llm.sharding == "full":
-            sent = sum(sharded_bytes(each, cluster) / cluster.link(span(each, llm)) for each in settings)
+            sent = sent_seconds(sharded_bytes, settings, cluster)
             return microbatches * overlapped(each_step, sent, cluster) + optimizer
         return (microbatches - 1) * each_step + overlapped(each_step, reduced, cluster) + optimizer
     # A pipeline of the LLM, with encoders on its first stage, or on all GPUs before and after it.
@@ -339,8 +348,3 @@ def closed_form(kind: Kind, settings: Sequence[Setting], tokens: Numbers, means:
     first = stage if kind == "shared" else stage + encoded / microbatches
     pipeline = first * microbatches + (llm.pp - 1) * stage + overlapped(first, reduced, cluster) - first
     return pipeline + optimizer + (encoded if kind == "shared" else 0.0)
-
-
-def span(of: Setting, llm: Setting) -> Numbers:
-    """Return the GPUs that the replicas of a module on the LLM's GPUs are spread over."""
-    return np.maximum(of.tp * of.dp, llm.tp * llm.dp)

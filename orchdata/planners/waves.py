@@ -13,7 +13,7 @@ import heapq
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from itertools import groupby
 
@@ -97,7 +97,16 @@ def plan_waves(runs: Sequence[Operators], devices: int, *, seed: int = 0) -> Wav
     for run in runs:
         for other in set(run.after) - set(named):
             raise ValueError(f"Operators({run.name!r}).after has {other!r}, which is no run")
-    levels, longest = _ways(named, curves)
+    try:
+        order = [*TopologicalSorter({run.name: run.after for run in named.values()}).static_order()]
+    except CycleError as error:
+        raise ValueError(f"Operators.after must have no cycle, got {' -> '.join(error.args[1])}") from None
+    # How many runs come before each, and the end of the longest way to it with the fastest sizes.
+    levels: dict[str, int] = {}
+    ways: dict[str, float] = {}
+    for name in order:
+        levels[name] = 1 + max((levels[other] for other in named[name].after), default=-1)
+        ways[name] = max((ways[other] for other in named[name].after), default=0.0) + curves[name].fastest
 
     relaxed: dict[str, float] = {}
     sizes: dict[str, list[int]] = {}
@@ -107,9 +116,9 @@ def plan_waves(runs: Sequence[Operators], devices: int, *, seed: int = 0) -> Wav
         for name in peers:
             relaxed[name] = curves[name].area(seconds) / seconds
             sizes[name] = curves[name].two_sizes(seconds)
-    bound = max(_relaxed(list(curves.values()), devices), longest)
+    bound = max(_relaxed(list(curves.values()), devices), *ways.values())
 
-    schedule = _Schedule(named, devices)
+    schedule = _Schedule(named, order, devices)
     best = _moved(schedule, sizes, curves, bound, random.Random(seed))
     found = schedule.run(*best)
     ends = max(each[3] for each in found)
@@ -181,19 +190,6 @@ def _relaxed(curves: Sequence[_Curve], devices: int) -> float:
     return high
 
 
-def _ways(named: Mapping[str, Operators], curves: Mapping[str, _Curve]) -> tuple[dict[str, int], float]:
-    """Return how many runs come before each, and the seconds of the longest way with the fastest sizes."""
-    levels: dict[str, int] = {}
-    ends: dict[str, float] = {}
-    try:
-        for name in TopologicalSorter({run.name: run.after for run in named.values()}).static_order():
-            levels[name] = 1 + max((levels[other] for other in named[name].after), default=-1)
-            ends[name] = max((ends[other] for other in named[name].after), default=0.0) + curves[name].fastest
-    except CycleError as error:
-        raise ValueError(f"Operators.after must have no cycle, got {' -> '.join(error.args[1])}") from None
-    return levels, max(ends.values())
-
-
 Started = tuple[str, int, float, float]  # Run, devices, start, end.
 State = tuple[dict[str, list[int]], dict[str, float]]  # Sizes of operators, and weights, by run.
 
@@ -201,13 +197,12 @@ State = tuple[dict[str, list[int]], dict[str, float]]  # Sizes of operators, and
 class _Schedule:
     """The list schedule of some runs."""
 
-    def __init__(self, named: Mapping[str, Operators], devices: int) -> None:
-        self.named, self.devices = named, devices
+    def __init__(self, named: Mapping[str, Operators], order: Sequence[str], devices: int) -> None:
+        self.named, self.order, self.devices = named, order, devices
         self.next: dict[str, list[str]] = {name: [] for name in named}
         for run in named.values():
             for other in run.after:
                 self.next[other].append(run.name)
-        self.backwards = list(TopologicalSorter(self.next).static_order())  # Each after those that follow it.
 
     def seconds(self, state: State) -> float:
         return max(end for *_, end in self.run(*state))
@@ -215,11 +210,9 @@ class _Schedule:
     def run(self, sizes: Mapping[str, Sequence[int]], weights: Mapping[str, float]) -> list[Started]:
         """Start the ready operator that fits with the longest way to the end, times a weight, first."""
         left: dict[str, float] = {}  # Seconds from the next operator of a run to the end.
-        for name in self.backwards:
-            each = self.named[name].seconds
-            left[name] = sum(each[size] for size in sizes[name]) + max(
-                (left[other] for other in self.next[name]), default=0.0
-            )
+        for name in reversed(self.order):
+            own = sum(self.named[name].seconds[size] for size in sizes[name])
+            left[name] = own + max((left[other] for other in self.next[name]), default=0.0)
         missing = {name: len(set(run.after)) for name, run in self.named.items()}
         done = dict.fromkeys(self.named, 0)
         ready = [(-left[name] * weights[name], name) for name, count in missing.items() if not count]
@@ -297,9 +290,7 @@ def _joined(found: Sequence[Started]) -> tuple[OperatorsRun, ...]:
     for name, size, start, end in found:
         at = last.get(name)
         if at is not None and joined[at].devices == size and joined[at].end_seconds == start:
-            first = joined[at]
-            joined[at] = OperatorsRun(name=name, devices=size, operators=first.operators + 1,
-                                      start_seconds=first.start_seconds, end_seconds=end)  # fmt: skip
+            joined[at] = replace(joined[at], operators=joined[at].operators + 1, end_seconds=end)
         else:
             last[name] = len(joined)
             joined.append(OperatorsRun(name=name, devices=size, operators=1, start_seconds=start, end_seconds=end))

@@ -6,7 +6,7 @@ data set, cost model, order --rows of steps, index columns--> Workload, which pl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -81,21 +81,18 @@ class Workload(Value):
         if not self.phases or [*self.phases][-1] != LLM:
             raise ValueError(f"Workload.phases must have {LLM!r} last, got {[*self.phases]}")
         for phase, columns in self.phases.items():
+            named = f"Workload.phases[{phase!r}]"
             for name in ("offsets", "positions", "tokens", "costs"):
-                checked = _checked(
-                    getattr(columns, name), f"Workload.phases[{phase!r}].{name}", least=name != "offsets"
-                )
-                object.__setattr__(columns, name, checked)
-            offsets = columns.offsets
-            if len(offsets) != self.num_samples + 1 or offsets[0] or (np.diff(offsets) < 0).any():
-                raise ValueError(
-                    f"Workload.phases[{phase!r}].offsets must have {self.num_samples + 1} numbers that ascend from 0"
-                )
-            for name in ("positions", "tokens", "costs"):
-                if (count := len(getattr(columns, name))) != offsets[-1]:
-                    raise ValueError(f"Workload.phases[{phase!r}].{name} must have {offsets[-1]} numbers, got {count}")
-        if (np.diff(self.phases[LLM].offsets) != 1).any():
-            raise ValueError(f"Workload.phases[{LLM!r}].offsets must give each sample one part")
+                values = _checked(getattr(columns, name), f"{named}.{name}", least=name != "offsets")
+                object.__setattr__(columns, name, values)
+                if name == "offsets":
+                    parts = np.diff(values)
+                    if len(values) != self.num_samples + 1 or values[0] or (parts < 0).any():
+                        raise ValueError(f"{named}.offsets must have {self.num_samples + 1} numbers that ascend from 0")
+                elif len(values) != columns.offsets[-1]:
+                    raise ValueError(f"{named}.{name} must have {columns.offsets[-1]} numbers, got {len(values)}")
+        if (parts != 1).any():
+            raise ValueError(f"{named}.offsets must give each sample one part")
 
     @property
     def num_steps(self) -> int:
@@ -133,10 +130,7 @@ class Workload(Value):
                 f"give one of global_batch_tokens={global_batch_tokens} and global_batch_size={global_batch_size}"
             )
         amount = checked_count(global_batch_tokens or global_batch_size or 0, "the global batch")
-        if isinstance(data, Index):
-            index = data
-        else:
-            dataset, index = data, index_of(data)
+        dataset, index = (dataset, data) if isinstance(data, Index) else (data, index_of(data))
         # The usable samples, as the loader has them.
         unchosen = np.zeros(0, np.int64) if dataset is None else unchosen_rows(dataset, index)
         excluded = np.union1d(index.bad_rows(), unchosen)
@@ -162,9 +156,8 @@ class Workload(Value):
             if error < _SMALL_ERROR or len(rows) < steps or 2 * steps > most_steps:
                 break
             steps *= 2
-        return cls.from_costs(
-            source, rows, global_batch_tokens=global_batch_tokens, global_batch_size=global_batch_size
-        )
+        sizes = {"global_batch_tokens": global_batch_tokens, "global_batch_size": global_batch_size}
+        return cls.from_costs(source, rows, **sizes)
 
     @classmethod
     def from_costs(cls, source: SampleCosts, rows: Sequence[Ints], **sizes: int | None) -> Workload:
@@ -173,16 +166,14 @@ class Workload(Value):
         columns = {}
         for phase in source.phases:
             if phase == LLM:
-                positions = source.positions(LLM, row)
-                offsets, costs, tokens = np.arange(len(row) + 1), np.maximum(source.costs(LLM, row), 1), positions
+                positions = tokens = source.positions(LLM, row)
+                offsets, costs = np.arange(len(row) + 1), source.costs(LLM, row)
             else:
                 parts = source.parts(phase, row)
-                counts = np.bincount(parts.sample, minlength=len(row))
-                offsets = np.concatenate([[0], np.cumsum(counts)])
+                offsets = np.searchsorted(parts.sample, np.arange(len(row) + 1))
                 positions, tokens, costs = parts.positions, parts.tokens, parts.costs
-            columns[phase] = Columns(
-                offsets=offsets, positions=np.maximum(positions, 1), tokens=np.maximum(tokens, 1), costs=costs
-            )
+            positions, tokens, costs = (np.maximum(each, 1) for each in (positions, tokens, costs))
+            columns[phase] = Columns(offsets=offsets, positions=positions, tokens=tokens, costs=costs)
         steps = np.concatenate([[0], np.cumsum([len(each) for each in rows])])
         return cls(steps=steps, phases=columns, exponent=source.exponent, **sizes)
 
@@ -191,15 +182,9 @@ class Workload(Value):
         samples = int(self.steps[steps])
         phases = {}
         for phase, of in self.phases.items():
-            parts = int(of.offsets[samples])
-            cut = of.positions[:parts], of.tokens[:parts], of.costs[:parts]
-            phases[phase] = Columns(offsets=of.offsets[: samples + 1], positions=cut[0], tokens=cut[1], costs=cut[2])
-        return Workload(steps=self.steps[: steps + 1], phases=phases, exponent=self.exponent)
-
-    def part_range(self, phase: str, step: int) -> slice:
-        """Return where the parts of a step are in the columns of a phase."""
-        offsets = self.phases[phase].offsets
-        return slice(int(offsets[self.steps[step]]), int(offsets[self.steps[step + 1]]))
+            cut = {name: getattr(of, name)[: of.offsets[samples]] for name in ("positions", "tokens", "costs")}
+            phases[phase] = Columns(offsets=of.offsets[: samples + 1], **cut)
+        return replace(self, steps=self.steps[: steps + 1], phases=phases)
 
 
 @dataclass(frozen=True)
@@ -236,15 +221,8 @@ class WorkloadCosts:
         start, counts = columns.offsets[row], columns.offsets[row + 1] - columns.offsets[row]
         sample = np.repeat(np.arange(len(row)), counts)
         part = np.arange(len(sample)) + np.repeat(start - (np.cumsum(counts) - counts), counts)
-        taken = columns.positions[part], columns.tokens[part], columns.costs[part]
-        return Parts(
-            sample=sample,
-            part=part,
-            positions=taken[0],
-            tokens=taken[1],
-            costs=taken[2],
-            rank=np.full(len(part), -1, np.int32),
-        )
+        taken = {name: getattr(columns, name)[part] for name in ("positions", "tokens", "costs")}
+        return Parts(sample=sample, part=part, rank=np.full(len(part), -1, np.int32), **taken)
 
     def _sums(self, phase: str, name: str, row: Ints) -> Ints:
         columns = self.workload.phases[phase]
