@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -19,14 +18,12 @@ class Assumed(Value):
     Attributes:
         weight_bytes, gradient_bytes, optimizer_bytes: of a parameter that is trained; a frozen one has the weight.
         activation_bytes: a token, layer and unit of width; with recomputation `kept_bytes`, and one whole layer.
-        logit_bytes: a token and entry of the vocabulary.
-        feature_bytes: a row of features and unit of the LLM's width, one way.
-        tensor_bytes, tensor_bytes_recomputed: a token, layer and unit of width that tensor parallelism sends.
-        hidden: part of that which computing hides.
+        logit_bytes: a token and entry of the vocabulary. feature_bytes: a row and unit of the LLM's width, one way.
+        tensor_bytes, tensor_bytes_recomputed: a token, layer and unit of width that tensor parallelism sends, of which
+            computing hides `hidden`.
         sharded_bytes: a trained parameter that FSDP sends in a micro-step; `sharded_input_bytes` a frozen one whose
-            inputs need gradients, `sharded_frozen_bytes` another.
-        reduced_bytes: a trained parameter that data parallelism sends once a step, without FSDP.
-        optimizer_traffic: bytes of memory that the optimizer reads and writes for a parameter.
+            inputs need gradients, `sharded_frozen_bytes` another. reduced_bytes: once a step, without FSDP.
+        optimizer_traffic: of memory, that the optimizer reads and writes for a parameter.
         not_hidden: part of the smaller one of sending and computing that the larger one does not hide.
         usable: part of memory that states and activations may fill.
         width: at this width of a GPU's slice of a layer, kernels reach half of their share of peak.
@@ -88,34 +85,21 @@ class Cluster(Value):
     def __post_init__(self) -> None:
         for name in ("gpus", "gpus_per_node"):
             object.__setattr__(self, name, checked_count(getattr(self, name), f"Cluster.{name}"))
-        for name in ("operations", "memory", "memory_bandwidth", "within", "between"):
+        for name in _SPEEDS:
             object.__setattr__(self, name, checked_number(getattr(self, name), f"Cluster.{name}"))
 
     @classmethod
     def named(cls, name: str, **changes: Any) -> Cluster:
-        """Return a preset: `h100x64`. Raises ValueError for an unknown kind or no number of GPUs.
-
-        Args:
-            name: kind and number: a100, a800, b200, h100, h200, h800.
-            changes: fields in place of the preset's.
+        """Return a preset, `h100x64`: a kind (a100, a800, b200, h100, h200, h800) and a number of GPUs; `changes` are
+        fields in place of its own. Raises ValueError for an unknown kind or no GPUs.
         """
         kind, _, gpus = name.partition("x")
-        if kind not in _PRESETS or not re.fullmatch(r"[0-9]{1,7}", gpus):
+        if kind not in _PRESETS or not gpus.isdecimal():
             raise ValueError(
                 f"a cluster is KINDxGPUS, such as h100x64, with a kind of {', '.join(_PRESETS)}; got {name!r:.80}"
             )
-        operations, memory, memory_bandwidth, within, between, source = _PRESETS[kind]
-        preset = cls(
-            gpus=checked_count(int(gpus), f"the GPUs of --cluster {name}"),
-            operations=operations,
-            memory=memory,
-            memory_bandwidth=memory_bandwidth,
-            within=0.8 * within,
-            between=0.8 * between,
-            name=kind.upper(),
-            source=f"{source}; links at 80 % of their rate",
-        )
-        return replace(preset, **changes) if changes else preset
+        preset = dict(zip((*_SPEEDS, "source"), _PRESETS[kind], strict=True))
+        return cls(**{"gpus": int(gpus), "name": kind.upper(), **preset, **changes})
 
     @property
     def usable(self) -> float:
@@ -127,13 +111,14 @@ class Cluster(Value):
         return np.where(np.asarray(gpus) <= self.gpus_per_node, self.within, self.between)
 
 
-_NVIDIA = "NVIDIA's data sheet, SXM"
+_SPEEDS = ("operations", "memory", "memory_bandwidth", "within", "between")
+_SXM, _LINKS = "NVIDIA's data sheet, SXM", "Gb/s a GPU; links at 80 % of their rate"
 _PRESETS = {
     # Operations/s, bytes, bytes/s of memory, bytes/s one way by NVLink, and by a network card for each GPU.
-    "a100": (312e12, 80e9, 2.039e12, 300e9, 25e9, f"{_NVIDIA}, 80 GB, NVLink 600 GB/s both ways; 200 Gb/s a GPU"),
-    "a800": (312e12, 80e9, 2.039e12, 200e9, 25e9, f"{_NVIDIA}, 80 GB, NVLink 400 GB/s both ways; 200 Gb/s a GPU"),
-    "b200": (2250e12, 180e9, 7.7e12, 900e9, 50e9, "NVIDIA's data sheet of HGX B200, an eighth; 400 Gb/s a GPU"),
-    "h100": (989e12, 80e9, 3.35e12, 450e9, 50e9, f"{_NVIDIA}, NVLink 900 GB/s both ways; 400 Gb/s a GPU"),
-    "h200": (989e12, 141e9, 4.8e12, 450e9, 50e9, f"{_NVIDIA}, NVLink 900 GB/s both ways; 400 Gb/s a GPU"),
-    "h800": (989e12, 80e9, 3.35e12, 200e9, 50e9, f"{_NVIDIA}, NVLink 400 GB/s both ways; 400 Gb/s a GPU"),
+    "a100": (312e12, 80e9, 2.039e12, 0.8 * 300e9, 0.8 * 25e9, f"{_SXM}, NVLink 600 GB/s both ways; 200 {_LINKS}"),
+    "a800": (312e12, 80e9, 2.039e12, 0.8 * 200e9, 0.8 * 25e9, f"{_SXM}, NVLink 400 GB/s both ways; 200 {_LINKS}"),
+    "b200": (2250e12, 180e9, 7.7e12, 0.8 * 900e9, 0.8 * 50e9, f"{_SXM} (HGX, an eighth); 400 {_LINKS}"),
+    "h100": (989e12, 80e9, 3.35e12, 0.8 * 450e9, 0.8 * 50e9, f"{_SXM}, NVLink 900 GB/s both ways; 400 {_LINKS}"),
+    "h200": (989e12, 141e9, 4.8e12, 0.8 * 450e9, 0.8 * 50e9, f"{_SXM}, NVLink 900 GB/s both ways; 400 {_LINKS}"),
+    "h800": (989e12, 80e9, 3.35e12, 0.8 * 200e9, 0.8 * 50e9, f"{_SXM}, NVLink 400 GB/s both ways; 400 {_LINKS}"),
 }

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from orchdata.balancers.checks import checked_count
 from orchdata.planners.values import Value, checked_number
@@ -32,16 +33,14 @@ class TogetherTable(Value):
 
     def __post_init__(self) -> None:
         for name, of in self.seconds.items():
+            named = f"TogetherTable.seconds[{name!r}]"
+            if 10 not in of or not set(of) <= set(range(1, 11)):
+                raise ValueError(f"{named} must be by tenths from 1 to 10, and have 10, got {sorted(of)}")
             for tenths, each in of.items():
-                if tenths not in range(1, 11):
-                    raise ValueError(f"TogetherTable.seconds[{name!r}] must be by tenths from 1 to 10, got {tenths!r}")
-                checked_number(each, f"TogetherTable.seconds[{name!r}][{tenths}]")
-            if 10 not in of:
-                raise ValueError(f"TogetherTable.seconds[{name!r}] must have 10 tenths, got {sorted(of)}")
-            for other in self.seconds:
-                if other != name:
-                    factor = self.slowdown.get(name, {}).get(other)
-                    checked_number(factor, f"TogetherTable.slowdown[{name!r}][{other!r}]")
+                checked_number(each, f"{named}[{tenths}]")
+            for other in set(self.seconds) - {name}:
+                factor = self.slowdown.get(name, {}).get(other)
+                checked_number(factor, f"TogetherTable.slowdown[{name!r}][{other!r}]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,27 +84,27 @@ def plan_together(
             raise ValueError(f"towers has {name!r}, which TogetherTable.seconds lacks: {sorted(table.seconds)}")
 
     best: dict[tuple[str, ...], tuple[float, tuple[tuple[str, int], ...]]] = {}
-    found: dict[bool, tuple[float, int, list[tuple[str, ...]], tuple[int, ...]]] = {}
+    least: Any = None
     for groups in _groupings(tuple(names)):
         for group in groups:
             if group not in best:
                 best[group] = min(side_by_side(table, group), default=(math.inf, ()))
+        placement = (math.inf, 0, groups, ())
         for where in itertools.product(range(min(num_devices, len(groups))), repeat=len(groups)):
             ends = [0.0] * num_devices
             for group, device in zip(groups, where, strict=True):
                 ends[device] += best[group][0]
             # Of equal ones that with most in turn.
-            placement = (max(ends), -len(groups), groups, where)
-            for in_turn in {False, len(groups) == len(names)}:
-                found[in_turn] = min(found.get(in_turn, placement), placement)
-    seconds, _, groups, where = found[False]
+            placement = min(placement, (max(ends), -len(groups), groups, where))
+        least = min(least or placement, placement)
+        if len(groups) == len(names):
+            in_turn = placement[0]
+    seconds, _, groups, where = least
+    placed = list(zip(groups, where, strict=True))
     return TogetherPlan(
-        devices=tuple(
-            tuple(best[group][1] for group, at in zip(groups, where, strict=True) if at == device)
-            for device in range(num_devices)
-        ),
+        devices=tuple(tuple(best[of][1] for of, at in placed if at == device) for device in range(num_devices)),
         seconds=seconds,
-        in_turn_seconds=found[True][0],
+        in_turn_seconds=in_turn,
         assumptions=(
             f"seconds by share, and what a neighbour costs, were measured on {table.device}",
             "a tower with several neighbours is slowed by the product of what each costs",
@@ -115,9 +114,10 @@ def plan_together(
 
 def _groupings(names: tuple[str, ...]) -> Iterator[list[tuple[str, ...]]]:
     """Yield every way to put names into groups."""
-    if not names:
-        yield []
-    for rest in _groupings(names[1:]) if names else ():
+    if len(names) < 2:
+        yield [names]
+        return
+    for rest in _groupings(names[1:]):
         yield [names[:1], *rest]
         for at, group in enumerate(rest):
             yield [*rest[:at], (names[0], *group), *rest[at + 1 :]]

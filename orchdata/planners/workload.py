@@ -140,21 +140,20 @@ class Workload(Value):
         if global_batch_tokens is not None:
             budgets = TokenBudgets(budgets=((0, amount),), drop_last=True)
             excluded = np.union1d(excluded, above_budget(counts, budgets, Balance(), excluded))
-        shuffle = Shuffle()
         if isinstance(dataset, Mixture):
             assert isinstance(index, JoinedIndex)
-            order: Any = mixture_order(dataset, index, excluded, shuffle=shuffle, seed=seed, multiple_of=1)
+            order: Any = mixture_order(dataset, index, excluded, shuffle=Shuffle(), seed=seed, multiple_of=1)
         else:
-            order = Order(index.num_rows, shuffle=shuffle, seed=seed, excluded=excluded)
+            order = Order(index.num_rows, shuffle=Shuffle(), seed=seed, excluded=excluded)
         # Steps of one rank are steps of all.
         size = StepSize(amount, counts if global_batch_tokens is not None else None)
-        spec = epoch_spec(source, order, Balance(), size, num_ranks=1)
-        while True:
+        spec, error = epoch_spec(source, order, Balance(), size, num_ranks=1), np.inf
+        while error >= _SMALL_ERROR and steps <= most_steps:
             rows = [order.rows(task.epoch, *spec.steps.bounds(task))[1] for task in spread_steps(spec, steps)]
+            if len(rows) < steps:
+                break
             work = [sum(float(source.costs(phase, row).sum()) for phase in source.balanced) for row in rows]
             error = np.std(work, ddof=1) / np.mean(work) / len(work) ** 0.5 if len(work) > 1 else np.inf
-            if error < _SMALL_ERROR or len(rows) < steps or 2 * steps > most_steps:
-                break
             steps *= 2
         sizes = {"global_batch_tokens": global_batch_tokens, "global_batch_size": global_batch_size}
         return cls.from_costs(source, rows, **sizes)
@@ -187,25 +186,16 @@ class Workload(Value):
         return replace(self, steps=self.steps[: steps + 1], phases=phases)
 
 
-@dataclass(frozen=True)
+@dataclass
 class WorkloadCosts:
-    """A workload as `SampleCosts`: row r is its sample r.
-
-    Attributes:
-        balanced: phases that plans balance.
-    """
+    """A workload as `SampleCosts`: row r is its sample r. Plans balance the phases `balanced`."""
 
     workload: Workload
     balanced: tuple[str, ...]
     padded: Padding = NO_PADDING
 
-    @property
-    def phases(self) -> tuple[str, ...]:
-        return tuple(self.workload.phases)
-
-    @property
-    def exponent(self) -> int:
-        return self.workload.exponent
+    def __post_init__(self) -> None:
+        self.phases, self.exponent = tuple(self.workload.phases), self.workload.exponent
 
     def costs(self, phase: str, row: Ints) -> Ints:
         return self._sums(phase, "costs", row)

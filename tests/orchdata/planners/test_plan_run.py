@@ -125,7 +125,7 @@ SMALL = od.TransformerCost(hidden=256, layers=2, ffn=512, heads=2)
         (too_large, r"module 'image' fits on no GPU: it needs at least [\d.]+ GB on each, and a GPU has"),
         (short, "max_tokens=100 is below the longest sample, of"),
         (lambda: Placement(module=Module("llm", SMALL), tp=4), "tp=4 does not divide its 2 heads"),
-        (lambda: Cluster.named("h100x0"), "GPUs of --cluster h100x0 must be at least 1"),
+        (lambda: Cluster.named("h100x0"), "Cluster.gpus must be at least 1, got 0"),
         (lambda: Cluster.named("v100x8"), "KINDxGPUS, such as h100x64"),
         (lambda: Module("llm", od.CostModel(llm=SMALL)), "has no layers, width and parameters"),  # type: ignore[arg-type]
         (lambda: Module("llm", SMALL, share=float("nan")), "share must be a finite number above 0, at most 1, got nan"),

@@ -100,7 +100,7 @@ def test_the_script_measures_a_table(tmp_path: Path) -> None:
         (lambda: plan_together(table(0, "ab"), num_devices=0), r"num_devices must be at least 1, got 0"),
         (
             lambda: TogetherTable(device="", seconds={"a": {5: 1.0}}, slowdown={}),
-            r"seconds\['a'\] must have 10 tenths, got \[5\]",
+            r"seconds\['a'\] must be by tenths from 1 to 10, and have 10, got \[5\]",
         ),
         (
             lambda: TogetherTable(device="", seconds={"a": {10: 0.0}}, slowdown={}),
