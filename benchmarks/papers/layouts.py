@@ -87,10 +87,10 @@ def _tp_8_for_all(modules: list[Module], means: Means) -> list[Candidate]:
     """As Megatron-LM: one tp and dp, encoder and generator a stage each."""
     found = []
     layers, gpus = modules[-1].cost.layers, means.cluster.gpus
-    for pp, recompute in itertools.product(range(1, 21), (None, "full")):
+    for pp, again in itertools.product(range(1, 21), (False, True)):
         for dp in range(1, gpus // (8 * (pp + 2)) + 1) if not layers % pp else ():
             settings = tuple(
-                Many(each, 8, pp if each is modules[-1] else 1, dp, "optimizer", recompute) for each in modules
+                Many(each, 8, pp if each is modules[-1] else 1, dp, "optimizer", again) for each in modules
             )
             memory = mean_memory("own", settings, SEQUENCE, means)
             used = gpu_bytes("own", settings, SEQUENCE, memory, means)

@@ -20,14 +20,24 @@ Numbers = Any  # a float, or float64 of any shape
 
 
 class Many(NamedTuple):
-    """Placements that differ in `dp`: a number, or int64 of any shape."""
+    """Placements of a module: numbers, or arrays that broadcast. `work`: known seconds of a stage, as `Means.work`."""
 
     module: Module
-    tp: int
-    pp: int
+    tp: Any
+    pp: Any
     dp: Any
     sharding: str | None
-    recompute: str | None
+    again: Any
+    work: Any = None
+
+    @property
+    def gpus(self) -> Any:
+        return self.tp * self.pp * self.dp
+
+    def take(self, chosen: Any) -> Many:
+        """Return those with these indices, in the shape of the indices."""
+        tp, pp, dp, again, work = (each.ravel()[chosen] for each in (self.tp, self.pp, self.dp, self.again, self.work))
+        return Many(self.module, tp, pp, dp, self.sharding, again, work)
 
 
 Setting = Placement | Many
@@ -48,7 +58,7 @@ def activation_bytes(of: Setting, cluster: Cluster, tokens: Numbers) -> Numbers:
     """Return bytes of the activations of one microbatch on a stage."""
     a, cost = cluster.assumed, of.module.cost
     layers = cost.layers / of.pp
-    each = a.activation_bytes * layers if of.recompute is None else a.kept_bytes * layers + a.activation_bytes
+    each = np.where(of.again, a.kept_bytes * layers + a.activation_bytes, a.activation_bytes * layers)
     return each * tokens * cost.hidden / of.tp
 
 
@@ -126,7 +136,7 @@ class Means:
     workload: Workload
     cluster: Cluster
     of: str = LLM
-    _seconds: dict[tuple[str, int, bool], float] = field(default_factory=dict)
+    _work: dict[tuple[str, int, bool], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         steps, phases = self.workload.num_steps, self.workload.phases
@@ -140,14 +150,16 @@ class Means:
         self.tokens, self.longest = self.positions[self.of], self.largest_part[self.of]
         self.fewest_samples = int(np.diff(self.workload.steps).min())
 
-    def seconds(self, of: Setting) -> float:
-        """Return seconds of all its work in the mean step on one replica without a pipeline."""
-        key = of.module.name, of.tp, of.recompute is not None
-        if key not in self._seconds:
+    def work(self, of: Setting) -> Numbers:
+        """Return seconds of its work in the mean step on a stage of a replica, the same in all these placements."""
+        if isinstance(of, Many) and of.work is not None:
+            return of.work
+        key = of.module.name, of.tp, of.again
+        if key not in self._work:
             positions, counts = np.unique(self.workload.phases[key[0]].positions, return_counts=True)
-            each = sequence_seconds(of.module, self.cluster, positions, tp=of.tp, recompute=key[2])
-            self._seconds[key] = float(each @ counts) / self.workload.num_steps
-        return self._seconds[key]
+            each = sequence_seconds(of.module, self.cluster, positions, tp=of.tp, recompute=of.again)
+            self._work[key] = float(each @ counts) / self.workload.num_steps
+        return self._work[key] / (of.pp * of.dp)
 
     def operations(self, modules: Sequence[Module]) -> dict[str, float]:
         """Return operations of the mean step, by module, without recomputation."""
@@ -182,111 +194,9 @@ def mean_memory(kind: Kind, settings: Sequence[Setting], tokens: Numbers, means:
     return Memory(positions, rows)
 
 
-class Column(NamedTuple):
-    """A module of a pipeline of modules: numbers, or arrays over many placements.
-
-    Attributes:
-        after, again: whether it runs after the LLM, and whether layers are recomputed.
-        work: seconds of the mean step's work on a stage of a replica.
-        reduced, optimizer: seconds of these, once a step.
-        states: bytes.
-        held: bytes a position in one microbatch, with the features that it yields.
-    """
-
-    after: Any
-    again: Any
-    tp: Numbers
-    pp: Numbers
-    dp: Numbers
-    work: Numbers
-    reduced: Numbers
-    optimizer: Numbers
-    states: Numbers
-    held: Numbers
-
-    @classmethod
-    def of(cls, of: Setting, means: Means, llm: Module) -> Column:
-        cluster, name = means.cluster, of.module.name
-        features = cluster.assumed.feature_bytes * (1 + of.module.has_gradients) * llm.cost.hidden
-        yielded = 0.0 if name == LLM else features * means.rows[name] / max(1.0, means.positions[name])
-        return cls(
-            of.module.after,
-            of.recompute is not None,
-            of.tp,
-            of.pp,
-            of.dp,
-            means.seconds(of) / (of.pp * of.dp),
-            reduced_bytes(of, cluster) / cluster.link(of.tp * of.dp),
-            optimizer_seconds(of, cluster),
-            state_bytes(of, cluster),
-            activation_bytes(of, cluster, 1) + yielded,
-        )
-
-    @property
-    def gpus(self) -> Numbers:
-        return self.tp * self.pp * self.dp
-
-    def take(self, chosen: Any) -> Column:
-        """Return the placements with these indices."""
-        return Column(*(each[chosen] for each in self))
-
-    def take_flat(self, index: int) -> Column:
-        """Return one placement, of arrays of any shape."""
-        return Column(*(each.flat[index] for each in self))
-
-
-def own_bytes(
-    columns: Sequence[Column], positions: Sequence[Numbers], features: Numbers, logits: Numbers
-) -> list[Numbers]:
-    """Return bytes of the fullest GPU of each module in a pipeline of modules.
-
-    Args:
-        columns: encoders and generators, then the LLM.
-        positions: of each, the most of a microbatch.
-        features, logits: bytes of the LLM's microbatch.
-    """
-    *encoders, llm = columns
-    used: list[Numbers] = [0.0] * len(columns)
-    later: Numbers = 0  # stages after a module
-    for at in [at for at, each in enumerate(encoders) if np.any(each.after)][::-1]:
-        used[at] = encoders[at].states + positions[at] * encoders[at].held * (encoders[at].pp + later)
-        later = later + encoders[at].pp
-    held = positions[-1] * llm.held
-    first = llm.states + (held + features) * (llm.pp + later)
-    last = llm.states + held * (1 + later) + logits
-    used[-1] = np.where(llm.pp > 1, np.maximum(first, last), first + logits)
-    later = later + llm.pp
-    for at in [at for at, each in enumerate(encoders) if not np.any(each.after)][::-1]:
-        used[at] = encoders[at].states + positions[at] * encoders[at].held * (encoders[at].pp + later)
-        later = later + encoders[at].pp
-    return used
-
-
-def closed_own(columns: Sequence[Column], microbatches: Numbers, travel: Numbers, cluster: Cluster) -> Numbers:
-    """Return seconds of a step of modules in one pipeline: the first microbatch passes all, others the slowest stage.
-
-    Args:
-        travel: seconds in which the features of a microbatch, and their gradients, travel.
-    """
-    fill: Numbers = travel
-    slowest: Numbers = 0.0
-    late: Numbers = 0.0
-    optimizer: Numbers = 0.0
-    for each in columns:
-        stage = each.work / microbatches
-        fill, slowest = fill + each.pp * stage, np.maximum(slowest, stage)
-        late = np.maximum(late, overlapped(stage, each.reduced, cluster) - stage)
-        optimizer = np.maximum(optimizer, each.optimizer)
-    return fill + (microbatches - 1) * slowest + late + optimizer
-
-
-def features_and_logits(
-    encoders: Sequence[Module], llm: Module, tp: Numbers, tokens: Numbers, rows: Numbers, cluster: Cluster
-) -> tuple[Numbers, Numbers]:
-    """Return bytes of the LLM's features with their gradients, and of its logits, in one microbatch."""
-    a = cluster.assumed
-    features = a.feature_bytes * (1 + any(each.has_gradients for each in encoders)) * rows * llm.cost.hidden
-    return features, a.logit_bytes * tokens * (llm.cost.vocab or 0) / tp
+def in_pipeline(settings: Sequence[Any]) -> list[Any]:
+    """Return modules on their own GPUs as their stages follow each other: encoders, the LLM (last here), generators."""
+    return sorted(settings, key=lambda each: 2 * each.module.after + (each is settings[-1]))
 
 
 def gpu_bytes(
@@ -298,24 +208,31 @@ def gpu_bytes(
         settings: of encoders and generators, the LLM's last.
         tokens: most LLM tokens of a microbatch.
     """
-    cluster, (*encoders, llm) = means.cluster, settings
-    features, logits = features_and_logits(
-        [e.module for e in encoders], llm.module, llm.tp, tokens, memory.rows, cluster
-    )
-    if kind == "own":
-        columns = [Column.of(each, means, llm.module) for each in settings]
-        positions = [*(memory.positions[each.module.name] for each in encoders), tokens]
-        return dict(
-            zip([e.module.name for e in settings], own_bytes(columns, positions, features, logits), strict=True)
-        )
-    # Everything is on the LLM's GPUs: on the first stage only where encoders are there.
-    states, held, encoded = state_bytes(llm, cluster), activation_bytes(llm, cluster, tokens), 0.0
-    for each in encoders:
+    cluster, a, (*encoders, llm) = means.cluster, means.cluster.assumed, settings
+    wide = a.feature_bytes * llm.module.cost.hidden
+    features = wide * (1 + any(each.module.has_gradients for each in encoders)) * memory.rows
+    logits = a.logit_bytes * tokens * (llm.module.cost.vocab or 0) / llm.tp
+    # Encoders on the LLM's GPUs: on the first stage only where encoders are there.
+    early: Numbers = 0.0
+    for each in encoders if kind != "own" else ():
         activations = activation_bytes(each, cluster, memory.positions[each.module.name])
-        encoded = encoded + state_bytes(each, cluster) + activations * (llm.pp if kind == "first_stage" else 1)
-    first = states + (held + features) * llm.pp + encoded
-    last = states + held + logits + (0.0 if kind == "first_stage" else encoded)
-    return {LLM: np.maximum(first, last) if llm.pp > 1 else first + logits}
+        early = early + state_bytes(each, cluster) + activations * (llm.pp if kind == "first_stage" else 1)
+    late = 0.0 if kind == "first_stage" else early
+    used: dict[str, Numbers] = {each.module.name: 0.0 for each in encoders if kind == "own"}
+    later: Numbers = 0  # stages after a module
+    for each in in_pipeline(settings)[::-1] if kind == "own" else [llm]:
+        name, states = each.module.name, state_bytes(each, cluster)
+        if each is llm:
+            held = activation_bytes(llm, cluster, tokens)
+            first = states + (held + features) * (llm.pp + later) + early
+            last = states + held * (1 + later) + logits + late
+            used[LLM] = np.where(llm.pp > 1, np.maximum(first, last), first + logits)
+        else:
+            yielded = wide * (1 + each.module.has_gradients) * means.rows[name] / max(1.0, means.positions[name])
+            held = memory.positions[name] * (activation_bytes(each, cluster, 1) + yielded)
+            used[name] = states + held * (each.pp + later)
+        later = later + each.pp
+    return used
 
 
 def closed_form(kind: Kind, settings: Sequence[Setting], tokens: Numbers, means: Means) -> Numbers:
@@ -324,27 +241,31 @@ def closed_form(kind: Kind, settings: Sequence[Setting], tokens: Numbers, means:
     microbatches = np.maximum(1, np.ceil(means.tokens / (llm.dp * tokens)))
     ways = [1 + each.module.has_gradients for each in encoders]
     rows = [means.rows[each.module.name] / llm.dp for each in encoders]
+    link = cluster.link(sum(each.gpus for each in settings) if kind == "own" else llm.gpus)
+    work = [means.work(each) for each in settings]
     if kind == "own":
-        link = cluster.link(sum(each.tp * each.pp * each.dp for each in settings))
-        travel = sum(
-            w * rows_seconds(r / microbatches, llm.module, link, cluster) for w, r in zip(ways, rows, strict=True)
-        )
-        return closed_own([Column.of(each, means, llm.module) for each in settings], microbatches, travel, cluster)
-    work = {each.module.name: means.seconds(each) / (each.pp * each.dp) for each in settings}
+        # The first microbatch passes all stages, others the slowest.
+        sent = [w * rows_seconds(r / microbatches, llm.module, link, cluster) for w, r in zip(ways, rows, strict=True)]
+        fill, slowest, late, optimizer = sum(sent), 0.0, 0.0, 0.0
+        for each, of in zip(settings, work, strict=True):
+            stage, reduced = of / microbatches, reduced_bytes(each, cluster) / cluster.link(each.tp * each.dp)
+            fill, slowest = fill + each.pp * stage, np.maximum(slowest, stage)
+            late = np.maximum(late, overlapped(stage, reduced, cluster) - stage)
+            optimizer = np.maximum(optimizer, optimizer_seconds(each, cluster))
+        return fill + (microbatches - 1) * slowest + late + optimizer
     reduced = sent_seconds(reduced_bytes, settings, cluster)
     optimizer = sum(optimizer_seconds(each, cluster) for each in settings)
-    encoded = sum((work[each.module.name] for each in encoders), 0.0)
+    encoded = sum(work[:-1], 0.0)
     if kind == "shared":
-        link = cluster.link(llm.tp * llm.pp * llm.dp)
         encoded = encoded + max(ways) * rows_seconds(sum(rows), llm.module, link, cluster)
     if llm.pp == 1:
-        each_step = (work[llm.module.name] + encoded) / microbatches
+        each_step = (work[-1] + encoded) / microbatches
         if llm.sharding == "full":
             sent = sent_seconds(sharded_bytes, settings, cluster)
             return microbatches * overlapped(each_step, sent, cluster) + optimizer
         return (microbatches - 1) * each_step + overlapped(each_step, reduced, cluster) + optimizer
     # A pipeline of the LLM, with encoders on its first stage, or on all GPUs before and after it.
-    stage = work[llm.module.name] / microbatches
+    stage = work[-1] / microbatches
     first = stage if kind == "shared" else stage + encoded / microbatches
     pipeline = first * microbatches + (llm.pp - 1) * stage + overlapped(first, reduced, cluster) - first
     return pipeline + optimizer + (encoded if kind == "shared" else 0.0)

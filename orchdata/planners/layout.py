@@ -171,6 +171,11 @@ class Placement(Value):
     def gpus(self) -> int:
         return self.tp * self.pp * self.dp
 
+    @property
+    def again(self) -> bool:
+        """Whether its layers are computed again."""
+        return self.recompute is not None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout(Value):

@@ -17,18 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.planners.cluster import Cluster
-from orchdata.planners.formulas import (
-    Column,
-    Many,
-    Means,
-    closed_form,
-    closed_own,
-    features_and_logits,
-    gpu_bytes,
-    mean_memory,
-    own_bytes,
-    rows_seconds,
-)
+from orchdata.planners.formulas import Many, Means, Memory, closed_form, gpu_bytes, mean_memory
 from orchdata.planners.layout import LLM, Kind, Layout, Module, Placement
 from orchdata.planners.values import Value
 from orchdata.planners.workload import Workload
@@ -36,7 +25,6 @@ from orchdata.planners.workload import Workload
 TRIED_TOKENS: Final = tuple(4096 << each for each in range(6))
 _SIZES: Final = (1, 2, 4, 8)
 _MOST_STAGES, _MOST_STAGES_OF_OTHERS = 20, 4
-_RECOMPUTE: Final = (None, "full")
 _MOST_COMBINED: Final = 1 << 20
 _MANY: Final = 64
 Keep = Mapping[str, Mapping[str, int]]
@@ -79,11 +67,11 @@ class Candidate(NamedTuple):
         return tuple(
             Placement(
                 module=of.module,
-                tp=of.tp,
-                pp=of.pp,
+                tp=int(of.tp),
+                pp=int(of.pp),
                 dp=int(of.dp),
                 sharding=None if alone or (self.kind == "own" and of.dp == 1) else of.sharding,  # type: ignore[arg-type]
-                recompute=of.recompute,  # type: ignore[arg-type]
+                recompute="full" if of.again else None,
                 where="all" if of.module.name == LLM and self.kind != "own" else where,
             )
             for of in self.settings
@@ -157,14 +145,14 @@ def grids(
         for each in encoders:
             kept = kept & _keeps(keep, each.name, of_encoders, 1, dp_of_encoders)
         dp, dp_of_encoders = dp[:, kept[0]], dp_of_encoders[:, kept[0]]
-        for recompute in itertools.product(_RECOMPUTE, repeat=len(modules)) if dp.size else ():
+        for recompute in itertools.product((False, True), repeat=len(modules)) if dp.size else ():
             settings = tuple(
                 Many(each, of_encoders, 1, dp_of_encoders, sharding, how)
                 for each, how in zip(encoders, recompute[:-1], strict=True)
             )
             settings += (Many(llm, tp, pp, dp, sharding, recompute[-1]),)
             memory = mean_memory(kind, settings, column, means)
-            used = next(iter(gpu_bytes(kind, settings, column, memory, means).values()))
+            used = gpu_bytes(kind, settings, column, memory, means)[LLM]
             seconds = closed_form(kind, settings, column, means)
             shape = len(tokens), dp.size
             yield kind, settings, np.broadcast_to(seconds, shape), np.broadcast_to(used, shape)
@@ -205,8 +193,7 @@ def candidates(
             if within[at] < np.inf:
                 row, column = divmod(at, seconds.shape[1])
                 chosen = tuple(each._replace(dp=int(each.dp[0, column])) for each in settings)
-                gpus = chosen[-1].tp * chosen[-1].pp * chosen[-1].dp
-                ranked.append(Candidate(float(within[at]), gpus, kind, chosen, tokens[row]))
+                ranked.append(Candidate(float(within[at]), chosen[-1].gpus, kind, chosen, tokens[row]))
     if len(modules) > 1:
         found["own"] = _own(modules, means, tokens, keep, most)
     return {kind: sorted(ranked, key=lambda each: each[:2])[:most] for kind, ranked in found.items()}, least
@@ -218,115 +205,83 @@ def own_sizes(gpus: int) -> NDArray[np.int64]:
     return np.array(sorted(size for each in powers if (size := math.prod(each)) <= gpus))
 
 
-def _columns(module: Module, llm: Module, means: Means, keep: Keep, sizes: NDArray[np.int64]) -> Column | None:
+def _table(module: Module, means: Means, keep: Keep, sizes: NDArray[np.int64]) -> Many | None:
     """Return all settings of a module on GPUs of its own, as arrays (num_settings,)."""
     found = []
-    for tp, pp, recompute in itertools.product(_SIZES, stages_of(module), _RECOMPUTE):
+    for tp, pp, again in itertools.product(_SIZES, stages_of(module), (False, True)):
         dp = sizes[sizes <= means.cluster.gpus // (tp * pp)]
         dp = dp[_keeps(keep, module.name, tp, pp, dp)]
         if dp.size and not module.refused(tp, pp):
-            column = Column.of(Many(module, tp, pp, dp, "optimizer", recompute), means, llm)
-            found.append([np.broadcast_to(each, dp.shape) for each in column])
-    return Column(*map(np.concatenate, zip(*found, strict=True))) if found else None
-
-
-class _Settings(NamedTuple):
-    """Settings of the LLM, each with tokens of a microbatch: arrays (num_settings,), with what is left of the GPUs."""
-
-    column: Column
-    tokens: Any
-    count: Any
-    left: Any
-    features: Any
-    logits: Any
+            work = means.work(Many(module, tp, pp, dp, "optimizer", again))
+            found.append([np.broadcast_to(each, dp.shape) for each in (tp, pp, dp, again, work)])
+    if not found:
+        return None
+    all_tp, all_pp, all_dp, all_again, all_work = map(np.concatenate, zip(*found, strict=True))
+    return Many(module, all_tp, all_pp, all_dp, "optimizer", all_again, all_work)
 
 
 def _own(modules: Sequence[Module], means: Means, tokens: Sequence[int], keep: Keep, most: int) -> list[Candidate]:
     """Return the best layouts with modules on GPUs of their own."""
-    (*encoders, llm), cluster = modules, means.cluster
-    sizes = own_sizes(cluster.gpus)
-    of_llm = _columns(llm, llm, means, keep, sizes[sizes <= means.fewest_samples])
-    found = [_columns(each, llm, means, keep, sizes) for each in encoders]
+    cluster, sizes = means.cluster, own_sizes(means.cluster.gpus)
+    limits = [cluster.gpus] * (len(modules) - 1) + [means.fewest_samples]
+    found = [_table(each, means, keep, sizes[sizes <= of]) for each, of in zip(modules, limits, strict=True)]
     tables = [each for each in found if each is not None]
-    if of_llm is None or len(tables) < len(encoders):
+    if len(tables) < len(modules):
         return []
     # With each tokens of a microbatch.
-    own, size = of_llm.take(np.repeat(np.arange(len(of_llm.dp)), len(tokens))), np.tile(tokens, len(of_llm.dp))
+    llm = tables.pop()
+    own, size = llm.take(np.repeat(np.arange(len(llm.dp)), len(tokens))), np.tile(tokens, len(llm.dp))
     count = np.maximum(1, np.ceil(means.tokens / (own.dp * size)))
-    rows = np.minimum(size / means.tokens, 1) * sum(means.rows[each.name] for each in encoders)
-    features, logits = features_and_logits(encoders, llm, own.tp, size, rows, cluster)
-    given = _Settings(own, size, count, cluster.gpus - own.gpus, features, logits)
     # A bound: others share what is left as evenly as GPUs could be cut, and cost no link and no optimizer.
+    left = cluster.gpus - own.gpus
     work = np.array([float((each.work * each.gpus).min()) for each in tables])
-    room, stage = np.maximum(given.left, 1) * count, own.work / count
+    room, stage = np.maximum(left, 1) * count, own.work / count
     bound = own.pp * stage + np.sqrt(work).sum() ** 2 / room + (count - 1) * np.maximum(stage, work.sum() / room)
-    (least,) = own_bytes([own], [size], features, logits)
-    bound = np.where((given.left >= len(tables)) & (least <= cluster.usable), bound, np.inf)
+    least = gpu_bytes("own", [own], size, Memory({}, 0.0), means)[LLM]
+    bound = np.where((left >= len(tables)) & (least <= cluster.usable), bound, np.inf)
     best: list[Candidate] = []
     limit = np.inf
     order = np.argsort(bound, kind="stable").tolist()
     for place in [order[0], *order]:  # the first gives a limit, and is then looked at again in full
         if bound[place] > limit or bound[place] == np.inf:
             break
-        combined = _combined(tables, given, place, modules, means, limit, most)
+        combined = _combined(tables, own.take([place]), int(size[place]), means, limit, most)
         best = sorted(best + [each for each in combined if each not in best], key=lambda each: each[:2])[:most]
         limit = best[-1].seconds if len(best) == most else np.inf
     return best
 
 
-def _combined(
-    tables: Sequence[Column],
-    given: _Settings,
-    place: int,
-    modules: Sequence[Module],
-    means: Means,
-    limit: float,
-    most: int,
-) -> list[Candidate]:
+def _combined(tables: Sequence[Many], own: Many, size: int, means: Means, limit: float, most: int) -> list[Candidate]:
     """Return the best combinations with one setting of the LLM, of those not above `limit`."""
-    cluster, (*encoders, llm), own = means.cluster, modules, given.column.take([place])
-    size, count, left = int(given.tokens[place]), float(given.count[place]), int(given.left[place])
-    of_round = np.minimum(own.dp * size / means.tokens, 1)
+    cluster, left = means.cluster, means.cluster.gpus - int(own.gpus[0])
+    count = np.maximum(1, np.ceil(means.tokens / (own.dp * size)))
 
-    def positions(column: Column, module: Module) -> Any:
-        return np.maximum(of_round * means.positions[module.name] / column.dp, means.largest_part[module.name])
+    def priced(settings: list[Many]) -> tuple[Any, list[Any]]:
+        used = gpu_bytes("own", settings, size, mean_memory("own", settings, size, means), means)
+        return closed_form("own", settings, size, means), [each <= cluster.usable for each in used.values()]
 
     # Of each module, settings that fit alone, and that could be below the limit if others had all other GPUs.
     least = np.sqrt([float((each.work * each.gpus).min()) for each in tables])
-    columns: list[Column] = []
-    for number, (table, module) in enumerate(zip(tables, encoders, strict=True)):
+    columns: list[Many] = []
+    for number, table in enumerate(tables):
         free = left - table.gpus
-        others = (least.sum() - least[number]) ** 2 / np.maximum(free * count, 1)
-        alone = closed_own([table, own], count, 0.0, cluster) + others
-        stages = table.pp + (0 if module.after else own.pp)
-        fits = table.states + positions(table, module) * table.held * stages <= cluster.usable
+        seconds, (fits, _) = priced([table, own])
+        alone = seconds + (least.sum() - least[number]) ** 2 / np.maximum(free * count, 1)
         chosen = np.flatnonzero(fits & (free >= len(tables) - 1) & (alone <= limit))
         if len(tables) > 1:
             chosen = chosen[np.argsort(alone[chosen], kind="stable")[: int(_MOST_COMBINED ** (1 / len(tables)))]]
-        if not chosen.size:
-            return []
         # All combinations: a module's settings along an axis of its own.
-        axis = tuple(-1 if each == number else 1 for each in range(len(tables)))
-        columns.append(Column(*(each.reshape(axis) for each in table.take(chosen))))
-    gpus: Any = sum(each.gpus for each in columns)
-    most_positions = [positions(column, module) for column, module in zip(columns, encoders, strict=True)]
-    used = own_bytes([*columns, own], [*most_positions, size], given.features[place], given.logits[place])
-    fits = np.logical_and.reduce(np.broadcast_arrays(gpus <= left, *(each <= cluster.usable for each in used)))
-    travel = sum(
-        (1 + module.has_gradients)
-        * rows_seconds(means.rows[module.name] / (own.dp * count), llm, cluster.link(gpus + own.gpus), cluster)
-        for module in encoders
-    )
-    seconds = np.where(fits, closed_own([*columns, own], count, travel, cluster), np.inf)
+        columns.append(table.take(chosen.reshape([-1 if each == number else 1 for each in range(len(tables))])))
+    if not all(each.dp.size for each in columns):
+        return []
+    seconds, fits = priced([*columns, own])
+    enough = sum(each.gpus for each in columns) <= left
+    seconds = np.where(np.logical_and.reduce(np.broadcast_arrays(enough, *fits)), seconds, np.inf)
     found = []
     for at in np.argsort(seconds, axis=None, kind="stable")[:most].tolist():
         if seconds.flat[at] < np.inf:
-            chosen_at = [each[0].tolist() for each in np.unravel_index([at], seconds.shape)]
-            rows = [column.take_flat(each) for column, each in zip(columns, chosen_at, strict=True)]
-            settings = tuple(
-                Many(module, int(of.tp), int(of.pp), int(of.dp), "optimizer", "full" if of.again else None)
-                for module, of in zip(modules, [*rows, own.take_flat(0)], strict=True)
-            )
-            total = sum(each.tp * each.pp * each.dp for each in settings)
-            found.append(Candidate(float(seconds.flat[at]), total, "own", settings, size))
+            places = np.unravel_index(at, seconds.shape)
+            settings = *(each.take(place) for each, place in zip(columns, places, strict=True)), own.take(0)
+            gpus = sum(int(each.gpus) for each in settings)
+            found.append(Candidate(float(seconds.flat[at]), gpus, "own", settings, size))
     return found

@@ -24,6 +24,7 @@ from orchdata.planners.formulas import (
     Memory,
     forward_share,
     gpu_bytes,
+    in_pipeline,
     optimizer_seconds,
     overlapped,
     reduced_bytes,
@@ -152,7 +153,7 @@ class _Run:
         for name, of in self.modules.items():
             # There are few different lengths.
             kinds, where = np.unique(workload.phases[name].positions, return_inverse=True)
-            how = {"recompute": of.recompute is not None}
+            how = {"recompute": of.again}
             seconds = sequence_seconds(of.module, cluster, kinds, tp=of.tp, **how)
             whole = np.maximum(np.rint(_NANO * seconds / of.pp), 1).astype(np.int64)
             ahead = np.rint(whole * forward_share(of.module, kinds, **how)).astype(np.int64)
@@ -231,7 +232,7 @@ class _Run:
         shares = {**encoders, LLM: llm}
         times = {name: [of.cells(way[name]) for way in (self.forward, self.total)] for name, of in shares.items()}
         # Blocks of equal stages: of each module on its own GPUs, else the first stage of the LLM and the others.
-        chain = sorted(self.layout.placements, key=lambda each: 2 * each.module.after + (each is self.llm))
+        chain = in_pipeline(self.layout.placements)
         if own:
             blocks = [(each.pp, times[each.module.name]) for each in chain]
             sent = [reduced_bytes(each, cluster) / cluster.link(each.tp * each.dp) for each in chain]

@@ -89,7 +89,7 @@ def plan_together(
         for group in groups:
             if group not in best:
                 best[group] = min(side_by_side(table, group), default=(math.inf, ()))
-        placement = (math.inf, 0, groups, ())
+        placement: Any = (math.inf, 0, groups, ())
         for where in itertools.product(range(min(num_devices, len(groups))), repeat=len(groups)):
             ends = [0.0] * num_devices
             for group, device in zip(groups, where, strict=True):

@@ -148,7 +148,8 @@ class Workload(Value):
         # Steps of one rank are steps of all.
         size = StepSize(amount, counts if global_batch_tokens is not None else None)
         spec, error = epoch_spec(source, order, Balance(), size, num_ranks=1), np.inf
-        while error >= _SMALL_ERROR and steps <= most_steps:
+        rows: list[Ints] = []
+        while not rows or (error >= _SMALL_ERROR and steps <= most_steps):
             rows = [order.rows(task.epoch, *spec.steps.bounds(task))[1] for task in spread_steps(spec, steps)]
             if len(rows) < steps:
                 break

@@ -36,7 +36,9 @@ def test_seconds_and_bytes_are_those_written_again(seed: int, count: int) -> Non
     layouts = [*islice(again.layouts((4096, 8192)), 0, None, 61), *islice(again.apart((4096,)), 0, 400_000, 997)]
     assert {kind for kind, *_ in layouts} == {"one", "repeated", "shared", "first_stage", "own"} or seed != 6
     for kind, splits, tokens in layouts:
-        many: Any = [Many(module, *split) for module, split in zip(modules, splits, strict=True)]
+        many: Any = [
+            Many(module, *split[:4], split[4] is not None) for module, split in zip(modules, splits, strict=True)
+        ]
         seconds = float(closed_form(kind, many, tokens, means))
         assert seconds == pytest.approx(again.seconds(kind, splits, tokens), rel=1e-9)
         used = gpu_bytes(kind, many, tokens, mean_memory(kind, many, tokens, means), means)
@@ -79,6 +81,6 @@ def test_measured_seconds_take_the_place_of_operations() -> None:
     modules, workload, cluster = made_up(0, modules=1)
     del modules
     means = Means(workload, cluster)
-    assert means.seconds(Placement(module=module, tp=2)) == pytest.approx(1.5 * means.tokens)
+    assert means.work(Placement(module=module, tp=2)) == pytest.approx(1.5 * means.tokens)
     with pytest.raises(ValueError, match="was not measured"):
         Placement(module=Module("llm", cost, seconds={1: od.PhaseCost(2.0)}), tp=2)
