@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -69,21 +69,19 @@ def plan_run(
     from orchdata.planners.workload import Workload
 
     gpus, budget = Cluster.named(cluster), _amount(global_batch_tokens, "--global-batch-tokens")
-    cap, kept = None if max_tokens is None else _amount(max_tokens, "--max-tokens"), _kept(keep or ())
-    found, cost = _modules(model, modules, frozen or ())
+    cap, kept = max_tokens and _amount(max_tokens, "--max-tokens"), _kept(keep or [])
+    found, cost = _modules(model, modules, frozen or [])
     given = DataOptions.parsed(media_root, column, container, None, storage_options, index_file, key)
     dataset, index = indexed(paths, recipe_named(recipe), given, expression, allow_recipes=allow_recipes)
     workload = Workload.of(index, cost=cost, global_batch_tokens=budget, seed=seed, dataset=dataset)
-    plan = make_plan(found, workload, gpus, max_tokens=cap, keep=kept)
+    plan = make_plan(found, workload, gpus, max_tokens=cap or None, keep=kept)
     if as_json:
         print_json(plan.to_dict())
     else:
         _print(plan, found, workload, gpus)
 
 
-def _modules(
-    model: str | None, modules: str | None, frozen: list[str] | tuple[str, ...]
-) -> tuple[list[Module], CostModel]:
+def _modules(model: str | None, modules: str | None, frozen: list[str]) -> tuple[list[Module], CostModel]:
     """Return the modules, and the cost model that a loader of theirs plans by."""
     from orchdata.balancers.costs.model import CostModel
     from orchdata.planners.layout import LLM, Module
@@ -108,18 +106,12 @@ def _modules(
 
     config = AutoConfig.from_pretrained(str(model))
     cost = cost_of(config, frozen=frozen)
-    before = any(name not in frozen for name in (*cost.phases[:-1], *(["connector"] if len(cost.phases) > 1 else [])))
-    how: dict[str, Any] = {"connector_trainable": "connector" not in frozen}
-    found = [
-        Module.from_config(
-            config,
-            name,
-            trainable=name not in frozen,
-            input_gradients=name == LLM and before,
-            **({} if name == LLM else how),
-        )
-        for name in cost.phases
-    ]
+    trains = {name: name not in frozen for name in (*cost.phases, "connector")}
+    found = []
+    for name in cost.phases:
+        before = name == LLM and len(cost.phases) > 1 and any(trains[other] for other in trains if other != LLM)
+        how = {"input_gradients": before} if name == LLM else {"connector_trainable": trains["connector"]}
+        found.append(Module.from_config(config, name, trainable=trains[name], **how))
     return found, cost
 
 
@@ -132,7 +124,7 @@ def _amount(text: str, option: str) -> int:
     return int(number)
 
 
-def _kept(given: list[str] | tuple[str, ...]) -> dict[str, dict[str, int]]:
+def _kept(given: list[str]) -> dict[str, dict[str, int]]:
     """`llm=tp4,pp2` -> {"llm": {"tp": 4, "pp": 2}}."""
     kept: dict[str, dict[str, int]] = {}
     for text in given:
@@ -149,10 +141,8 @@ def _print(plan: RunPlan, modules: list[Module], workload: Workload, cluster: Cl
 
     means = Means(workload, cluster)
     work = means.operations(modules)
-    shares = ", ".join(
-        f"{each.name} {each.parameters / 1e9:.1f}B {work[each.name] / sum(work.values()):.0%}" for each in modules
-    )
-    samples = workload.num_samples / workload.num_steps
+    whole, samples = sum(work.values()), workload.num_samples / workload.num_steps
+    shares = ", ".join(f"{of.name} {of.parameters / 1e9:.1f}B {work[of.name] / whole:.0%}" for of in modules)
     typer.echo(
         f"{cluster.gpus:,} {cluster.name or 'GPUs'}, {means.tokens:,.0f} tokens a step ({samples:,.0f} samples): "
         f"{shares} of the work; bound of all work {plan.bound:.3g} s\n"
@@ -162,6 +152,8 @@ def _print(plan: RunPlan, modules: list[Module], workload: Workload, cluster: Cl
     )
     for at, each in enumerate(plan.choices):
         mark = each.runs or "runs" + (" <- fastest that runs" if at == plan.recommended else "")
+        if each.layout.kind == "own":
+            mark += f" ({each.closed:.3g} if every microbatch were the mean one)"
         table.add_row(
             f"{each.words}, microbatches of {each.layout.microbatch_tokens:,}",
             f"{each.seconds:.3g}",

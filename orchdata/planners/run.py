@@ -15,10 +15,11 @@ from orchdata.balancers.checks import checked_count
 from orchdata.planners.cluster import Cluster
 from orchdata.planners.formulas import Means
 from orchdata.planners.layout import LLM, Kind, Layout, Module, checked_modules
-from orchdata.planners.search import Candidate, Keep, candidates, grids, too_large, tried_tokens
+from orchdata.planners.search import Candidate, Keep, candidates, cells, tried_tokens
 from orchdata.planners.simulation import Simulation, balance_of, simulate
 from orchdata.planners.values import Value, check_keys
 from orchdata.planners.workload import Workload
+from orchdata.planning.balance import Balance
 
 SIMULATED: Final = 8
 _MOST_SCREENED, _SCREENED_SAMPLES = 192, 512
@@ -89,13 +90,6 @@ class RunPlan(Value):
     rejected: tuple[str, ...]
     call: str
 
-    @property
-    def best(self) -> Choice:
-        """The recommended one. Raises ValueError if there is none."""
-        if self.recommended is None:
-            raise ValueError("this library's loader serves none of the layouts that fit: see `choices` and `rejected`")
-        return self.choices[self.recommended]
-
 
 def plan_run(
     modules: Sequence[Module],
@@ -120,34 +114,38 @@ def plan_run(
     Raises:
         ValueError: a phase without a module, nothing that fits (which module, and bytes), or a `keep` that leaves none.
     """
-    ordered = checked_modules(modules, [*workload.phases])
-    means = Means(workload, cluster)
-    tokens = _tokens(max_tokens, means)
-    kept = _checked_keep(keep or {}, ordered)
+    ordered, means, kept = checked_modules(modules, [*workload.phases]), Means(workload, cluster), keep or {}
+    if max_tokens is not None and checked_count(max_tokens, "max_tokens") < means.longest:
+        raise ValueError(f"max_tokens={max_tokens} is below the longest sample, of {means.longest} tokens")
+    _check_keep(kept, ordered)
     # The fewer samples a step has, the further it is from the mean one: then more are looked at.
     most = min(max(SIMULATED, 16 * _SCREENED_SAMPLES // means.fewest_samples), _MOST_SCREENED)
+    tokens = (max_tokens,) if max_tokens else tried_tokens(means.longest)
     found, least = candidates(ordered, means, tokens, kept, most)
+    usable = f"of {cluster.usable / 1e9:.1f} usable"
     if not any(found.values()):
-        raise ValueError(_nothing_fits(ordered, means, tokens, kept, least))
+        if not least:
+            raise ValueError(f"no layout on {cluster.gpus} GPUs has what is kept: {dict(kept)}")
+        for module in ordered:
+            # Raises for one that is too large.
+            cells(module, workload, cluster, tokens=max_tokens if module.name == LLM else None)
+        names, needed = " and ".join(module.name for module in ordered), min(least.values()) / 1e9
+        raise ValueError(f"{names} fit on no GPU together: they need at least {needed:.1f} GB on each, {usable}")
     rejected = [
-        f"{_WORDS[kind]}: at least {least[kind] / 1e9:.1f} GB a GPU, of {cluster.usable / 1e9:.1f} usable"
-        if kind in least
-        else f"{_WORDS[kind]}: no setting fits"
+        f"{_WORDS[kind]}: " + (f"at least {least[kind] / 1e9:.1f} GB a GPU, {usable}" if kind in least else "none fits")
         for kind in found
         if not found[kind]
     ]
     # Simulate the most promising; what is larger in real steps than on average may not fit after all.
     choices: list[Choice] = []
     for candidate in _promising(found, ordered, workload, means):
+        choice = _simulated(candidate, ordered, workload, means)
+        if (used := max(choice.memory.values())) <= cluster.usable:
+            choices.append(choice)
+        else:
+            rejected.append(f"{choice.words}: {used / 1e9:.1f} GB a GPU in real steps, {usable}")
         if len(choices) == SIMULATED:
             break
-        choice = _simulated(candidate, ordered, workload, means)
-        if (used := max(choice.memory.values())) > cluster.usable:
-            rejected.append(
-                f"{choice.words}: {used / 1e9:.1f} GB a GPU in real steps, of {cluster.usable / 1e9:.1f} usable"
-            )
-        else:
-            choices.append(choice)
     if not choices:
         raise ValueError(f"no layout fits in real steps; the first: {rejected[0]}")
     choices.sort(key=lambda each: (each.seconds, each.layout.gpus))
@@ -164,15 +162,7 @@ def plan_run(
     )
 
 
-def _tokens(max_tokens: int | None, means: Means) -> tuple[int, ...]:
-    if max_tokens is None:
-        return tried_tokens(means.longest)
-    if checked_count(max_tokens, "max_tokens") < means.longest:
-        raise ValueError(f"max_tokens={max_tokens} is below the longest sample, of {means.longest} tokens")
-    return (max_tokens,)
-
-
-def _checked_keep(keep: Keep, modules: Sequence[Module]) -> Keep:
+def _check_keep(keep: Keep, modules: Sequence[Module]) -> None:
     check_keys(keep, [module.name for module in modules], "keep")
     for module in modules:
         given = keep.get(module.name, {})
@@ -181,27 +171,6 @@ def _checked_keep(keep: Keep, modules: Sequence[Module]) -> Keep:
             checked_count(value, f"keep {module.name!r} {name}")
         if refused := module.refused(given.get("tp", min(module.seconds or (1,))), given.get("pp", 1)):
             raise ValueError(f"keep {module.name!r} {refused}")
-    return keep
-
-
-def _nothing_fits(
-    modules: Sequence[Module], means: Means, tokens: Sequence[int], keep: Keep, least: Mapping[Kind, float]
-) -> str:
-    """Say which module fits on no GPU, or that together they do not."""
-    if not least:
-        return f"no layout on {means.cluster.gpus} GPUs has what is kept: {dict(keep)}"
-    for module in modules:
-        alone = Means(means.workload, means.cluster, module.name)
-        of_module = tokens if module.name == LLM else tried_tokens(alone.longest)
-        smallest = min((float(used.min()) for *_, used in grids([module], alone, of_module, keep)), default=0.0)
-        if smallest > means.cluster.usable:
-            return too_large(module.name, smallest, means.cluster)
-    needed = min(least.values())
-    names = " and ".join(module.name for module in modules)
-    return (
-        f"{names} fit on no GPU together: they need at least {needed / 1e9:.1f} GB on each, and a GPU has "
-        f"{means.cluster.usable / 1e9:.1f} GB for them"
-    )
 
 
 def _promising(
@@ -210,27 +179,26 @@ def _promising(
     """Return candidates by what their first steps take: the best of each kind, then those closest to the best layout
     that runs, or to the best that does not.
     """
-    usable = means.cluster.usable
     first = workload.take(min(workload.num_steps, max(1, _SCREENED_SAMPLES // means.fewest_samples)))
     leaders, others = [], []
     best = {True: np.inf, False: np.inf}
     for kind, ranked in found.items():
         tried: list[tuple[float, Candidate]] = []
         for each in ranked:
-            if len(tried) >= SIMULATED and each.seconds >= min(place[0] for place in tried):
+            if len(tried) >= SIMULATED and each.seconds >= min(seconds for seconds, _ in tried):
                 break
             choice = _simulated(each, modules, first, means)
-            fits = max(choice.memory.values()) <= usable
+            fits = max(choice.memory.values()) <= means.cluster.usable
             tried.append((choice.seconds if fits else 1e3 * choice.seconds, each))
         # One of each setting of the LLM: neighbours are much alike.
         alike: dict[Any, tuple[float, Candidate]] = {}
-        for place in sorted(tried, key=lambda place: place[0]):
-            llm = place[1].settings[-1]
-            alike.setdefault((llm.tp, llm.pp, llm.sharding, place[1].tokens), place)
-        tried = list(alike.values())
-        leaders += tried[:1]
-        others += tried[1:]
-        best[kind in _RUN] = min(best[kind in _RUN], *(place[0] for place in tried[:1]), np.inf)
+        for seconds, each in sorted(tried, key=lambda place: place[0]):
+            llm = each.settings[-1]
+            alike.setdefault((llm.tp, llm.pp, llm.sharding, each.tokens), (seconds, each))
+        places = list(alike.values())
+        leaders += places[:1]
+        others += places[1:]
+        best[kind in _RUN] = min([best[kind in _RUN], *(seconds for seconds, _ in places)])
     others.sort(key=lambda place: place[0] / best[place[1].kind in _RUN])
     return [each for _, each in [*leaders, *others]]
 
@@ -265,20 +233,18 @@ def _interval(of: Simulation, error: float) -> tuple[float, float]:
 
 
 def _assumptions(modules: Sequence[Module], cluster: Cluster, workload: Workload) -> tuple[str, ...]:
-    fitted = [module for module in modules if module.seconds is not None]
+    fitted = [f"{each.name}, error {each.error:.1%}" for each in modules if each.seconds is not None]
     shares = [f"{module.share:.0%} ({module.name})" for module in modules if module.seconds is None]
-    first = (
-        ["fitted: seconds of " + ", ".join(f"{each.name}, error {each.error:.1%}" for each in fitted)] if fitted else []
-    )
+    speeds = [f"fitted: seconds of {', '.join(fitted)}"] if fitted else []
     if shares:
-        first.append(f"declared: kernels reach {' and '.join(shares)} of {cluster.operations / 1e12:.0f} TFLOP/s")
-    slow = cluster.between / 1e9
-    source = f" ({cluster.source})" if cluster.source else ""
+        speeds.append(f"declared: kernels reach {' and '.join(shares)} of {cluster.operations / 1e12:.0f} TFLOP/s")
+    within, between, memory = (round(of / 1e9) for of in (cluster.within, cluster.between, cluster.memory))
     samples = workload.num_samples / workload.num_steps
+    source = f" ({cluster.source})" if cluster.source else ""
     return (
-        "; ".join(first),
-        f"declared: {cluster.within / 1e9:.0f} GB/s in nodes of {cluster.gpus_per_node}, else {slow:.0f}{source}",
-        f"declared: {cluster.memory / 1e9:.0f} GB a GPU at {cluster.memory_bandwidth / 1e9:.0f} GB/s",
+        "; ".join(speeds),
+        f"declared: {within} GB/s in nodes of {cluster.gpus_per_node}, else {between}{source}",
+        f"declared: {memory} GB a GPU at {cluster.memory_bandwidth / 1e9:.0f} GB/s",
         f"{workload.num_steps} steps of the loader's own order, {samples:,.0f} samples each",
         *(f"{each.name} = {getattr(cluster.assumed, each.name):g}" for each in fields(cluster.assumed)),
     )
@@ -294,40 +260,29 @@ def call_of(layout: Layout, workload: Workload, cluster: Cluster) -> str:
     """Return Python source that makes the mesh and the loader of a layout. `dataset` and `cost` are the program's."""
     llm, balance = layout.llm, balance_of(layout)
     shard = "dp_shard" if llm.sharding == "full" else "dp_replicate"
-    dims = [
-        (name, size) for name, size in (("pp", llm.pp), (shard, llm.dp), ("tp", llm.tp)) if size > 1 or name == shard
-    ]
-    names, sizes = (", ".join(map(repr, each)) + "," * (len(dims) == 1) for each in zip(*dims, strict=True))
+    dims = {name: of for name, of in (("pp", llm.pp), (shard, llm.dp), ("tp", llm.tp)) if of > 1 or name == shard}
     mesh = "mesh" if len(dims) == 1 else f'mesh["{shard}"]'
-    how = {
-        "full": f"fully_shard(model, mesh={mesh})",
-        "optimizer": f"DistributedDataParallel(model, device_mesh={mesh}), ZeroRedundancyOptimizer",
-        None: f"DistributedDataParallel(model, device_mesh={mesh})",
-    }[llm.sharding]
-    recomputed = [each.module.name for each in layout.placements if each.recompute and each.module.has_gradients]
-    notes = [how, *([f"full recomputation of {', '.join(recomputed)}"] if recomputed else [])]
+    if llm.sharding == "full":
+        notes = [f"fully_shard(model, mesh={mesh})"]
+    else:
+        zero = ", ZeroRedundancyOptimizer" if llm.sharding else ""
+        notes = [f"DistributedDataParallel(model, device_mesh={mesh}){zero}"]
+    if recomputed := [of.module.name for of in layout.placements if of.recompute and of.module.has_gradients]:
+        notes.append(f"full recomputation of {', '.join(recomputed)}")
     if balance.assignment == "per_phase":
         notes.append("od.exchange inside of forward: docs/encoders_apart.md")
     if layout.gpus < cluster.gpus:
         notes.append(f"{cluster.gpus - layout.gpus} of {cluster.gpus} GPUs stay idle")
-    options = [f"max_tokens={layout.microbatch_tokens}"]
-    options += [
-        f'{name}="{getattr(balance, name)}"'
-        for name in ("assignment", "objective")
-        if getattr(balance, name) != {"assignment": "joint", "objective": "barrier"}[name]
-    ]
+    given = {name: getattr(balance, name) for name in ("max_tokens", "assignment", "objective")}
+    options = ", ".join(f"{name}={of!r}" for name, of in given.items() if of != getattr(Balance(), name))
     amount = workload.global_batch_tokens or workload.global_batch_size
     size = "global_batch_tokens" if workload.global_batch_tokens else "global_batch_size"
-    return "\n".join(
-        (
-            "import orchdata as od",
-            "from torch.distributed.device_mesh import init_device_mesh",
-            "",
-            *(f"# {note}" for note in notes),
-            f'mesh = init_device_mesh("{cluster.device}", ({sizes}), mesh_dim_names=({names}))'.replace("'", '"'),
-            "loader = od.DataLoader(",
-            f"    dataset, cost=cost, {size}={amount}, dp=mesh,",
-            f"    balance=od.Balance({', '.join(options)}),",
-            ")",
-        )
-    )
+    notes = [f"# {note}\n" for note in notes]
+    return f"""import orchdata as od
+from torch.distributed.device_mesh import init_device_mesh
+
+{"".join(notes)}mesh = init_device_mesh({cluster.device!r}, {(*dims.values(),)}, mesh_dim_names={(*dims,)})
+loader = od.DataLoader(
+    dataset, cost=cost, {size}={amount}, dp=mesh,
+    balance=od.Balance({options}),
+)""".replace("'", '"')

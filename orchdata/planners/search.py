@@ -107,16 +107,11 @@ def cells(module: Module, workload: Workload, cluster: Cluster, *, tokens: int |
             size = {"seconds": float(seconds[row, column]), "bytes": float(used[row, column])}
             found.append(Cell(placement=candidate.placements()[0], microbatch_tokens=tried[row], **size))
     if not found:
-        raise ValueError(too_large(module.name, smallest, cluster))
+        raise ValueError(
+            f"module {module.name!r} fits on no GPU: it needs at least {smallest / 1e9:.1f} GB on each, and a GPU has "
+            f"{cluster.usable / 1e9:.1f} GB for it ({cluster.assumed.usable:.0%} of {cluster.memory / 1e9:.0f})"
+        )
     return found
-
-
-def too_large(name: str, smallest: float, cluster: Cluster) -> str:
-    """Say that a module fits on no GPU."""
-    return (
-        f"module {name!r} fits on no GPU: it needs at least {smallest / 1e9:.1f} GB on each, and a GPU has "
-        f"{cluster.usable / 1e9:.1f} GB for it ({cluster.assumed.usable:.0%} of {cluster.memory / 1e9:.0f})"
-    )
 
 
 def grids(
