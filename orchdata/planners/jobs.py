@@ -101,13 +101,11 @@ class JobsPlan(Value):
         runs: by start, then by name. A job with several was moved, or waited in between.
         completion_seconds: of each job, from when it came to its end.
         moves: changes of a job that has run before; each took `move_seconds` in which it computed nothing.
-        assumptions: what the seconds rest on, one statement each.
     """
 
     runs: tuple[JobRun, ...]
     completion_seconds: Mapping[str, float]
     moves: int
-    assumptions: tuple[str, ...]
 
     @property
     def mean_completion_seconds(self) -> float:
@@ -132,7 +130,8 @@ def plan_jobs(
     Raises:
         ValueError: two jobs or kinds of one name, a job that fits no kind, or sizes that do not divide one another.
     """
-    return run_jobs(jobs, kinds, _Rule(kinds, move_seconds).decide, round_seconds, move_seconds)
+    rule = _Rule({kind.name: kind for kind in kinds}, move_seconds)
+    return run_jobs(jobs, kinds, rule.decide, round_seconds, move_seconds)
 
 
 def read_jobs(path: str | Path, cells: Mapping[str, Sequence[JobCell]]) -> list[Job]:
@@ -206,10 +205,6 @@ def run_jobs(
         runs=tuple(sorted(running.runs, key=lambda run: (run.start_seconds, run.job))),
         completion_seconds={job.name: running.ends[job.name] - job.submitted_seconds for job in jobs},
         moves=running.moves,
-        assumptions=(
-            "decided from estimated seconds, run at measured ones where a cell has them",
-            f"a move costs {move_seconds:g} s, a first start nothing; rounds of {round_seconds:g} s",
-        ),
     )
 
 
@@ -322,7 +317,7 @@ class _Running:
 class _Rule:
     """The rule of `plan_jobs`."""
 
-    kinds: Sequence[GpuKind]
+    cluster: Mapping[str, GpuKind]
     move_seconds: float
 
     def decide(self, active: Sequence[ActiveJob], now: float) -> list[int]:
@@ -340,8 +335,7 @@ class _Rule:
 
     def _sum_of_ends(self, active: Sequence[ActiveJob], now: float, cells: Sequence[int]) -> float:
         """Return the sum of estimated seconds from now to the end of each job, decided by the rule later on."""
-        cluster = {kind.name: kind for kind in self.kinds}
-        running = _Running(cluster, 0.0, self.move_seconds, [replace(each) for each in active], now, judged=False)
+        running = _Running(self.cluster, 0.0, self.move_seconds, [replace(each) for each in active], now, judged=False)
         while running.active:
             running.place(cells)
             running.advance(math.inf)
@@ -350,23 +344,21 @@ class _Rule:
 
     def _cells(self, active: Sequence[ActiveJob], now: float, given: Mapping[int, int]) -> list[int]:
         """Return a cell of each job by the rule, with those that are given."""
-        free = {kind.name: kind.nodes * kind.gpus_a_node for kind in self.kinds}
+        free = {kind.name: kind.nodes * kind.gpus_a_node for kind in self.cluster.values()}
         cells = [WAITS] * len(active)
 
-        def best(at: int) -> tuple[float, str, int, int] | None:
+        def change_of(at: int) -> tuple[float, str, int, int] | None:
             """Return the change of a job that adds most a GPU: (-gain, name, job, cell)."""
             each, mine = active[at], active[at].job.cells[cells[at]] if cells[at] != WAITS else None
             rate = 1 / each.seconds(cells[at], now, self.move_seconds) if mine else 0.0
-            found = None
+            found = []
             for number, cell in enumerate(each.job.cells):
-                if cell.gpus > free[cell.kind] + (mine.gpus if mine and mine.kind == cell.kind else 0):
-                    continue
+                own = mine.gpus if mine and mine.kind == cell.kind else 0
                 gain = 1 / each.seconds(number, now, self.move_seconds) - rate
-                if gain > 1e-12 * rate and number != cells[at]:
+                if cell.gpus <= free[cell.kind] + own and gain > 1e-12 * rate and number != cells[at]:
                     more = cell.gpus - (mine.gpus if mine else 0)
-                    change = (-gain / more if more > 0 else -math.inf, each.job.name, at, number)
-                    found = min(found or change, change)
-            return found
+                    found.append((-gain / more if more > 0 else -math.inf, each.job.name, at, number))
+            return min(found, default=None)
 
         def take(at: int, number: int) -> None:
             for cell, sign in ((cells[at], 1), (number, -1)):
@@ -376,15 +368,15 @@ class _Rule:
 
         for at, number in given.items():
             take(at, number)
-        changes = [change for at in range(len(active)) if at not in given and (change := best(at))]
+        changes = [change for at in range(len(active)) if at not in given and (change := change_of(at))]
         heapq.heapify(changes)
         while changes:
             # Others have taken GPUs since.
             at = heapq.heappop(changes)[2]
-            change = best(at)
+            change = change_of(at)
             if change and not (changes and changes[0] < change):
                 take(at, change[3])
-                change = best(at)
+                change = change_of(at)
             if change:
                 heapq.heappush(changes, change)
         return cells

@@ -125,31 +125,23 @@ def grids(
     kinds: tuple[Kind, ...] = ("one", "repeated", "shared", "first_stage") if encoders else ("one", "first_stage")
     for kind, tp, pp, sharding in itertools.product(kinds, _SIZES, stages_of(llm), ("optimizer", "full")):
         of_encoders = tp if kind in ("one", "first_stage") else 1
-        if (
-            (pp > 1 and (kind in ("one", "repeated") or sharding == "full"))
-            or (pp == 1 and kind == "first_stage")
-            or (kind == "repeated" and tp == 1)
-            or (kind == "shared" and tp * pp == 1)
-            or any(each.refused(of_encoders, 1) for each in encoders)
-            or llm.refused(tp, pp)
-        ):
+        has = {"one": pp == 1, "first_stage": pp > 1, "repeated": pp == 1 and tp > 1, "shared": tp * pp > 1}[kind]
+        refused = llm.refused(tp, pp) or any(each.refused(of_encoders, 1) for each in encoders)
+        if not has or refused or (sharding == "full" and pp > 1):
             continue
-        dp = np.arange(1, min(cluster.gpus // (tp * pp), means.fewest_samples) + 1)[None]
-        dp_of_encoders = dp * tp * pp if kind == "shared" else dp
-        kept = _keeps(keep, llm.name, tp, pp, dp)
-        for each in encoders:
-            kept = kept & _keeps(keep, each.name, of_encoders, 1, dp_of_encoders)
-        dp, dp_of_encoders = dp[:, kept[0]], dp_of_encoders[:, kept[0]]
-        for recompute in itertools.product((False, True), repeat=len(modules)) if dp.size else ():
+        dp = np.arange(1, min(cluster.gpus // (tp * pp), means.fewest_samples) + 1)
+        of_encoder = of_encoders, 1, dp * tp * pp if kind == "shared" else dp
+        shapes = [*[of_encoder] * len(encoders), (tp, pp, dp)]
+        kept = np.logical_and.reduce([_keeps(keep, of.name, *shape) for of, shape in zip(modules, shapes, strict=True)])
+        for recompute in itertools.product((False, True), repeat=len(modules)) if kept.any() else ():
             settings = tuple(
-                Many(each, of_encoders, 1, dp_of_encoders, sharding, how)
-                for each, how in zip(encoders, recompute[:-1], strict=True)
+                Many(of, tp_of, pp_of, dp_of[kept][None], sharding, again)
+                for of, (tp_of, pp_of, dp_of), again in zip(modules, shapes, recompute, strict=True)
             )
-            settings += (Many(llm, tp, pp, dp, sharding, recompute[-1]),)
             memory = mean_memory(kind, settings, column, means)
             used = gpu_bytes(kind, settings, column, memory, means)[LLM]
             seconds = closed_form(kind, settings, column, means)
-            shape = len(tokens), dp.size
+            shape = len(tokens), int(kept.sum())
             yield kind, settings, np.broadcast_to(seconds, shape), np.broadcast_to(used, shape)
 
 

@@ -51,19 +51,19 @@ class TogetherPlan(Value):
         devices: of each device its groups, one after another; of each group its towers and their tenths, side by side.
         seconds: until all towers have run once.
         in_turn_seconds: the same where no tower runs next to another.
-        assumptions: what the seconds rest on, one statement each.
     """
 
     devices: tuple[tuple[tuple[tuple[str, int], ...], ...], ...]
     seconds: float
     in_turn_seconds: float
-    assumptions: tuple[str, ...]
 
 
 def plan_together(
     table: TogetherTable | None, towers: Sequence[str] | None = None, *, num_devices: int = 1
 ) -> TogetherPlan:
     """Return which towers share a device, with which tenths of it, or run in turn: the best of every placement.
+
+    A tower with several neighbours is slowed by the product of what each costs.
 
     Args:
         table: as measured. There is no plan without one: what neighbours cost follows from no model.
@@ -105,10 +105,6 @@ def plan_together(
         devices=tuple(tuple(best[of][1] for of, at in placed if at == device) for device in range(num_devices)),
         seconds=seconds,
         in_turn_seconds=in_turn,
-        assumptions=(
-            f"seconds by share, and what a neighbour costs, were measured on {table.device}",
-            "a tower with several neighbours is slowed by the product of what each costs",
-        ),
     )
 
 
