@@ -36,15 +36,7 @@ def run_modules(
         meets: bool (num_modules,), whether replicas wait for all of the module before; else it has as many replicas.
     """
     count, total = forward.shape[1], stages.sum()
-    # Of each stage: its module, the first row of its module, and whether its module begins there.
-    module, begins = np.empty(total, np.int64), np.zeros(total + 1, np.bool_)
-    first = np.cumsum(replicas) - replicas
-    stage = 0
-    for number in range(stages.shape[0]):
-        begins[stage] = True
-        for _ in range(stages[number]):
-            module[stage] = number
-            stage += 1
+    module, first = np.repeat(np.arange(len(stages)), stages), np.cumsum(replicas) - replicas
     ends, latest = np.zeros((total, replicas.max())), np.zeros(total)
     old, old_latest = ends.copy(), latest.copy()
     for slot in range(2 * (count + total) - 2):
@@ -54,15 +46,12 @@ def run_modules(
             is_forward = ahead >= 0 and ahead % 2 == 0 and ahead // 2 < count
             if not is_forward and not (back_at >= 0 and back_at % 2 == 0 and back_at // 2 < count):
                 continue
-            own = module[stage]
             microbatch = ahead // 2 if is_forward else back_at // 2
-            other = stage - 1 if is_forward else stage + 1
-            has_other = 0 <= other < total
-            enters = has_other and begins[stage if is_forward else other]
-            border = own if is_forward else min(own + 1, stages.shape[0] - 1)
-            waits = enters and meets[border]
-            way = 0.0
-            if enters:
+            own, other = module[stage], stage - 1 if is_forward else stage + 1
+            has_other, waits, way = 0 <= other < total, False, 0.0
+            if has_other and module[other] != own:
+                border = max(own, module[other])
+                waits = meets[border]
                 way = travel[border, microbatch] if is_forward else back[border, microbatch]
             end = 0.0
             for replica in range(replicas[own]):

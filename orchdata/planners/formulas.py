@@ -118,9 +118,8 @@ def forward_share(module: Module, positions: NDArray[np.int64], *, recompute: bo
     """Return the part of a sequence's seconds that its forward pass takes."""
     if not module.has_gradients:
         return np.ones(len(positions))
-    shares: NDArray[np.float64] = module.operations(positions, forward=True) / module.operations(
-        positions, recompute=recompute
-    )
+    forward: NDArray[np.float64] = module.operations(positions, forward=True)
+    shares: NDArray[np.float64] = forward / module.operations(positions, recompute=recompute)
     return shares
 
 
@@ -143,10 +142,8 @@ class Means:
         self.positions = {name: float(of.positions.sum()) / steps for name, of in phases.items()}
         self.rows = {name: float(of.tokens.sum()) / steps for name, of in phases.items()}
         self.largest_part = {name: int(of.positions.max(initial=1)) for name, of in phases.items()}
-        self.largest_sample = {}
-        for name, of in phases.items():
-            sums = np.concatenate([[0], np.cumsum(of.positions)])[of.offsets]
-            self.largest_sample[name] = int(np.diff(sums).max(initial=1))
+        before = {name: np.concatenate([[0], np.cumsum(of.positions)])[of.offsets] for name, of in phases.items()}
+        self.largest_sample = {name: int(np.diff(sums).max(initial=1)) for name, sums in before.items()}
         self.tokens, self.longest = self.positions[self.of], self.largest_part[self.of]
         self.fewest_samples = int(np.diff(self.workload.steps).min())
 
@@ -163,11 +160,8 @@ class Means:
 
     def operations(self, modules: Sequence[Module]) -> dict[str, float]:
         """Return operations of the mean step, by module, without recomputation."""
-        found = {}
-        for module in modules:
-            positions = self.workload.phases[module.name].positions
-            found[module.name] = float(module.operations(positions).sum()) / self.workload.num_steps
-        return found
+        steps, phases = self.workload.num_steps, self.workload.phases
+        return {of.name: float(of.operations(phases[of.name].positions).sum()) / steps for of in modules}
 
 
 class Memory(NamedTuple):

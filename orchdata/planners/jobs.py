@@ -279,9 +279,9 @@ class _Running:
 
     def _record(self, active: ActiveJob) -> None:
         if self.judged and active.cell != WAITS:
-            name, cell, start = active.job.name, active.job.cells[active.cell], active.since
-            run = JobRun(job=name, cell=cell, nodes=active.nodes, start_seconds=start, end_seconds=self.now)
-            self.runs.append(run)
+            name, cell = active.job.name, active.job.cells[active.cell]
+            span = {"start_seconds": active.since, "end_seconds": self.now}
+            self.runs.append(JobRun(job=name, cell=cell, nodes=active.nodes, **span))
 
     def _nodes(self, cells: Sequence[int]) -> list[tuple[int, ...]]:
         """Return nodes for each job: those with more GPUs a node first, and of equal ones those that stay."""

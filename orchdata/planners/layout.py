@@ -51,13 +51,12 @@ class Module(Value):
     def __post_init__(self) -> None:
         named = f"Module({self.name!r})"
         if not isinstance(self.cost, TransformerCost):
+            kind = type(self.cost).__name__
             raise ValueError(
-                f"{named}.cost must be an od.TransformerCost: a {type(self.cost).__name__} has no layers, width and"
-                " parameters"
+                f"{named}.cost must be an od.TransformerCost: a {kind} has no layers, width and parameters"
             )
-        cost = replace(
-            self.cost, trainable=self.cost.trainable if self.trained is None else self.trained, recompute=False
-        )
+        trained = self.cost.trainable if self.trained is None else self.trained
+        cost = replace(self.cost, trainable=trained, recompute=False)
         parameters = _parameters(cost) if self.parameters is None else self.parameters
         share = _DECLARED.get(self.name, _DECLARED_ENCODER) if self.share is None else self.share
         made = {
@@ -196,26 +195,23 @@ class Layout(Value):
         names = [each.module.name for each in self.placements]
         if not names or names[-1] != LLM or len(set(names)) < len(names):
             raise ValueError(f"Layout.placements must be of different modules, {LLM!r} last, got {names}")
-        wheres = {each.where for each in self.encoders}
-        if len(wheres) > 1 or (self.llm.where == "own") != (wheres == {"own"}):
-            raise ValueError(
-                f"Layout.placements must all have one `where`, got {[each.where for each in self.placements]}"
-            )
-        kinds = ("joint", "per_phase") if self.kind in ("one", "repeated") else ("joint",)
+        llm, kind = self.llm, self.kind
+        kinds = ("joint", "per_phase") if kind in ("one", "repeated") else ("joint",)
         if self.assignment not in kinds:
             raise ValueError(f"Layout.assignment must be one of {kinds} in this layout, got {self.assignment!r}")
-        llm, kind = self.llm, self.kind
         sizes = {"repeated": (1, llm.dp), "shared": (1, llm.gpus)}.get(kind, (llm.tp, llm.dp))
         for each in self.encoders:
             if kind == "own":
-                goes = "full" not in (each.sharding, llm.sharding)
+                goes = each.where == llm.where and "full" not in (each.sharding, llm.sharding)
             else:
-                goes = (each.tp, each.dp, each.pp, each.sharding) == (*sizes, 1, llm.sharding)
+                shape = each.tp, each.dp, each.pp, each.sharding, each.where, llm.where
+                goes = shape == (*sizes, 1, llm.sharding, self.encoders[0].where, "all")
             if not goes:
-                shapes = (f"tp={of.tp}, pp={of.pp}, dp={of.dp}, sharding={of.sharding!r}" for of in (each, llm))
-                raise ValueError(
-                    f"Placement({each.module.name!r}) does not go with the LLM's: {' next to '.join(shapes)}"
+                got = " next to ".join(
+                    f"where={of.where!r}, tp={of.tp}, pp={of.pp}, dp={of.dp}, sharding={of.sharding!r}"
+                    for of in (each, llm)
                 )
+                raise ValueError(f"Placement({each.module.name!r}) does not go with the LLM's: {got}")
 
     @property
     def llm(self) -> Placement:

@@ -41,8 +41,6 @@ class Operators(Value):
 
     def __post_init__(self) -> None:
         checked_count(self.count, f"Operators({self.name!r}).count")
-        if not self.seconds:
-            raise ValueError(f"Operators({self.name!r}).seconds must have one number of devices at least, got none")
         for devices, each in self.seconds.items():
             checked_count(devices, f"Operators({self.name!r}).seconds: devices")
             checked_number(each, f"Operators({self.name!r}).seconds[{devices}]")
@@ -78,7 +76,7 @@ class WavesPlan(Value):
     allocated: Mapping[str, tuple[tuple[int, int], ...]]
 
 
-def plan_waves(runs: Sequence[Operators], devices: int, *, seed: int = 0) -> WavesPlan:
+def plan_waves(runs: Sequence[Operators], devices: int) -> WavesPlan:
     """Return when each run has how many devices, for an early end of all.
 
     Runs of one depth are relaxed together: each gets devices in fractions so that all end at once, by bisection. Its
@@ -94,9 +92,8 @@ def plan_waves(runs: Sequence[Operators], devices: int, *, seed: int = 0) -> Wav
     if not runs or len(named) < len(runs):
         raise ValueError(f"runs must be one at least, each with its own name, got {[run.name for run in runs]}")
     curves = {name: _Curve(run, devices) for name, run in named.items()}
-    for run in runs:
-        for other in set(run.after) - set(named):
-            raise ValueError(f"Operators({run.name!r}).after has {other!r}, which is no run")
+    if unknown := [(run.name, other) for run in runs for other in run.after if other not in named]:
+        raise ValueError(f"Operators({unknown[0][0]!r}).after has {unknown[0][1]!r}, which is no run")
     try:
         order = [*TopologicalSorter({run.name: run.after for run in named.values()}).static_order()]
     except CycleError as error:
@@ -119,7 +116,7 @@ def plan_waves(runs: Sequence[Operators], devices: int, *, seed: int = 0) -> Wav
     bound = max(_relaxed(list(curves.values()), devices), *ways.values())
 
     schedule = _Schedule(named, order, devices)
-    best = _moved(schedule, sizes, curves, bound, random.Random(seed))
+    best = _moved(schedule, sizes, curves, bound, random.Random(0))
     found = schedule.run(*best)
     ends = max(each[3] for each in found)
     return WavesPlan(
@@ -148,7 +145,7 @@ class _Curve:
             # Fewer device-seconds at more devices, or than a mixture of two others. Equal ones stay.
             while hull and size * each < hull[-1][0] * hull[-1][1] * (1 - 1e-9):
                 hull.pop()
-            while len(hull) > 1 and _slope(hull[-2], hull[-1]) > _slope(hull[-1], (size, each)) + 1e-9 * size:
+            while len(hull) > 1 and _slope(*hull[-2:]) > _slope(hull[-1], (size, each)) + 1e-9 * size:
                 hull.pop()
             hull.append((size, each))
         self.hull = hull[::-1]  # Fastest first.
@@ -241,11 +238,8 @@ class _Schedule:
                 free += size
                 left[name] -= self.named[name].seconds[size]
                 done[name] += 1
-                if done[name] < len(sizes[name]):
-                    heapq.heappush(ready, (-left[name] * weights[name], name))
-                    continue
-                for other in self.next[name]:
-                    missing[other] -= 1
+                for other in [name] if done[name] < len(sizes[name]) else self.next[name]:
+                    missing[other] -= other != name
                     if not missing[other]:
                         heapq.heappush(ready, (-left[other] * weights[other], other))
         return started

@@ -5,7 +5,7 @@ data set, cost model, order --rows of steps, index columns--> Workload, which pl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,6 @@ from orchdata.planners.values import Value
 from orchdata.planning.balance import Balance
 from orchdata.planning.costs import IndexTokens
 from orchdata.planning.layout import Packed
-from orchdata.planning.make_plan import SampleCosts
 from orchdata.planning.parts import Parts
 from orchdata.planning.sharing.packed import NO_PADDING
 from orchdata.planning.sharing.shares import Padding
@@ -156,14 +155,8 @@ class Workload(Value):
             work = [sum(float(source.costs(phase, row).sum()) for phase in source.balanced) for row in rows]
             error = np.std(work, ddof=1) / np.mean(work) / len(work) ** 0.5 if len(work) > 1 else np.inf
             steps *= 2
-        sizes = {"global_batch_tokens": global_batch_tokens, "global_batch_size": global_batch_size}
-        return cls.from_costs(source, rows, **sizes)
-
-    @classmethod
-    def from_costs(cls, source: SampleCosts, rows: Sequence[Ints], **sizes: int | None) -> Workload:
-        """Return the steps with these rows of samples, each int64 (num_samples_of_step,)."""
-        row = np.concatenate(rows)
-        columns = {}
+        # Their columns.
+        row, columns = np.concatenate(rows), {}
         for phase in source.phases:
             if phase == LLM:
                 positions = tokens = source.positions(LLM, row)
@@ -174,8 +167,13 @@ class Workload(Value):
                 positions, tokens, costs = parts.positions, parts.tokens, parts.costs
             positions, tokens, costs = (np.maximum(each, 1) for each in (positions, tokens, costs))
             columns[phase] = Columns(offsets=offsets, positions=positions, tokens=tokens, costs=costs)
-        steps = np.concatenate([[0], np.cumsum([len(each) for each in rows])])
-        return cls(steps=steps, phases=columns, exponent=source.exponent, **sizes)
+        return cls(
+            steps=np.concatenate([[0], np.cumsum([len(each) for each in rows])]),
+            phases=columns,
+            exponent=source.exponent,
+            global_batch_tokens=global_batch_tokens,
+            global_batch_size=global_batch_size,
+        )
 
     def take(self, steps: int) -> Workload:
         """Return the first steps alone."""

@@ -135,7 +135,7 @@ def test_the_plan_comes_back_from_json() -> None:
     ("make", "message"),
     [
         (lambda: Operators(name="a", count=0, seconds={1: 1.0}), r"Operators\('a'\).count must be at least 1, got 0"),
-        (lambda: Operators(name="a", count=1, seconds={}), r"Operators\('a'\).seconds must have one number of devices"),
+        (lambda: plan_waves([Operators(name="a", count=1, seconds={})], 4), r"must have a size up to 4, got \[\]"),
         (
             lambda: Operators(name="a", count=1, seconds={1: 0.0}),
             r"seconds\[1\] must be a finite number above 0, got 0",
