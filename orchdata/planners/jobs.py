@@ -38,11 +38,9 @@ class GpuKind(Value):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobCell(Value):
-    """One shape that a job can run on, and how fast.
+    """A shape that a job can run on, nodes x GPUs of a kind, and how fast.
 
     Attributes:
-        kind: name of a GpuKind.
-        nodes, gpus_a_node: the shape; the job has nodes x gpus_a_node GPUs.
         seconds: of an iteration, as estimated: decisions are made from it.
         measured_seconds: of an iteration: the job runs at this pace. By default it is `seconds`.
     """
@@ -95,10 +93,9 @@ class JobRun(Value):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobsPlan(Value):
-    """Who runs where and when.
+    """Who runs where and when: by start, then by name. A job with several runs was moved, or waited in between.
 
     Attributes:
-        runs: by start, then by name. A job with several was moved, or waited in between.
         completion_seconds: of each job, from when it came to its end.
         moves: changes of a job that has run before; each took `move_seconds` in which it computed nothing.
     """

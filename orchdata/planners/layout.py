@@ -247,9 +247,8 @@ class Layout(Value):
 
 
 def checked_modules(modules: Sequence[Module], phases: Sequence[str]) -> tuple[Module, ...]:
-    """Return the modules in the order of the phases, the LLM last, however they were given.
-
-    Raises ValueError for a phase without a module, a module twice or of no phase, or gradients that cannot flow.
+    """Return the modules in the order of the phases, the LLM last. Raises ValueError for a phase without a module, a
+    module twice or of no phase, or gradients that cannot flow.
     """
     by_name = {module.name: module for module in modules}
     if len(by_name) < len(modules):

@@ -16,7 +16,7 @@ from orchdata.planners.cluster import Cluster
 from orchdata.planners.formulas import Means
 from orchdata.planners.layout import LLM, Kind, Layout, Module, checked_modules
 from orchdata.planners.search import Candidate, Keep, candidates, cells, tried_tokens
-from orchdata.planners.simulation import Simulation, balance_of, simulate
+from orchdata.planners.simulation import balance_of, simulate
 from orchdata.planners.values import Value, check_keys
 from orchdata.planners.workload import Workload
 from orchdata.planning.balance import Balance
@@ -39,11 +39,9 @@ class Choice(Value):
     """One layout, simulated over the workload's steps.
 
     Attributes:
-        layout: of all modules.
         runs: empty if this library's loader serves it; else who does.
-        seconds: of a step, mean: that of `simulate`.
+        seconds: of a step, mean, as `simulate` says; `closed`: by the closed form.
         interval: seconds between which 80 % of steps are expected: of the simulated ones, and of the fit's error.
-        closed: seconds by the closed form.
         memory: bytes of the fullest GPU of each module that has its own; of all others with the LLM's.
         parts: seconds of each part of the time, as in `Simulation`.
         mfu: operations without recomputation over those that all GPUs of the cluster could do.
@@ -99,10 +97,10 @@ def plan_run(
     max_tokens: int | None = None,
     keep: Keep | None = None,
 ) -> RunPlan:
-    """Return the layouts with the fastest steps, and which to take. Nothing is started.
+    """Return the layouts with the fastest steps, and which to take. Nothing is started, and GPUs may stay idle.
 
     Closed forms choose, after DistTrain (arXiv 2408.04275): of each kind of layout the best settings. Eight are
-    simulated, and only what is simulated is promised. GPUs may stay idle.
+    simulated, and only what is simulated is promised.
 
     Args:
         modules: one for each phase, in any order.
@@ -211,25 +209,20 @@ def _simulated(candidate: Candidate, modules: Sequence[Module], workload: Worklo
     fitting = [each for each in tried if max(each[1].bytes.values()) <= cluster.usable] or tried
     layout, of = min(fitting, key=lambda each: float(each[1].seconds.mean()))
     mean = float(of.seconds.mean())
+    low, high = np.quantile(of.seconds, (0.1, 0.9)).tolist()
+    noise = _QUANTILE * max(module.error for module in modules) * mean
     operations = sum(means.operations(modules).values())
     return Choice(
         layout=layout,
         runs=layout.runs,
         seconds=mean,
-        interval=_interval(of, max(module.error for module in modules)),
+        interval=(mean - float(np.hypot(mean - low, noise)), mean + float(np.hypot(high - mean, noise))),
         closed=candidate.seconds,
         memory=of.bytes,
         parts={name: float(values.mean()) for name, values in of.parts.items()},
         mfu=operations / (cluster.gpus * cluster.operations * mean),
         gpu_hours=mean * cluster.gpus / 3600 / means.tokens * 1e9,
     )
-
-
-def _interval(of: Simulation, error: float) -> tuple[float, float]:
-    mean = float(of.seconds.mean())
-    low, high = (abs(float(np.quantile(of.seconds, each)) - mean) for each in (0.1, 0.9))
-    noise = _QUANTILE * error * mean
-    return mean - float(np.hypot(low, noise)), mean + float(np.hypot(high, noise))
 
 
 def _assumptions(modules: Sequence[Module], cluster: Cluster, workload: Workload) -> tuple[str, ...]:

@@ -75,14 +75,11 @@ def balance_of(layout: Layout) -> Balance:
 
 
 def simulate(layout: Layout, workload: Workload, cluster: Cluster, *, balance: Balance | None = None) -> Simulation:
-    """Return seconds of each step of the workload. Plans are those of the loader; all replicas are simulated.
+    """Return seconds of each step of the workload. Plans are those of the loader, with `balance` in place of
+    `balance_of(layout)` if given; all replicas are simulated.
 
-    Args:
-        balance: of the loader, in place of `balance_of(layout)`, such as another scope.
-
-    Raises:
-        ValueError: phases without modules, more GPUs than the cluster has, a sample above the layout's
-            `microbatch_tokens`, or fewer samples in a step than replicas of the LLM.
+    Raises ValueError for phases without modules, more GPUs than the cluster has, a sample above the layout's
+    `microbatch_tokens`, or fewer samples in a step than replicas of the LLM.
     """
     checked_modules([each.module for each in layout.placements], [*workload.phases])
     longest, fewest = int(workload.phases[LLM].positions.max()), int(np.diff(workload.steps).min())

@@ -49,8 +49,7 @@ class TogetherPlan(Value):
 
     Attributes:
         devices: of each device its groups, one after another; of each group its towers and their tenths, side by side.
-        seconds: until all towers have run once.
-        in_turn_seconds: the same where no tower runs next to another.
+        seconds: until all towers have run once; `in_turn_seconds` where no tower runs next to another.
     """
 
     devices: tuple[tuple[tuple[tuple[str, int], ...], ...], ...]
@@ -61,17 +60,11 @@ class TogetherPlan(Value):
 def plan_together(
     table: TogetherTable | None, towers: Sequence[str] | None = None, *, num_devices: int = 1
 ) -> TogetherPlan:
-    """Return which towers share a device, with which tenths of it, or run in turn: the best of every placement.
+    """Return which towers (at most 4, by default all of the table) share a device, with which tenths of it, or run in
+    turn: the best of every placement on equal devices. A tower with several neighbours is slowed by the product of
+    what each costs.
 
-    A tower with several neighbours is slowed by the product of what each costs.
-
-    Args:
-        table: as measured. There is no plan without one: what neighbours cost follows from no model.
-        towers: at most 4 of its names; by default all.
-        num_devices: equal devices.
-
-    Raises:
-        ValueError: no table, more towers, or a name that the table lacks.
+    Raises ValueError for no table (what neighbours cost follows from no model), more towers, or a name that it lacks.
     """
     if table is None:
         raise ValueError("plan_together needs a measured table, got None: run scripts/measure_together.py")
@@ -79,9 +72,8 @@ def plan_together(
     names = sorted(table.seconds if towers is None else towers)
     if not 1 <= len(set(names)) == len(names) <= MOST_TOWERS:
         raise ValueError(f"towers must be 1 to {MOST_TOWERS} different names, got {names}")
-    for name in names:
-        if name not in table.seconds:
-            raise ValueError(f"towers has {name!r}, which TogetherTable.seconds lacks: {sorted(table.seconds)}")
+    if unknown := set(names) - set(table.seconds):
+        raise ValueError(f"towers has {min(unknown)!r}, which TogetherTable.seconds lacks: {sorted(table.seconds)}")
 
     best: dict[tuple[str, ...], tuple[float, tuple[tuple[str, int], ...]]] = {}
     least: Any = None

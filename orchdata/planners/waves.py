@@ -280,12 +280,10 @@ def _moved(
 def _joined(found: Sequence[Started]) -> tuple[OperatorsRun, ...]:
     """Return operators of a run that follow each other on as many devices as one."""
     joined: list[OperatorsRun] = []
-    last: dict[str, int] = {}
-    for name, size, start, end in found:
-        at = last.get(name)
-        if at is not None and joined[at].devices == size and joined[at].end_seconds == start:
-            joined[at] = replace(joined[at], operators=joined[at].operators + 1, end_seconds=end)
+    for name, size, start, end in sorted(found, key=lambda each: (each[0], each[2])):
+        last = joined[-1] if joined else None
+        if last and (last.name, last.devices, last.end_seconds) == (name, size, start):
+            joined[-1] = replace(last, operators=last.operators + 1, end_seconds=end)
         else:
-            last[name] = len(joined)
             joined.append(OperatorsRun(name=name, devices=size, operators=1, start_seconds=start, end_seconds=end))
     return tuple(sorted(joined, key=lambda run: (run.start_seconds, run.name)))

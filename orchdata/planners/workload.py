@@ -116,18 +116,16 @@ class Workload(Value):
             data: a data set, whose index is built where it is missing, or an index.
             cost: the loader's, by which plans are made; None plans by positions.
             global_batch_tokens, global_batch_size: size of a step; one of them.
-            seed: seed of the order, with `shuffle=True`.
-            steps: spread over the epoch; as many again are added, up to `most_steps`, until the standard error of
-                their mean cost is below 2 %.
+            seed: of the order, with `shuffle=True`.
+            steps: spread over the epoch; twice as many, up to `most_steps`, until the standard error of their mean
+                cost is below 2 %.
             dataset: the data set of an index, if it chooses samples or is a mixture.
 
-        Raises:
-            ValueError: no usable sample, both sizes or none, or a sample larger than a step.
+        Raises ValueError for no usable sample, both sizes or none, or a sample larger than a step.
         """
         if (global_batch_tokens is None) == (global_batch_size is None):
-            raise ValueError(
-                f"give one of global_batch_tokens={global_batch_tokens} and global_batch_size={global_batch_size}"
-            )
+            sizes = f"global_batch_tokens={global_batch_tokens} and global_batch_size={global_batch_size}"
+            raise ValueError(f"give one of {sizes}")
         amount = checked_count(global_batch_tokens or global_batch_size or 0, "the global batch")
         dataset, index = (dataset, data) if isinstance(data, Index) else (data, index_of(data))
         # The usable samples, as the loader has them.
