@@ -22,7 +22,7 @@ from orchdata.planners.workload import Workload
 from orchdata.planning.balance import Balance
 
 SIMULATED: Final = 8
-_MOST_SCREENED, _SCREENED_SAMPLES = 192, 512
+_MOST_SCREENED, _SCREENED_SAMPLES = 384, 512
 _RUN: Final = ("one", "repeated", "first_stage")
 _QUANTILE: Final = 1.2816  # of the normal distribution, at 90 %
 _WORDS: Final[Mapping[Kind, str]] = {
@@ -117,7 +117,7 @@ def plan_run(
         raise ValueError(f"max_tokens={max_tokens} is below the longest sample, of {means.longest} tokens")
     _check_keep(kept, ordered)
     # The fewer samples a step has, the further it is from the mean one: then more are looked at.
-    most = min(max(SIMULATED, 16 * _SCREENED_SAMPLES // means.fewest_samples), _MOST_SCREENED)
+    most = min(max(SIMULATED, 32 * _SCREENED_SAMPLES // means.fewest_samples), _MOST_SCREENED)
     tokens = (max_tokens,) if max_tokens else tried_tokens(means.longest)
     found, least = candidates(ordered, means, tokens, kept, most)
     usable = f"of {cluster.usable / 1e9:.1f} usable"
