@@ -100,10 +100,13 @@ def cells(module: Module, workload: Workload, cluster: Cluster, *, tokens: int |
     means = Means(workload, cluster, module.name)
     found, smallest = [], np.inf
     tried = (tokens,) if tokens else tried_tokens(means.longest)
-    for kind, (of,), seconds, used in grids([module], means, tried, {}):
+    for kind, (of,), seconds, used in grids([module], means, tried, {}, (None, "optimizer", "full")):
         smallest = min(smallest, float(used.min()))
         for row, column in np.argwhere(used <= cluster.usable).tolist():
-            candidate = Candidate(0.0, 0, kind, (of._replace(dp=of.dp[0, column]),), tried[row])
+            one = of._replace(dp=of.dp[0, column])
+            if one.sharding and one.dp == 1:
+                continue  # Nothing to shard: the same as without.
+            candidate = Candidate(0.0, 0, kind, (one,), tried[row])
             size = {"seconds": float(seconds[row, column]), "bytes": float(used[row, column])}
             found.append(Cell(placement=candidate.placements()[0], microbatch_tokens=tried[row], **size))
     if not found:
@@ -115,7 +118,11 @@ def cells(module: Module, workload: Workload, cluster: Cluster, *, tokens: int |
 
 
 def grids(
-    modules: Sequence[Module], means: Means, tokens: Sequence[int], keep: Keep
+    modules: Sequence[Module],
+    means: Means,
+    tokens: Sequence[int],
+    keep: Keep,
+    shardings: Sequence[str | None] = ("optimizer", "full"),
 ) -> Iterator[tuple[Kind, tuple[Many, ...], Any, Any]]:
     """Yield layouts without GPUs of their own for encoders: kind, settings with all dp, int64 (1, num_dp), and seconds
     and bytes of the fullest GPU, float64 (num_tokens, num_dp).
@@ -123,7 +130,7 @@ def grids(
     (*encoders, llm), cluster = modules, means.cluster
     column = np.array(tokens)[:, None]
     kinds: tuple[Kind, ...] = ("one", "repeated", "shared", "first_stage") if encoders else ("one", "first_stage")
-    for kind, tp, pp, sharding in itertools.product(kinds, _SIZES, stages_of(llm), ("optimizer", "full")):
+    for kind, tp, pp, sharding in itertools.product(kinds, _SIZES, stages_of(llm), shardings):
         of_encoders = tp if kind in ("one", "first_stage") else 1
         has = {"one": pp == 1, "first_stage": pp > 1, "repeated": pp == 1 and tp > 1, "shared": tp * pp > 1}[kind]
         refused = llm.refused(tp, pp) or any(each.refused(of_encoders, 1) for each in encoders)

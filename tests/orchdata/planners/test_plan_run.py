@@ -92,6 +92,8 @@ def test_cells_fit_and_say_their_gpus() -> None:
     modules, workload, cluster = made_up(2, gpus=8)
     found = cells(modules[-1], workload, cluster)
     assert all(cell.bytes <= 0.9 * cluster.memory and cell.gpus <= 8 for cell in found)
+    assert {cell.placement.sharding for cell in found} == {None, "optimizer", "full"}
+    assert len({str(cell.to_dict() | {"seconds": 0, "bytes": 0}) for cell in found}) == len(found)
     alone = Workload(steps=workload.steps, phases={"llm": workload.phases["llm"]})
     best = min(found, key=lambda cell: cell.seconds)
     layout = Layout(placements=(best.placement,), microbatch_tokens=best.microbatch_tokens)
