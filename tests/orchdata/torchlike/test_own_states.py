@@ -268,9 +268,10 @@ def test_steps_come_as_they_are_ready_and_each_once(shuffle: bool) -> None:
         assert sorted(given + after + list(again)) == [[number] for number in range(12)]
 
 
-def test_steps_that_were_left_stay_left_until_they_come() -> None:
+@pytest.mark.parametrize("options", [{}, {"on_error": "skip"}], ids=["torch's", "ours"])
+def test_steps_that_were_left_stay_left_until_they_come(options: dict[str, Any]) -> None:
     def loader() -> Any:
-        return od.DataLoader(list(range(8)), collate_fn=list, batch_size=1)
+        return od.DataLoader(list(range(8)), collate_fn=list, batch_size=1, **options)
 
     one = loader()
     steps = iter(one)
