@@ -84,7 +84,7 @@ loader = od.DataLoader(
     8,
     shuffle=od.Shuffle(window=64),
     cost=cost,
-    balance=od.Balance(),
+    balance=od.Balance(teams=od.Teams(largest=4, cut="trainer")),
     dp=od.DataParallel(mesh),
     collate_fn=od.Packed(),
     on_error=od.ErrorPolicy(),
@@ -105,6 +105,7 @@ def train(batches: od.DataLoader[od.Batch], plan: od.Plan, route: od.Route) -> I
     for batch in batches:
         assert_type(batch, od.Batch)
         od.megatron_packed(batch)
+        assert_type(batch.teams, tuple[od.Team, ...])
         yield od.exchange(torch.zeros(3, 4), batch.route("image"), requires_grad=True)
     assert_type(plan.hash, str)
     print(od.profile(dataset.index(), cost=cost).to_dict())
