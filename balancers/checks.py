@@ -108,15 +108,11 @@ def checked_pins(
     pins = checked_ranks(pinned, num_ranks, len(present), "pinned", least=-1)
     if not (pins >= 0).any():
         return None
-    counts = np.bincount(pins[present & (pins >= 0)], minlength=num_ranks)
-    rank, share, extras = int(counts.argmax()), *divmod(int(np.count_nonzero(present)), num_ranks)
-    if equal_count and (int(counts.max()) > share + (extras > 0) or int(np.count_nonzero(counts > share)) > extras):
-        raise ValueError(
-            f"equal_count gives {num_ranks - extras} of {num_ranks} ranks {share} samples and {extras} one more, but"
-            f" pinned holds {counts[rank]} on rank {rank}, more than {share} on {np.count_nonzero(counts > share)}"
-        )
-    if most is not None and not equal_count and int(counts.max()) > most:
-        raise ValueError(f"max_samples={most}, but pinned holds {counts[rank]} samples on rank {rank}: raise it")
+    counts, num_present = np.bincount(pins[present & (pins >= 0)], minlength=num_ranks), int(np.count_nonzero(present))
+    limit, extras = divmod(num_present, num_ranks) if equal_count else (num_present if most is None else most, 0)
+    if int(counts.max()) > limit + (extras > 0) or int(np.count_nonzero(counts > limit)) > extras:
+        allowed = f"equal_count, {limit} and one more on {extras} ranks" if equal_count else f"max_samples={limit}"
+        raise ValueError(f"pinned holds {counts.max()} samples on rank {int(counts.argmax())}, above {allowed}")
     return pins
 
 

@@ -16,7 +16,7 @@ from orchdata.balancers.checks import (
     checked_ranks_count,
     checked_sizes,
 )
-from orchdata.native.microbatches.microbatch import held_cells, split
+from orchdata.native.microbatches.microbatch import split
 
 
 def split_microbatches(
@@ -76,10 +76,13 @@ def split_microbatches(
     else:
         pins = checked_ranks(pinned, wanted or max(1, len(work)), len(work), "pinned", least=-1)
         stay = (pins >= 0) & (owner >= 0)
-        _refuse_full(columns[stay], caps, owner[stay], pins[stay], oversize == "own")
-        held = held_cells(work, owner, columns, pins, num_ranks) if stay.any() else None
+        held = np.zeros((num_ranks, int(pins.max(initial=0)) + 1, 2 + len(caps)), np.int64)
+        np.add.at(held, (owner[stay], pins[stay]), np.column_stack([work, np.ones_like(work), columns])[stay])
+        _refuse_full(held[:, :, 2:], held[:, :, 1], caps, oversize == "own")
         movable = np.where(stay, np.int32(-1), owner)
-        microbatch, count = split(work, movable, num_ranks, columns, caps, wanted, in_step, held)
+        microbatch, count = split(
+            work, movable, num_ranks, columns, caps, wanted, in_step, held if stay.any() else None
+        )
         if len(microbatch):
             microbatch[stay] = pins[stay]
     if wanted and count > wanted:
@@ -101,17 +104,12 @@ def _refuse_oversize(sizes: NDArray[np.int64], caps: NDArray[np.int64], owner: N
         )
 
 
-def _refuse_full(
-    sizes: NDArray[np.int64], caps: NDArray[np.int64], owner: NDArray[np.int32], pins: NDArray[np.int32], alone: bool
-) -> None:
+def _refuse_full(sums: NDArray[np.int64], counts: NDArray[np.int64], caps: NDArray[np.int64], alone: bool) -> None:
     """Raise ValueError if pinned samples are above a cap in a microbatch that they share, or also if `alone` there."""
-    cells, cell, counts = np.unique(np.stack([owner, pins]), axis=1, return_inverse=True, return_counts=True)
-    sums = np.zeros((len(counts), len(caps)), np.int64)
-    np.add.at(sums, cell.ravel(), sizes)
-    above = (sums > caps).any(axis=1) & ((counts > 1) | (not alone))
-    if above.any():
-        rank, microbatch = cells[:, above][:, 0].tolist()
+    above = np.argwhere((sums > caps).any(axis=2) & ((counts > 1) | (not alone)))
+    if len(above):
+        rank, microbatch = above[0].tolist()
         raise ValueError(
-            f"pinned samples have sizes {sums[above][0].tolist()} in microbatch {microbatch} of rank {rank}, above"
-            f" max_size={caps.tolist()}: raise it, or pin them to more microbatches"
+            f"pinned samples have sizes {sums[rank, microbatch].tolist()} in microbatch {microbatch} of rank {rank}, "
+            f"above max_size={caps.tolist()}: raise it, or pin them to more microbatches"
         )

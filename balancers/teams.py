@@ -82,8 +82,6 @@ def balance_teams(
     table = np.ascontiguousarray(table[:, : len(widths)])
     if tokens is not None and max_tokens is not None:
         _forbid_long_slices(table, widths, checked_costs(tokens, "tokens"), checked_count(max_tokens, "max_tokens"))
-    least = np.minimum.accumulate(table, axis=1)[:, :-1]
-    table[:, 1:][table[:, 1:] >= least] = NEVER
     size, rank, loads, bound = solve_teams(table, widths, num_ranks)
     whole = np.ascontiguousarray(table[:, 0])
     if whole.max(initial=0) <= loads.max():
@@ -98,12 +96,11 @@ def _checked_sizes(sizes: Sequence[int] | None, num_sizes: int) -> NDArray[np.in
     given = (
         [1 << column for column in range(num_sizes)] if sizes is None else [checked_count(s, "sizes") for s in sizes]
     )
-    if len(given) != num_sizes or given[0] != 1 or given != sorted({s for s in given if s & (s - 1) == 0}):
+    powers = sorted({s for s in given if s & (s - 1) == 0 and s <= MAX_TOTAL})
+    if len(given) != num_sizes or given[0] != 1 or given != powers:
         raise ValueError(
             f"sizes must be ascending powers of two from 1, one for each of {num_sizes} columns of costs, got {given}"
         )
-    if given[-1] > MAX_TOTAL:
-        raise ValueError(f"sizes must be at most 2**62, got {given[-1]}")
     return np.array(given, np.int64)
 
 

@@ -90,7 +90,7 @@ class OptimizerSteps:
         runtime, position = self._runtime, self._progress.position
         if runtime.is_single_rank or position.step < runtime.count(position):
             return False
-        return runtime.rank.rank not in self.loader.plan_at(position.epoch, position.step - 1).rank
+        return not len(self.loader.plan_at(position.epoch, position.step - 1).places(runtime.rank.rank))
 
     def check_ranks(self, num_ranks: int, trainer: str, first: str, instead: str) -> None:
         """Raise ValueError if a trainer, which makes `first`, has other data-parallel ranks than the loader.

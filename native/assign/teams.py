@@ -45,6 +45,15 @@ def cheapest(table: Ints, sizes: Ints, sequence: int, most: int) -> tuple[int, i
 
 
 @kernel
+def least_works(table: Ints, sizes: Ints) -> Ints:
+    """Return the work of each sequence in its cheapest team, int64 (num_sequences,)."""
+    works = np.empty(table.shape[0], np.int64)
+    for sequence in range(table.shape[0]):
+        works[sequence] = cheapest(table, sizes, sequence, NEVER - 1)[2]
+    return works
+
+
+@kernel
 def teams_bound(table: Ints, sizes: Ints, num_ranks: int, least_works: Ints) -> int:
     """Return the smallest T at which, for every size s, the sequences that keep T only at s or more fit, each at its
     cheapest size within T, into floor(num_ranks / s) teams of s ranks; `least_works` are those at any T.
@@ -122,65 +131,38 @@ def pack_teams(
 
 
 @kernel
-def raise_late(table: Ints, late: NDArray[np.bool_], level: Ints) -> bool:
-    """Give sequences that end late the next size that they take, in place; return whether there is one."""
-    raised = False
-    for sequence in np.flatnonzero(late):
-        size = level[sequence] + 1
-        while size < table.shape[1] and table[sequence, size] == NEVER:
-            size += 1
-        if size < table.shape[1]:
-            level[sequence], raised = size, True
-    return raised
-
-
-@kernel
-def peak_with(loads: Ints, rest: int) -> int:
-    """Return the largest of ascending loads once the work `rest` is spread evenly."""
-    return max(loads[-1], -(-(loads.sum() + rest) // loads.shape[0]))
-
-
-@kernel
-def trial(
-    table: Ints, sizes: Ints, num_ranks: int, orders: Order, rest: int, target: int, most: int
-) -> tuple[int, Ints]:
-    """Return (the largest load, index of the size of each sequence) of the best packing towards a target.
-
-    Each sequence has its cheapest size at which a member pays at most `most`; those that end late get the next size,
-    some times. The work `rest` of sequences that are not packed is spread evenly.
-    """
-    num_packed = orders.shape[1]
-    level = np.empty(num_packed, np.int64)
-    for sequence in range(num_packed):
-        level[sequence] = cheapest(table, sizes, sequence, most)[1]
-        if level[sequence] < 0:
-            level[sequence] = np.argmin(table[sequence])
-    peak, best = np.int64(NEVER), level
-    for _ in range(RAISES):
-        loads, _, _, late = pack_teams(table, sizes, num_ranks, orders, level, target)
-        found = peak_with(loads, rest)
-        if found < peak:
-            peak, best = found, level.copy()
-        if peak <= target or not raise_late(table, late, level):
-            break
-    return peak, best
-
-
-@kernel
 def choose_sizes(table: Ints, sizes: Ints, num_ranks: int, orders: Order, bound: int, rest: int) -> tuple[Ints, int]:
-    """Return (index of the size of each sequence that is packed, the load that their packing aims at)."""
-    num_packed = orders.shape[1]
-    peak, level, aim = np.int64(NEVER), np.zeros(num_packed, np.int64), np.int64(0)
-    for above in TARGETS:
-        target = bound + part_of(bound, above)
-        for share in SHARES:
-            if peak > target:
-                found, other = trial(table, sizes, num_ranks, orders, rest, target, part_of(target, share))
-                if found < peak:
-                    peak, level, aim = found, other, target
+    """Return (index of the size of each sequence that is packed, the load that their packing aims at).
+
+    Towards each target, and for each part of it that a member may pay for one sequence, sequences have their cheapest
+    size, and those that end late the next one, some times. The work `rest` of others is spread evenly.
+    """
+    num_packed, num_sizes = orders.shape[1], sizes.shape[0]
+    level = np.zeros(num_packed, np.int64)
+    peak, best, aim = np.int64(NEVER), level.copy(), np.int64(0)
+    for trial in range(len(TARGETS) * len(SHARES)):
+        target = bound + part_of(bound, TARGETS[trial // len(SHARES)])
         if peak <= target:
             break
-    return level, aim
+        for sequence in range(num_packed):
+            level[sequence] = cheapest(table, sizes, sequence, part_of(target, SHARES[trial % len(SHARES)]))[1]
+            if level[sequence] < 0:
+                level[sequence] = np.argmin(table[sequence])
+        for _ in range(RAISES):
+            loads, _, _, late = pack_teams(table, sizes, num_ranks, orders, level, target)
+            found = max(loads[-1], -(-(loads.sum() + rest) // num_ranks))
+            if found < peak:
+                peak, best, aim = found, level.copy(), target
+            raised = False
+            for sequence in np.flatnonzero(late):
+                larger = level[sequence] + 1
+                while larger < num_sizes and table[sequence, larger] == NEVER:
+                    larger += 1
+                if larger < num_sizes:
+                    level[sequence], raised = larger, True
+            if peak <= target or not raised:
+                break
+    return best, aim
 
 
 @kernel
@@ -188,14 +170,16 @@ def solve_teams(table: Ints, sizes: Ints, num_ranks: int) -> tuple[NDArray[np.in
     """Return size and first rank of each sequence, int32 (num_sequences,), loads int64 (num_ranks,), and a lower bound.
 
     Args:
-        table: int64 (num_sequences, num_sizes), NEVER for a size that a sequence does not take, such as one that is no
-            cheaper than a smaller one; at least one size of each is not. The sum of the work is at most 2**62.
+        table: int64 (num_sequences, num_sizes), NEVER for a size that a sequence does not take; at least one size of
+            each is not. One that is no cheaper than a smaller one is not taken. The sum of the work is at most 2**62.
         sizes: int64 (num_sizes,), ascending powers of two from 1, at most num_ranks.
     """
-    num_sequences = table.shape[0]
-    works = np.empty(num_sequences, np.int64)
+    num_sequences, table = table.shape[0], table.copy()
     for sequence in range(num_sequences):
-        works[sequence] = cheapest(table, sizes, sequence, NEVER - 1)[2]
+        for size in range(sizes.shape[0] - 1, 0, -1):
+            if table[sequence, size] >= table[sequence, :size].min():
+                table[sequence, size] = NEVER
+    works = least_works(table, sizes)
     bound = np.int64(teams_bound(table, sizes, num_ranks, works))
     num_packed = num_sequences if num_sequences <= FEW_SEQUENCES else 0
     order = descending_order(works)

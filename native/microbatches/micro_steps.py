@@ -155,28 +155,6 @@ def relink(
 
 
 @kernel
-def hold(
-    held: NDArray[np.int64],
-    caps: NDArray[np.int64],
-    loads: NDArray[np.int64],
-    totals: NDArray[np.int64],
-    heads: NDArray[np.int32],
-    after: NDArray[np.int32],
-    before: NDArray[np.int32],
-    level: NDArray[np.int32],
-) -> None:
-    """Write what ranks hold before the first item is dealt."""
-    loads[:] = held
-    for b in range(held.shape[0]):
-        for r in range(held.shape[1]):
-            for k in range(caps.shape[0]):
-                totals[b, k] += held[b, r, k]
-                level[b, r] = max(level[b, r], min(LEVELS, -(-held[b, r, k] * LEVELS // caps[k])))
-            if level[b, r] > 0:
-                relink(heads[b], after[b], before[b], r, 0, level[b, r])
-
-
-@kernel
 def deal_cells(
     order: NDArray[np.int32],
     sizes: NDArray[np.int64],
@@ -205,20 +183,22 @@ def deal_cells(
         The number of items that do not fit anywhere.
     """
     num_caps = caps.shape[0]
-    loads = np.zeros((num_bins, num_ranks, num_caps), np.int64)
+    loads = np.zeros((num_bins, num_ranks, num_caps), np.int64) if held is None else held.copy()
     totals = np.zeros((num_bins, num_caps), np.int64)
     # The first rank of each level; for each rank the next and the previous one of its level.
     heads = np.full((num_bins, LEVELS + 1), np.int32(-1))
     after = np.empty((num_bins, num_ranks), np.int32)
-    before = np.empty((num_bins, num_ranks), np.int32)
+    before = np.full((num_bins, num_ranks), np.int32(-1))
     level = np.zeros((num_bins, num_ranks), np.int32)
     for b in range(num_bins):
-        heads[b, 0] = 0
-        for r in range(num_ranks):
-            after[b, r] = r + 1 if r + 1 < num_ranks else -1
-            before[b, r] = r - 1
-    if held is not None:
-        hold(held, caps, loads, totals, heads, after, before, level)
+        for r in range(num_ranks - 1, -1, -1):
+            for k in range(0 if held is None else num_caps):
+                totals[b, k] += loads[b, r, k]
+                level[b, r] = max(level[b, r], min(LEVELS, -(-loads[b, r, k] * LEVELS // caps[k])))
+            after[b, r] = heads[b, level[b, r]]
+            if after[b, r] >= 0:
+                before[b, after[b, r]] = r
+            heads[b, level[b, r]] = r
     left = 0
     for item in order:
         bins[item] = -1

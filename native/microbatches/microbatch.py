@@ -58,24 +58,6 @@ def group_by_rank(
 
 
 @kernel
-def held_cells(
-    costs: NDArray[np.int64],
-    rank: NDArray[np.int32],
-    sizes: NDArray[np.int64],
-    pinned: NDArray[np.int32],
-    num_ranks: int,
-) -> NDArray[np.int64]:
-    """Return what the cells hold of pinned samples, int64 (num_ranks, microbatches, 2 + num_caps): see `binpack`."""
-    held = np.zeros((num_ranks, pinned.max() + 1, 2 + sizes.shape[1]), np.int64)
-    for sample in np.flatnonzero((pinned >= 0) & (rank >= 0)):
-        cell = held[rank[sample], pinned[sample]]
-        cell[0] += costs[sample]
-        cell[1] += 1
-        cell[2:] += sizes[sample]
-    return held
-
-
-@kernel
 def held_by(held: NDArray[np.int64] | None, rank: int) -> NDArray[np.int64] | None:
     """Return what the microbatches of one rank hold."""
     return None if held is None else held[rank]
@@ -324,8 +306,8 @@ def split(
         caps: int64 (num_caps,), at least 1.
         num_microbatches: their number; 0 for the fewest that fit.
         in_step: lower the sum over microbatches of the largest cost of a rank, and number by descending cost.
-        held: int64 (num_ranks, microbatches, 2 + num_caps), what microbatches hold of pinned samples, which have rank
-            -1 here: of `held_cells`. None without any.
+        held: int64 (num_ranks, microbatches, 2 + num_caps), cost, number and sizes of pinned samples in each, which
+            have rank -1 here. None without any.
 
     Returns:
         (microbatch int32 (num_samples,), -1 where rank is -1; their number, at least 1). With num_microbatches given

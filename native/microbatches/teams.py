@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.native.assign.teams import NEVER, cheapest, part_of
+from orchdata.native.assign.teams import NEVER, cheapest, least_works, part_of
 from orchdata.native.jit import kernel
 
 Ints = NDArray[np.int64]
@@ -24,28 +24,26 @@ def fill_micro_step(
     cells: Ints,
     caps: Ints,
     aim: int,
-    raised: int,
+    raised: bool,
     mixed: bool,
     number: int,
-    size: Ints,
-    first: Ints,
-    step: Ints,
+    placed: Ints,
 ) -> None:
-    """Place sequences in micro-step `number` up to the load `aim`: write `cells`, `size`, `first` and `step`.
+    """Place sequences in micro-step `number` up to the load `aim`: write `cells` and `placed`.
 
     Args:
         cells: int64 (3, num_ranks), the load, tokens and counted samples of each rank; of zeros.
         caps: int64 (2,), of tokens and of counted samples.
-        raised: by so many sizes teams are larger than the cheapest, so that there is room for longer sequences.
+        raised: teams are by one size larger than the cheapest, so that there is room for longer sequences.
+        placed: int64 (3, num_sequences), the size, first rank and micro-step of each; -1 for one that has none.
     """
-    num_ranks, left = cells.shape[1], np.flatnonzero(step < 0)
+    num_ranks, left = cells.shape[1], np.flatnonzero(placed[2] < 0)
     chosen = np.empty(left.shape[0], np.int64)
     for index, sequence in enumerate(left):
         chosen[index] = cheapest(table, sizes, sequence, aim)[1]
-        for _ in range(raised if chosen[index] > 0 else 0):
-            above = chosen[index] + 1
-            if above < sizes.shape[0] and table[sequence, above] <= aim:
-                chosen[index] = above
+        larger = chosen[index] + 1
+        if raised and 0 < larger - 1 < sizes.shape[0] - 1 and table[sequence, larger] <= aim:
+            chosen[index] = larger
     width_of = np.zeros(num_ranks, np.int64)
     for at in range(sizes.shape[0] - 1, -1, -1):
         width, mine = sizes[at], left[chosen == at]
@@ -69,7 +67,7 @@ def fill_micro_step(
             cells[1, team : team + width] += tokens
             cells[2, team] += 1
             width_of[team : team + width] = width
-            size[sequence], first[sequence], step[sequence] = width, team, number
+            placed[0, sequence], placed[1, sequence], placed[2, sequence] = width, team, number
             while place + 1 < loads.shape[0] and loads[place + 1] < cells[0, team]:
                 loads[place], teams[place] = loads[place + 1], teams[place + 1]
                 place += 1
@@ -88,7 +86,7 @@ def fill_micro_steps(
     most: int,
     mixed: bool,
     rest: tuple[int, int],
-) -> tuple[int, Ints, Ints, Ints, Ints]:
+) -> tuple[int, Ints, Ints]:
     """Place sequences in as many micro-steps as they need, at most `most`, each filled so that ranks wait least.
 
     Args:
@@ -101,46 +99,42 @@ def fill_micro_steps(
         rest: cost and tokens of the sequences that are not placed: whole ones, which fill the gaps.
 
     Returns:
-        (about what ranks wait for, or -1 if sequences are left; size, first rank and micro-step of each sequence; the
-        load that each micro-step is filled up to).
+        (about what ranks wait for, or -1 if sequences are left; `placed`; the load that each micro-step is filled up
+        to).
     """
     num_sequences = table.shape[0]
-    size, first, step = np.ones(num_sequences, np.int64), np.zeros(num_sequences, np.int64), np.full(num_sequences, -1)
+    placed = np.full((3, num_sequences), -1)
     aims, number, price = np.zeros(min(most, num_sequences), np.int64), np.int64(0), np.float64(0)
-    work, per_token, ranks = np.float64(rest[0]), rest[0] / max(1, rest[1]), np.int64(0)
-    works, least = np.empty(num_sequences, np.int64), np.empty(num_sequences, np.int64)
+    work, per_token = np.float64(rest[0]), rest[0] / max(1, rest[1])
+    works, least = least_works(table, sizes), np.empty(num_sequences, np.int64)
     for sequence in range(num_sequences):
-        works[sequence], least[sequence] = cheapest(table, sizes, sequence, NEVER - 1)[2], table[sequence].min()
-    while number < aims.shape[0] and step.min() < 0:
-        longest = least[step < 0].max()
-        was, lost = (size, first, step), np.float64(np.inf)
+        least[sequence] = table[sequence].min()
+    while number < aims.shape[0] and placed[2].min() < 0:
+        longest = least[placed[2] < 0].max()
+        was, lost = placed, np.float64(np.inf)
         for option in range(2 * (targets.shape[0] + parts.shape[0])):
-            which, raised = option // 2 - targets.shape[0], option % 2
+            which, raised = option // 2 - targets.shape[0], option % 2 == 1
             aim = targets[option // 2] if which < 0 else part_of(longest, parts[which])
             if most < NEVER:  # Micro-steps are few: lower loads would leave sequences over.
                 aim = max(aim, targets.min())
             if aim < longest:
                 continue
-            trial, cells = (was[0].copy(), was[1].copy(), was[2].copy()), np.zeros((3, num_ranks), np.int64)
-            fill_micro_step(table, slices, sizes, cells, caps, aim, raised, mixed, number, trial[0], trial[1], trial[2])
-            room, usable = np.float64(0), np.int64(0)
+            trial, cells = was.copy(), np.zeros((3, num_ranks), np.int64)
+            fill_micro_step(table, slices, sizes, cells, caps, aim, raised, mixed, number, trial)
+            room = np.float64(0)
             for rank in range(num_ranks):
                 if mixed or cells[0, rank] == 0:
                     room += min(np.float64(aim - cells[0, rank]), (caps[0] - cells[1, rank]) * per_token)
-                    usable += 1
             taken = min(room, work)
             peak = max(np.float64(cells[0].max()), (cells[0].sum() + taken) / num_ranks)
             loss = peak - (works[trial[2] == number].sum() + taken) / num_ranks
             if loss < lost:
-                lost = loss
-                size, first, step = trial
-                aims[number], paid, fluid, free = aim, peak, taken, usable
+                lost, placed = loss, trial
+                aims[number], paid, fluid = aim, peak, taken
         price += paid
         work -= fluid
-        ranks += free
         number += 1
-    # What is left of the rest comes in further micro-steps, or on top of all that whole sequences can share.
-    most_ranks = np.float64(num_ranks) if number < most else ranks / max(1, number)
-    is_held = most_ranks > 0 and (num_sequences == 0 or step.min() >= 0)
-    estimate = np.int64(price + work / most_ranks) if is_held else np.int64(-1)
-    return estimate, size, first, step, aims[:number]
+    # What is left of the rest comes on top, or in further micro-steps.
+    is_placed = num_sequences == 0 or placed[2].min() >= 0
+    estimate = np.int64(price + work / num_ranks) if is_placed else np.int64(-1)
+    return estimate, placed, aims[:number]

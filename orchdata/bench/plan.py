@@ -106,15 +106,15 @@ def _planning(index: Index, config: PlanBench) -> list[Result]:
     dealt = sum(int(plan.loads_unbalanced(phase).max()) for phase in plan.phases)
     bounds = sum(plan.lower_bound(phase) for phase in plan.phases)
     # What teams add is of the same steps: 25 ms to 2,560 x 16 and 100 ms to 2,560 x 62, or half of the time and 25 ms.
-    added = {
-        name: np.subtract(cpu[f"one phase in teams{name}"], cpu[f"one phase{name}"]) for name in ("", f", {words}")
+    limits = {
+        "": 25.0 if config.samples_per_rank <= 16 else 100.0,
+        f", {words}": 25 + 500 * statistics.median(cpu[f"one phase, {words}"]),
     }
-    half = 25 + 500 * statistics.median(cpu[f"one phase, {words}"])
-    limits = {"": 25.0 if config.samples_per_rank <= 16 else 100.0, f", {words}": half}
+    added = {name: np.subtract(cpu[f"one phase in teams{name}"], cpu[f"one phase{name}"]).tolist() for name in limits}
     return [
         *(
-            _milliseconds(f"CPU time that teams add to one phase{name}", tuple(added[name].tolist()), limits[name])
-            for name in added
+            _milliseconds(f"CPU time that teams add to one phase{name}", tuple(added[name]), limit)
+            for name, limit in limits.items()
         ),
         *(
             _milliseconds(

@@ -113,7 +113,7 @@ def prepare_shards(
     counts = IndexTokens(index, 1 if isinstance(layout, Padded) or length is not None else layout.multiple_of)
     if isinstance(options.batches, TokenBudgets):
         excluded = np.union1d(excluded, above_budget(counts, options.batches, options.balance, excluded))
-    _check_ranks(costs, options.balance, excluded, options.rank.size)
+    _check_ranks(options.rank.size, fewest_ranks(costs, options.balance, excluded))
     check_labels(length, index, excluded)
     # The order, and what a state must agree with.
     order: Order | MixtureOrder
@@ -482,8 +482,8 @@ def fewest_ranks(costs: IndexCosts, balance: Balance, excluded: Ints) -> int:
     return int(next(size for size in teams.sizes(teams.largest) if -(-longest // size) <= cap))
 
 
-def _check_ranks(costs: IndexCosts, balance: Balance, excluded: Ints, num_ranks: int) -> None:
-    if (needed := fewest_ranks(costs, balance, excluded)) > num_ranks:
+def _check_ranks(num_ranks: int, needed: int) -> None:
+    if needed > num_ranks:
         raise ValueError(
             f"a usable sample takes a team of {needed} ranks under Balance.max_tokens, and there are {num_ranks}: use "
             f"at least {needed} ranks, raise max_tokens, or use Balance(oversize='own')"

@@ -170,7 +170,7 @@ def _phases() -> None:
 
 
 def _teams() -> None:
-    """Share two long texts, next to samples of one phase and of two, in each way."""
+    """Share two long texts, next to samples of two phases, in each way."""
     from orchdata.planning.balance import Balance
     from orchdata.planning.sharing.shares import StepSamples
     from orchdata.planning.sharing.teams import share_in_teams
@@ -178,13 +178,10 @@ def _teams() -> None:
 
     is_long = np.arange(len(_COSTS)) % 16 == 0
     tokens, encoder = np.where(is_long, 90, _COSTS), np.where(is_long, 0, _COSTS)
-    owner, teams = np.zeros(len(_COSTS), np.int32), Teams(largest=4, cut="trainer")
-    for costs in ({"llm": tokens}, {"encoder": encoder, "llm": tokens}):
-        for balance in (Balance(), Balance(max_tokens=2 * _CAP), Balance(max_tokens=2 * _CAP, objective="sum")):
-            sizes = dict.fromkeys(balance.caps, tokens)
-            step = StepSamples(costs, sizes, tokens, _RANKS, balance, owner)
-            for few in (step, step.take(np.arange(8))):
-                share_in_teams(few, teams, 0, 1, is_long[: few.num_samples])
+    costs, owner = {"encoder": encoder, "llm": tokens}, np.zeros(len(_COSTS), np.int32)
+    for balance in (Balance(), Balance(max_tokens=2 * _CAP), Balance(max_tokens=2 * _CAP, objective="sum")):
+        step = StepSamples(costs, dict.fromkeys(balance.caps, tokens), tokens, _RANKS, balance, owner)
+        share_in_teams(step, Teams(largest=4, cut="trainer"), 0, 1, is_long)
 
 
 def _moves() -> None:

@@ -105,13 +105,11 @@ class Balance:
         if self.teams is not None:
             if not isinstance(self.teams, Teams):
                 raise ValueError(f"Balance.teams must be an od.Teams or None, got {self.teams!r}")
-            defaults = {"scope": "global", "assignment": "joint", "order": None, "equal_count": False}
-            for name, only in ({**defaults, "max_samples": None}).items():
-                if (value := getattr(self, name)) != only:
-                    raise ValueError(
-                        f"Balance.teams shares sequences under {name}={only!r} alone, got {value!r}: leave {name} "
-                        "out, or teams" + ("; max_tokens caps a microbatch" if name == "max_samples" else "")
-                    )
+            only = {"scope": "global", "assignment": "joint", "order": None, "equal_count": False, "max_samples": None}
+            for name, value in only.items():
+                if (given := getattr(self, name)) != value:
+                    why = f"Balance.teams shares sequences under {name}={value!r} alone, got {given!r}"
+                    raise ValueError(f"{why}: leave {name} out, or teams")
 
     @property
     def price(self) -> StepPrice:

@@ -252,10 +252,10 @@ class Plan:
 
     def cost_bound(self, price: StepPrice, phases: Sequence[str]) -> int:
         """Return a bound: no assignment as in `lower_bound` has a smaller `cost`."""
-        bounds = [self.lower_bound(phase) for phase in phases]
-        if self.teams is not None and not price.meets_in_micro_steps:
+        if self.teams is not None:
             encoders = [self.costs[phase] for phase in phases if phase != "llm"]
-            return self.teams.lower_bound(self.num_ranks, np.sum([np.zeros_like(self.row), *encoders], axis=0))
+            return self.teams.cost_bound(self.num_ranks, encoders, meets=price.meets_in_micro_steps)
+        bounds = [self.lower_bound(phase) for phase in phases]
         return price.lower_bound([self.costs[phase] for phase in phases], bounds, self.num_ranks)
 
     @property

@@ -6,7 +6,7 @@ costs of whole sequences --Teams.member_costs--> costs of a member at each size 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -14,10 +14,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.balancers.assignment import lower_bound
 from orchdata.balancers.checks import checked_count
 from orchdata.balancers.costs.model import coefficients_of
 from orchdata.balancers.costs.phase import PhaseCost, checked_coefficient
-from orchdata.native.assign.teams import NEVER, teams_bound
+from orchdata.native.assign.teams import NEVER, least_works, teams_bound
 from orchdata.native.costs import COST_SHIFT, sequence_costs
 
 Ints = NDArray[np.int64]
@@ -67,18 +68,19 @@ class Teams:
             object.__setattr__(self, "per_token", values)
         else:
             object.__setattr__(self, "per_token", checked_coefficient(self.per_token, "Teams.per_token"))
-        if self.cost is not None and not all(isinstance(cost, PhaseCost) for cost in self.cost.values()):
-            raise ValueError(f"Teams.cost must map sizes of teams to od.PhaseCost, got {self.cost!r}")
         allowed = {1 << power for power in range(1, largest.bit_length())}
-        for name, given in (("per_token", self.per_token), ("cost", self.cost)):
-            if isinstance(given, Mapping) and (not given or not set(given) <= allowed):
-                raise ValueError(f"Teams.{name} must name sizes among {sorted(allowed)}, got {sorted(given)}")
-        if self.cost is not None and largest not in self.cost:
-            raise ValueError(f"Teams.cost must name largest={largest}, on which usable samples depend; or lower it")
-        if isinstance(self.per_token, Mapping) and self.cost is None and set(self.per_token) != allowed:
+        if isinstance(self.per_token, Mapping) and set(self.per_token) != allowed:
             raise ValueError(
                 f"Teams.per_token must name each of the sizes {sorted(allowed)}, got {sorted(self.per_token)}"
             )
+        cost = {largest: None} if self.cost is None else self.cost
+        if not set(cost) <= allowed or largest not in cost:
+            raise ValueError(
+                f"Teams.cost must name sizes among {sorted(allowed)}, also largest={largest}, on which usable samples "
+                f"depend, got {sorted(cost)}; or lower largest"
+            )
+        if self.cost is not None and not all(isinstance(each, PhaseCost) for each in self.cost.values()):
+            raise ValueError(f"Teams.cost must map sizes of teams to od.PhaseCost, got {self.cost!r}")
 
     def sizes(self, num_ranks: int) -> Ints:
         """Return the sizes of teams on so many ranks, ascending from 1: int64 (num_sizes,)."""
@@ -125,7 +127,12 @@ class StepTeams:
     @cached_property
     def member_costs(self) -> Ints:
         """What each member of a sample's team pays in `llm`, int64 (n,)."""
-        return self.table[np.arange(len(self.size)), np.searchsorted(self.sizes, self.size)]
+        return self.own(self.table)
+
+    def own(self, table: Ints) -> Ints:
+        """Return the entry of each sample at its size, int64 (n,), of a table like `table`."""
+        found: Ints = table[np.arange(len(self.size)), np.searchsorted(self.sizes, self.size)]
+        return found
 
     def members(self, rank: Ranks) -> tuple[NDArray[np.intp], Ranks]:
         """Return the sample and the rank of each member, by their first members: (num_members,) each."""
@@ -133,18 +140,19 @@ class StepTeams:
         place = np.arange(len(sample)) - np.repeat(np.cumsum(self.size) - self.size, self.size)
         return sample, (rank[sample] + place).astype(np.int32)
 
-    def lower_bound(self, num_ranks: int, others: Ints | None = None) -> int:
-        """Return a bound: no choice of teams has a smaller largest load. `others` int64 (n,) are costs of whole samples
-        in other phases, which add up with `llm`.
+    def lower_bound(self, num_ranks: int, encoders: Sequence[Ints] = ()) -> int:
+        """Return a bound: no choice of teams has a smaller largest load. `encoders`, int64 (n,) each: costs of other
+        phases, which add up with `llm` on whole samples.
         """
         table = self.table
-        if others is not None:
+        if encoders:
+            others = np.sum(encoders, axis=0)
             table = np.where(table == NEVER, NEVER, table + np.where(self.sizes == 1, others[:, None], 0))
             table[others > 0, 1:] = NEVER
         return int(teams_bound(table, self.sizes, num_ranks, least_works(table, self.sizes)))
 
-
-def least_works(table: Ints, sizes: Ints) -> Ints:
-    """Return the work of each sequence in its cheapest team, int64 (n,)."""
-    works: Ints = np.where(table == NEVER, NEVER, table * np.where(table == NEVER, 0, sizes)).min(axis=1)
-    return works
+    def cost_bound(self, num_ranks: int, encoders: Sequence[Ints], *, meets: bool) -> int:
+        """Return a bound of what a step costs, `encoders` as above; `meets`: ranks do so after each phase."""
+        if not meets:
+            return self.lower_bound(num_ranks, encoders)
+        return self.lower_bound(num_ranks) + sum(int(lower_bound(costs, num_ranks)) for costs in encoders)

@@ -273,11 +273,7 @@ def _close(running: dict[Prefetcher, Ending], prefetcher: Prefetcher, timeout: f
 
 
 def _rule(balance: Balance, num_ranks: int, gain: float) -> MoveRule:
-    if balance.teams is not None:
-        raise ValueError(
-            "Balance.teams is for a DataLoader of shards: post_balance moves whole samples; leave teams out"
-        )
-    for name in ("max_tokens", "order", "equal_count", "max_samples"):
+    for name in ("max_tokens", "order", "equal_count", "max_samples", "teams"):
         if getattr(balance, name):
             raise ValueError(f"Balance.{name} is for a DataLoader: post_balance shares out costs alone")
     if balance.assignment == "per_phase":

@@ -119,12 +119,14 @@ def _of_waiting(profile: Profile) -> list[Finding]:
         )
     ]
     # The settings of the same steps.
+    costs_tokens = any(name in str(profile.teams) for name in ("per_token=", "cost="))
+    of_teams = "" if costs_tokens else " (their communication not counted)"
     said: list[tuple[SettingName, str]] = [
         ("llm", "Balancing by LLM tokens alone"),
         ("joint", "Balancing whole samples over all ranks"),
         ("per_phase", "Balancing each phase by itself (features travel between ranks)"),
         ("grid", "Balancing in a grid of groups"),
-        ("teams", f"Sharing long sequences by teams of ranks{_of_free_sharing(profile)}"),
+        ("teams", f"Sharing long sequences by teams of ranks{of_teams}"),
     ]
     helped = False
     for name, what in said:
@@ -164,12 +166,6 @@ def _of_groups(scale: Figures, added: float) -> Finding:
         grouped,
         added,
     )
-
-
-def _of_free_sharing(profile: Profile) -> str:
-    """Say so where sharing itself has no cost."""
-    costs = any(name in str(profile.teams) for name in ("per_token=", "cost="))
-    return "" if costs else " (their communication not counted)"
 
 
 def _of_sharing(profile: Profile) -> list[Finding]:

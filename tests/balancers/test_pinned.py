@@ -193,7 +193,7 @@ def test_a_pin_that_cannot_be_kept_is_an_error() -> None:
     costs, pinned = np.full(4, 10), np.array([0, 0, 0, -1])
     with pytest.raises(ValueError, match=r"pinned\[3\] is 2; it must be from -1 \(left out\) to 1"):
         balance(costs, 2, pinned=[0, 0, 0, 2])
-    with pytest.raises(ValueError, match="max_samples=2, but pinned holds 3 samples on rank 0"):
+    with pytest.raises(ValueError, match="pinned holds 3 samples on rank 0, above max_samples=2"):
         balance(costs, 2, max_samples=2, pinned=pinned)
     with pytest.raises(ValueError, match="no assignment within max_cost=20 was found"):
         balance(costs, 2, max_cost=20, pinned=pinned)

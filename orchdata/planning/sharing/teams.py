@@ -1,28 +1,25 @@
 """Sharing out a step whose long sequences several ranks share.
 
-whole samples, as without teams ----------------------------------------------+
-teams in one micro-step --------------------+--rest next to pinned slices-----+-> the cheaper, by Balance.price
-teams in micro-steps, filled up to a load --+
-
-Under "sum" ranks meet at the end of a step alone: teams of one micro-step are cut into several, the largest first.
+whole samples, as without teams ---------------------------------------------------+
+teams of one micro-step, cut into as many as caps and sizes need, the largest first +-> the cheapest, by Balance.price
+teams in micro-steps, each filled up to a load ------------------------------------+
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers.assignment import loads_by_rank_and_microbatch, lower_bound
+from orchdata.balancers.assignment import lower_bound
 from orchdata.balancers.checks import MAX_TOTAL
 from orchdata.balancers.microbatches import split_microbatches
-from orchdata.balancers.phases import assign_jointly
-from orchdata.native.assign.teams import NEVER, PARTS, solve_teams
+from orchdata.balancers.phases import balance_phases
+from orchdata.native.assign.teams import NEVER, PARTS, least_works, solve_teams
 from orchdata.native.microbatches.micro_steps import bins_cost, deal_cells, packing_orders
 from orchdata.native.microbatches.teams import fill_micro_steps
 from orchdata.native.sorting import descending_order
@@ -30,7 +27,7 @@ from orchdata.planning.sharing.accumulated import SAMPLES, counted, share_out_in
 from orchdata.planning.sharing.micro_steps import MANY_SAMPLES, balanced_inside
 from orchdata.planning.sharing.packed import NO_PADDING
 from orchdata.planning.sharing.shares import Shares, StepSamples, one_microbatch
-from orchdata.planning.teams import StepTeams, Teams, least_works
+from orchdata.planning.teams import StepTeams, Teams
 
 Ints = NDArray[np.int64]
 Ranks = NDArray[np.int32]
@@ -64,7 +61,7 @@ def share_in_teams(
         return share_out_in(step, NO_PADDING, accumulate) if accumulate > 1 else NO_PADDING.share_out(step)
 
     step = replace(step, balance=replace(step.balance, teams=None))
-    ways = _Ways.of(step, teams, exponent, accumulate, may_share)
+    ways = _Ways(step, teams, exponent, accumulate, may_share)
     if ways.sizes[-1] == 1:
         return whole()
     must, keeps, found = bool((ways.table[:, 0] == NEVER).any()), 1 - teams.gain, None
@@ -83,94 +80,77 @@ def share_in_teams(
     return found if shared is None or shared[0] > keeps * step.price(found) else shared[1]
 
 
-@dataclass(frozen=True, eq=False)
 class _Ways:
     """Ways to share out a step in teams.
 
-    Attributes:
-        step: the samples as if all were whole; with a cap on those of a cell where the number of micro-steps is given.
-        sizes: int64 (num_sizes,).
-        table: int64 (n, num_sizes), what a member pays in `llm`; NEVER for a size that a sample cannot take.
-        slices: int64 (n, num_sizes), tokens of a slice, at most the cap.
-        number: micro-steps; 1: as many as the caps need.
-        mixed: `Teams.mixed`.
+    `step` has the samples as if all were whole, and where the number of micro-steps is given, a cap on those of a cell.
     """
 
-    step: StepSamples
-    sizes: Ints
-    table: Ints
-    slices: Ints
-    number: int
-    mixed: bool
-
-    @classmethod
-    def of(cls, step: StepSamples, teams: Teams, exponent: int, number: int, may_share: NDArray[np.bool_]) -> _Ways:
-        sizes, cap = teams.sizes(step.num_ranks), step.balance.caps.get("llm", MAX_TOTAL)
-        table = teams.member_costs(step.costs["llm"], step.positions, sizes, exponent)
-        table[~may_share, 1:] = NEVER
-        slices = -(-step.positions[:, None] // sizes)
-        above = (slices > cap) & may_share[:, None]
+    def __init__(
+        self, step: StepSamples, teams: Teams, exponent: int, number: int, may_share: NDArray[np.bool_]
+    ) -> None:
+        self.step, self.number, self.mixed = counted(step, number) if number > 1 else step, number, teams.mixed
+        self.sizes, cap = teams.sizes(step.num_ranks), step.balance.caps.get("llm", MAX_TOTAL)
+        # What a member pays at each size, NEVER if a sample cannot take it, and tokens of its slice, at most the cap:
+        # int64 (n, num_sizes).
+        self.table = teams.member_costs(step.costs["llm"], step.positions, self.sizes, exponent)
+        self.table[~may_share, 1:] = NEVER
+        self.slices = -(-step.positions[:, None] // self.sizes)
+        above = (self.slices > cap) & may_share[:, None]
         oversize = above[:, -1].copy()
         if oversize.any() and step.balance.oversize != "own":
             longest = int(step.positions[oversize].max())
             ranks = 1 << (-(-longest // cap) - 1).bit_length()
             raise ValueError(
                 f"a sample has {longest} tokens: with max_tokens={cap} it needs a team of {ranks} ranks, and the teams "
-                f"of {step.num_ranks} ranks have at most {sizes[-1]}. Take {ranks} ranks or more, or raise max_tokens"
+                f"of {step.num_ranks} ranks have at most {self.sizes[-1]}. Take {ranks} ranks or more, or raise "
+                "max_tokens"
             )
         above[oversize, -1] = False
-        table[above] = NEVER
-        own = counted(step, number) if number > 1 else step
-        return cls(
-            own, sizes, table, np.where(may_share[:, None], np.minimum(slices, cap), slices), number, teams.mixed
-        )
-
-    @cached_property
-    def encoders(self) -> Ints:
-        """Cost of each sample in all phases but `llm`, int64 (n,)."""
-        return self.step.total_costs - self.step.costs["llm"]
+        self.table[above] = NEVER
+        self.slices[may_share] = np.minimum(self.slices[may_share], cap)
 
     @cached_property
     def lower_bound(self) -> int:
         """No plan costs less."""
-        teams, num_ranks = StepTeams(np.ones(len(self.table), np.int32), self.sizes, self.table), self.step.num_ranks
-        if not self.step.balance.price.meets_in_micro_steps:
-            return teams.lower_bound(num_ranks, self.encoders)
-        encoders = [int(lower_bound(costs, num_ranks)) for phase, costs in self.step.costs.items() if phase != "llm"]
-        return teams.lower_bound(num_ranks) + sum(encoders)
+        encoders = [costs for phase, costs in self.step.costs.items() if phase != "llm"]
+        meets, whole = self.step.balance.price.meets_in_micro_steps, self._teams(np.ones(len(self.table), np.int32))
+        return whole.cost_bound(self.step.num_ranks, encoders, meets=meets)
 
-    def found(self) -> Iterable[tuple[int, Shares]]:
-        """Return (price, ranks, microbatches and teams) of ways that share something."""
-        ways = [self._filled if self.step.sizes or not self.mixed else self._in_one]
-        ends_together = bool(self.step.sizes) and not self.step.balance.price.meets_in_micro_steps
-        if ends_together or self.number > 1:  # A given number of micro-steps may not hold the teams of the first way.
-            ways.insert(0 if ends_together else 1, self._largest_first)
-        return next((found for way in ways if (found := list(way()))), [])
+    def _teams(self, size: Ranks) -> StepTeams:
+        return StepTeams(size, self.sizes, self.table)
+
+    def found(self) -> Iterator[tuple[int, Shares]]:
+        """Yield (price, ranks, microbatches and teams) of ways that share something."""
+        yield from self._largest_first()
+        if self.step.sizes or not self.mixed:
+            yield from self._filled()
 
     def _balanced(self) -> tuple[Ranks, Ranks, int]:
         """Return sizes and first ranks as if there was one micro-step, int32 (n,) each, and the largest load."""
         table = self.table.copy()
         if not self.step.balance.price.levels_each_phase:
-            table[:, 0] += np.where(table[:, 0] == NEVER, 0, self.encoders)
-        least = np.minimum.accumulate(table, axis=1)[:, :-1]
-        table[:, 1:][table[:, 1:] >= least] = NEVER
+            encoders = self.step.total_costs - self.step.costs["llm"]
+            table[:, 0] += np.where(table[:, 0] == NEVER, 0, encoders)
         size, rank, loads, _ = solve_teams(table, self.sizes, self.step.num_ranks)
         return size, rank, int(loads.max())
 
-    def _in_one(self) -> Iterator[tuple[int, Shares]]:
+    def _largest_first(self) -> Iterator[tuple[int, Shares]]:
+        """Yield teams of one micro-step, cut into as many as caps and sizes need."""
         size, rank, _ = self._balanced()
         step, owner, pinned = self._members(size, rank)
-        if len(step.costs) > 1 and step.balance.price.levels_each_phase:
-            owner = _jointly(step, pinned)
-        if (size > 1).any():
+        if not (size > 1).any():
+            return
+        if self.mixed and not step.sizes:
+            if len(step.costs) > 1 and step.balance.price.levels_each_phase:
+                owner = balance_phases(step.costs, step.num_ranks, effort=step.balance.effort, pinned=pinned).rank
             yield self._priced(step, one_microbatch(owner), size)
+            return
 
-    def _largest_first(self) -> Iterator[tuple[int, Shares]]:
-        """Yield teams of one micro-step, cut into several."""
-        size, rank, _ = self._balanced()
-        tokens, cap = self._at(self.slices, size), self.step.balance.caps.get("llm", MAX_TOTAL)
-        filled = np.zeros((1 + int(np.count_nonzero(size > 1)), self.step.num_ranks), np.int64)
-        microbatch, first = np.zeros_like(rank), np.zeros(self.step.num_ranks, np.int64)
+        # Each team goes into the first micro-step with room, after all of larger ones if sizes must not mix.
+        tokens, cap = self._teams(size).own(self.slices), step.balance.caps.get("llm", MAX_TOTAL)
+        filled = np.zeros((1 + int(np.count_nonzero(size > 1)), step.num_ranks), np.int64)
+        microbatch, first = np.zeros_like(rank), np.zeros(step.num_ranks, np.int64)
         for width in self.sizes[:0:-1].tolist():
             last = first.copy()
             for sample in np.flatnonzero(size == width):
@@ -180,23 +160,26 @@ class _Ways:
                 filled[at, ranks] += tokens[sample]
                 microbatch[sample], last[ranks] = at, np.maximum(last[ranks], at if self.mixed else at + 1)
             first = last
-        step, owner, pinned = self._members(size, rank)
+
+        # Whole samples go next to them, those of each rank where they cost least; perhaps into further micro-steps.
         stay = np.where(pinned < 0, np.int32(-1), np.repeat(microbatch, size))
-        if self.number > 1:
-            owner = _jointly(step, pinned, step.sizes[SAMPLES], step.balance.caps[SAMPLES] * self.number)
-        columns, caps = self._columns(step, pinned, stay)
-        with contextlib.suppress(ValueError):  # It may need more microbatches.
+        sizes, caps = self._columns(step, pinned, stay)
+        wanted = self.number if self.number > 1 else None
+        with contextlib.suppress(ValueError):  # The number that is wanted may be too small.
+            if wanted:
+                most, total = step.balance.caps[SAMPLES] * wanted, {"llm": step.total_costs}
+                kept = balance_phases(total, step.num_ranks, sizes=step.sizes[SAMPLES], max_size=most, pinned=pinned)
+                owner = kept.rank
             cut, number = split_microbatches(
                 step.total_costs,
                 owner,
                 step.num_ranks,
-                sizes=columns,
+                sizes=sizes,
                 max_size=caps,
-                num_microbatches=self.number if self.number > 1 else None,
+                num_microbatches=wanted,
                 pinned=stay,
             )
-            if (size > 1).any():
-                yield self._priced(step, Shares(owner, cut, number), size)
+            yield self._priced(step, Shares(owner, cut, number), size)
 
     def _filled(self) -> Iterator[tuple[int, Shares]]:
         """Yield ways to fill micro-steps up to a load, or more where the longest sequence costs more."""
@@ -222,47 +205,33 @@ class _Ways:
         table, slices = self.table[long], self.slices[long]
         rest = int(self.table[~is_long, 0].sum()), int(step.positions[~is_long].sum())
         room = np.array([caps.get("llm", MAX_TOTAL), caps.get(SAMPLES, MAX_TOTAL)])
-        ways: dict[tuple[int, int], list[NDArray[Any]]] = {}
+        ways: dict[tuple[int, int], tuple[NDArray[np.intp], Ints, Ints]] = {}
         while groups:
             for targets in groups:
-                estimate, *placed = fill_micro_steps(
+                estimate, placed, aims = fill_micro_steps(
                     *(table, slices, self.sizes, num_ranks, room, targets, np.array(_LONGEST)),
                     *(given or MAX_TOTAL, self.mixed, rest),
                 )
                 if estimate >= 0 and (placed[0] > 1).any():
-                    ways.setdefault((int(estimate), len(placed[-1])), [long, *placed])
+                    ways.setdefault((int(estimate), len(aims)), (long, placed, aims))
             groups = [2 * groups[-1]] if not ways and groups[-1].max() < even * num_ranks else []
         if fewest == 1 and self.mixed:
             size, rank, peak = self._balanced()
             if len(shared := np.flatnonzero(size > 1)):
-                ways[peak, 0] = [shared, size[shared], rank[shared], np.zeros(len(shared), np.int32), np.array([peak])]
+                placed = np.stack([size, rank, np.zeros_like(rank)]).astype(np.int64)[:, shared]
+                ways[peak, 0] = shared, placed, np.array([peak])
         for key in sorted(ways)[: 1 if many else _BALANCED]:
-            size, rank, microbatch = np.ones(step.num_samples, np.int32), *np.full((2, step.num_samples), np.int32(-1))
-            at, size[at], rank[at], microbatch[at], aims = ways[key]
+            (at, placed, aims), whole = ways[key], np.array([[1], [-1], [-1]], np.int32)
+            size, rank, microbatch = (found := np.repeat(whole, step.num_samples, axis=1))
+            found[:, at] = placed
             members, owner, pinned = self._members(size, rank)
-            stay, number, price = np.repeat(microbatch, size), given or max(len(aims), fewest), MAX_TOTAL
-            if not self._holds(members, owner, stay, number):
-                continue
-            # One micro-step more, while something is dealt above the aims, and that costs less.
-            while number <= (given or number):
-                dealt, is_late = self._dealt(members, owner, pinned, stay, aims, number)
-                number += 1
-                if dealt is None:
-                    continue
-                if members.price(dealt) >= price:
-                    break
-                price = members.price(dealt)
-                yield self._priced(members, dealt, size)
+            stay, number = np.repeat(microbatch, size), given or max(len(aims), fewest)
+            for more in range(1 if given else _MORE_STEPS):
+                dealt, is_late = self._dealt(members, owner, pinned, stay, aims, number + more)
+                if dealt is not None:
+                    yield self._priced(members, dealt, size)
                 if not is_late:
                     break
-
-    def _holds(self, step: StepSamples, owner: Ranks, stay: Ranks, number: int) -> bool:
-        """Return whether members that have a micro-step keep the caps in it."""
-        of, at = np.flatnonzero(stay >= 0), (step.num_ranks, number)
-        return all(
-            int(loads_by_rank_and_microbatch(sizes[of], owner[of], stay[of], *at).max()) <= step.balance.caps[phase]
-            for phase, sizes in step.sizes.items()
-        )
 
     def _dealt(
         self, step: StepSamples, owner: Ranks, pinned: Ranks, stay: Ranks, aims: Ints, number: int
@@ -270,7 +239,7 @@ class _Ways:
         """Deal members that have no micro-step, -1 in `stay`, within the caps and if possible up to the aims; balance.
 
         Returns:
-            (ranks and micro-steps, None if the caps are not kept; whether some are dealt above the aims).
+            (ranks and micro-steps, None if the caps are not kept; whether some do not fit within the aims).
         """
         columns, caps = self._columns(step, pinned, stay)
         free, at = np.flatnonzero(stay < 0), np.flatnonzero(stay >= 0)
@@ -281,6 +250,8 @@ class _Ways:
         sizes, limits = np.column_stack([columns, loads]), np.append(caps, top)
         held = np.zeros((number, step.num_ranks, len(limits)), np.int64)
         np.add.at(held, (stay[at], owner[at]), sizes[at])
+        if (held[:, :, :-1] > caps).any():
+            return None, False
         held[: len(aims), :, -1] += (top - (aims >> shift))[:, None]
         best, least, is_late = None, MAX_TOTAL, True
         for order in packing_orders(step.by_sample[free], sizes[free], len(step.costs) - 1):
@@ -299,17 +270,13 @@ class _Ways:
                 best, least, is_late = dealt, cost, late > 0
         return best and balanced_inside(step, best, (columns, caps), pinned=pinned), is_late
 
-    def _at(self, table: Ints, size: Ranks) -> Ints:
-        found: Ints = table[np.arange(len(size)), np.searchsorted(self.sizes, size)]
-        return found
-
     def _members(self, size: Ranks, rank: Ranks) -> tuple[StepSamples, Ranks, Ranks]:
         """Return the members of all teams as a step in which nothing is shared, each one's rank, and the rank of those
         that may not move, or -1.
         """
-        step, of = self.step, StepTeams(size, self.sizes, self.table)
+        step, of = self.step, self._teams(size)
         sample, owner = of.members(rank)
-        is_shared, taken = (size > 1)[sample], {"llm": self._at(self.slices, size)[sample]}
+        is_shared, taken = (size > 1)[sample], {"llm": of.own(self.slices)[sample]}
         is_first = owner == rank[sample]
         sizes = {
             phase: np.where(is_shared, taken.get(phase, is_first if phase == SAMPLES else 0), column[sample])
@@ -337,23 +304,5 @@ class _Ways:
 
     def _priced(self, members: StepSamples, shares: Shares, size: Ranks) -> tuple[int, Shares]:
         first = np.cumsum(size) - size
-        teams = StepTeams(size, self.sizes, self.table)
-        return members.price(shares), Shares(
-            shares.rank[first], shares.microbatch[first], shares.num_microbatches, teams
-        )
-
-
-def _jointly(step: StepSamples, pinned: Ranks, sizes: Ints | None = None, cap: int = 0) -> Ranks:
-    """Return ranks next to the pinned ones: of all phases, or of their sum within a cap."""
-    costs = step.by_sample if sizes is None else step.total_costs[:, None]
-    return assign_jointly(
-        np.ascontiguousarray(costs.T),
-        np.array([step.num_ranks]),
-        equal_count=False,
-        max_samples=None,
-        primary=costs.shape[1] - 1,
-        sizes=np.empty((len(pinned), 0), np.int64) if sizes is None else sizes[:, None],
-        caps=np.empty(0, np.int64) if sizes is None else np.array([cap]),
-        effort=step.balance.effort,
-        pinned=pinned,
-    )
+        own = Shares(shares.rank[first], shares.microbatch[first], shares.num_microbatches, self._teams(size))
+        return members.price(shares), own

@@ -164,7 +164,7 @@ def test_too_few_ranks_are_named() -> None:
         ({"mixed": 1}, "True or False"),
         ({"per_token": {2: 1.0}}, "each of the sizes"),
         ({"cost": {3: PhaseCost(1.0)}}, "among"),
-        ({"cost": {2: 1.0}}, "PhaseCost"),
+        ({"cost": {4: 1.0}}, "PhaseCost"),
     ],
 )
 def test_teams_say_what_is_wrong(given: dict[str, Any], reason: str) -> None:
