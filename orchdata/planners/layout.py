@@ -1,0 +1,267 @@
+"""A run's layout: modules of a model, and where each is: GPUs, tensor and pipeline parallelism, replicas, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.balancers.checks import checked_count
+from orchdata.balancers.costs.phase import PhaseCost
+from orchdata.balancers.costs.transformer import TransformerCost
+from orchdata.planners.values import Value, check_keys, checked_number
+
+LLM: Final = "llm"
+Sharding = Literal["optimizer", "full"]
+Where = Literal["all", "own", "first_stage"]
+Kind = Literal["one", "repeated", "shared", "first_stage", "own"]
+_DECLARED: Final = {LLM: 0.5}
+_DECLARED_ENCODER: Final = 0.42
+
+
+@dataclass(frozen=True, slots=True)
+class Module(Value):
+    """A tower or the LLM: one phase of the loader.
+
+    Attributes:
+        name: the phase: "image", "audio", "llm", ...
+        cost: shape, and what is trained of it; recomputation is the layout's matter.
+        parameters: by default those of the products that `cost` counts, of all experts, and of an input embedding as
+            large as the vocabulary's output.
+        trained: True, False or the trained share of the parameters; by default what `cost` says.
+        share: of a GPU's peak that kernels of full width reach; by default 0.5 for the LLM, 0.42 for others: declared.
+        seconds: measured: tensor-parallel size -> seconds of a sequence of l positions, forward and backward, on one
+            replica without a pipeline, its traffic included. Sizes that it lacks are not taken.
+        error: relative error of that fit, root mean square.
+        after: it runs after the LLM, as a generator.
+    """
+
+    name: str
+    cost: TransformerCost
+    parameters: float = None  # type: ignore[assignment]  # never None once made
+    trained: bool | float = None  # type: ignore[assignment]
+    share: float = None  # type: ignore[assignment]
+    seconds: Mapping[int, PhaseCost] | None = None
+    error: float = 0.0
+    after: bool = False
+
+    def __post_init__(self) -> None:
+        named = f"Module({self.name!r})"
+        if not isinstance(self.cost, TransformerCost):
+            kind = type(self.cost).__name__
+            raise ValueError(
+                f"{named}.cost must be an od.TransformerCost: a {kind} has no layers, width and parameters"
+            )
+        trained = self.cost.trainable if self.trained is None else self.trained
+        cost = replace(self.cost, trainable=trained, recompute=False)
+        parameters = _parameters(cost) if self.parameters is None else self.parameters
+        share = _DECLARED.get(self.name, _DECLARED_ENCODER) if self.share is None else self.share
+        made = {
+            "cost": cost,
+            "trained": cost.trainable,
+            "parameters": checked_number(parameters, f"{named}.parameters"),
+            "share": checked_number(share, f"{named}.share", most=1.0),
+        }
+        for name, value in made.items():
+            object.__setattr__(self, name, value)
+        checked_number(self.error, f"{named}.error", above=False)
+        if self.seconds is not None and not all(isinstance(each, PhaseCost) for each in self.seconds.values()):
+            raise ValueError(f"{named}.seconds must map sizes to od.PhaseCost, got {self.seconds!r:.80}")
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | Any, phase: str, **sizes: Any) -> Module:
+        """Return the module of a phase of a Hugging Face config, read by `TransformerCost.from_config`."""
+        return cls(phase, TransformerCost.from_config(config, phase, **sizes))
+
+    @classmethod
+    def from_plain(cls, name: str, given: Any) -> Module:
+        """Return a module from an entry of a YAML file: attributes of TransformerCost and Module in one mapping."""
+        own, shape = ({each.name for each in fields(kind)} for kind in (cls, TransformerCost))
+        if not isinstance(given, Mapping):
+            raise ValueError(f"module {name!r} must map its fields to values, got {given!r:.80}")
+        check_keys(given, sorted((own | shape) - {"name", "cost", "trainable", "recompute"}), f"module {name!r}")
+        cost = {key: value for key, value in given.items() if key in shape}
+        if missing := [key for key in ("hidden", "layers", "ffn") if key not in cost]:
+            raise ValueError(f"module {name!r} lacks {missing[0]!r}")
+        return cls.from_dict({"name": name, "cost": cost, **{k: v for k, v in given.items() if k in own}})
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether its inputs or weights need gradients: it has a backward pass."""
+        return bool(self.trained) or self.cost.input_gradients
+
+    def operations(self, positions: NDArray[np.int64], *, recompute: bool = False, forward: bool = False) -> Any:
+        """Return operations of each sequence of so many positions, float64; `forward`: of that pass alone."""
+        cost = _forward(self.cost) if forward else replace(self.cost, recompute=recompute and self.has_gradients)
+        return priced(cost.phase_cost(), positions)
+
+    def refused(self, tp: int, pp: int) -> str:
+        """Say why so many GPUs cannot split it; empty if they can."""
+        heads, layers = self.cost.heads, self.cost.layers
+        if heads and heads % tp:
+            return f"tp={tp} does not divide its {heads} heads"
+        if layers % pp:
+            return f"pp={pp} does not divide its {layers} layers"
+        if self.seconds is not None and tp not in self.seconds:
+            return f"tp={tp} was not measured: Module.seconds has {[*self.seconds]}"
+        return ""
+
+
+def priced(cost: PhaseCost, positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the cost of each sequence, not quantised, float64 as `positions`."""
+    lengths = np.asarray(positions, np.float64)
+    total: NDArray[np.float64] = cost.linear * lengths + cost.quadratic * lengths * lengths + cost.constant
+    for width, coefficient in cost.windows:
+        total += coefficient * lengths * np.minimum(lengths, width)
+    return total
+
+
+def _forward(cost: TransformerCost) -> TransformerCost:
+    frozen: dict[str, Any] = dict.fromkeys(("trainable", "input_gradients", "connector_trainable"), False)
+    return replace(cost, **frozen, cross_gradients=False, recompute=False)
+
+
+def _parameters(cost: TransformerCost) -> float:
+    experts = cost.moe and replace(cost.moe, top_k=cost.moe.num_experts)
+    whole = replace(_forward(cost), cross_positions=None, moe=experts)
+    return whole.phase_cost().linear / 2 + cost.hidden * (cost.vocab or 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement(Value):
+    """Where a module is, and how it is split.
+
+    Attributes:
+        tp: GPUs that share each layer.
+        pp: stages, of equal parts of the layers.
+        dp: replicas, which have different samples.
+        sharding: None: every replica has all states (DDP); "optimizer": the optimizer's are over dp (ZeRO-1);
+            "full": all are (FSDP).
+        recompute: "full": layers are computed again in the backward pass.
+        where: "all": an encoder on the LLM's GPUs, of all stages; "first_stage": on those of its first stage; "own": on
+            GPUs of its own, a stage of the pipeline. The LLM's is "all" or, next to encoders with "own", "own".
+    """
+
+    module: Module
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    sharding: Sharding | None = None
+    recompute: Literal["full"] | None = None
+    where: Where = "all"
+
+    def __post_init__(self) -> None:
+        named = f"Placement({self.module.name!r})"
+        for name in ("tp", "pp", "dp"):
+            object.__setattr__(self, name, checked_count(getattr(self, name), f"{named}.{name}"))
+        allowed = {"sharding": (None, *get_args(Sharding)), "recompute": (None, "full"), "where": get_args(Where)}
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{named}.{name} must be one of {values}, got {getattr(self, name)!r}")
+        if refused := self.module.refused(self.tp, self.pp):
+            raise ValueError(f"{named}.{refused}")
+        if self.sharding == "full" and self.pp > 1:
+            raise ValueError(f"{named}.sharding='full' has no formula with pp={self.pp}: use 'optimizer'")
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def again(self) -> bool:
+        """Whether its layers are computed again."""
+        return self.recompute is not None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout(Value):
+    """All modules of a run.
+
+    Attributes:
+        placements: of the encoders and generators, and of the LLM, which is last.
+        microbatch_tokens: most LLM tokens of a microbatch: `Balance.max_tokens`.
+        assignment: of the loader, where every encoder has as many replicas as the LLM; else parts are spread anyway.
+    """
+
+    placements: tuple[Placement, ...]
+    microbatch_tokens: int
+    assignment: Literal["joint", "per_phase"] = "joint"
+
+    def __post_init__(self) -> None:
+        checked_count(self.microbatch_tokens, "Layout.microbatch_tokens")
+        names = [each.module.name for each in self.placements]
+        if not names or names[-1] != LLM or len(set(names)) < len(names):
+            raise ValueError(f"Layout.placements must be of different modules, {LLM!r} last, got {names}")
+        llm, kind = self.llm, self.kind
+        kinds = ("joint", "per_phase") if kind in ("one", "repeated") else ("joint",)
+        if self.assignment not in kinds:
+            raise ValueError(f"Layout.assignment must be one of {kinds} in this layout, got {self.assignment!r}")
+        sizes = {"repeated": (1, llm.dp), "shared": (1, llm.gpus)}.get(kind, (llm.tp, llm.dp))
+        for each in self.encoders:
+            if kind == "own":
+                goes = each.where == llm.where and "full" not in (each.sharding, llm.sharding)
+            else:
+                shape = each.tp, each.dp, each.pp, each.sharding, each.where, llm.where
+                goes = shape == (*sizes, 1, llm.sharding, self.encoders[0].where, "all")
+            if not goes:
+                got = " next to ".join(
+                    f"where={of.where!r}, tp={of.tp}, pp={of.pp}, dp={of.dp}, sharding={of.sharding!r}"
+                    for of in (each, llm)
+                )
+                raise ValueError(f"Placement({each.module.name!r}) does not go with the LLM's: {got}")
+
+    @property
+    def llm(self) -> Placement:
+        return self.placements[-1]
+
+    @property
+    def encoders(self) -> tuple[Placement, ...]:
+        return self.placements[:-1]
+
+    @property
+    def kind(self) -> Kind:
+        """One layout for all; encoders repeated by tensor-parallel peers, or shared among all GPUs of the LLM; on the
+        GPUs of its first stage; or on their own.
+        """
+        if not self.encoders:
+            return "first_stage" if self.llm.pp > 1 else "one"
+        first = self.encoders[0]
+        if first.where != "all":
+            return first.where
+        if self.llm.pp > 1 or first.dp != self.llm.dp:
+            return "shared"
+        return "one" if first.tp == self.llm.tp else "repeated"
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that it uses."""
+        return sum(each.gpus for each in self.placements) if self.kind == "own" else self.llm.gpus
+
+    @property
+    def runs(self) -> str:
+        """Empty if this library's loader serves it today, else who does, or "not yet"."""
+        return {"shared": "not yet", "own": "Megatron-LM MIMO, not this loader"}.get(self.kind, "")
+
+
+def checked_modules(modules: Sequence[Module], phases: Sequence[str]) -> tuple[Module, ...]:
+    """Return the modules in the order of the phases, the LLM last. Raises ValueError for a phase without a module, a
+    module twice or of no phase, or gradients that cannot flow.
+    """
+    by_name = {module.name: module for module in modules}
+    if len(by_name) < len(modules):
+        raise ValueError(f"modules must have different names, got {[module.name for module in modules]}")
+    for phase in phases:
+        if phase not in by_name:
+            raise ValueError(f"phase {phase!r} has no module: the modules are {', '.join(by_name) or 'none'}")
+    if others := sorted(set(by_name) - set(phases)):
+        raise ValueError(f"module {others[0]!r} is of no phase: the samples have {', '.join(phases)}")
+    ordered = tuple(by_name[phase] for phase in phases)
+    llm, before = ordered[-1], [module.name for module in ordered[:-1] if module.has_gradients and not module.after]
+    if before and not llm.has_gradients:
+        raise ValueError(
+            f"module 'llm' is frozen, and {before[0]!r} before it is trained: give its cost input_gradients=True"
+        )
+    return ordered
