@@ -23,6 +23,7 @@ from orchdata.cli.options import (
     StorageOptionsOption,
 )
 from orchdata.cli.output import one_line_errors, plain_table, print_json, print_table
+from orchdata.loaders.amounts import count_of
 
 if TYPE_CHECKING:
     from orchdata.balancers.costs.model import CostModel
@@ -38,11 +39,8 @@ def plan_run(
     cluster: Annotated[str, typer.Option(metavar="KINDxGPUS", help="GPUs, such as h100x64.")],
     global_batch_tokens: Annotated[str, typer.Option(metavar="NUMBER", help="LLM tokens of a step, such as 2M.")],
     model: Annotated[str | None, typer.Option(metavar="FOLDER|NAME", help="A Hugging Face model's config.")] = None,
-    frozen: Annotated[
-        list[str] | None, typer.Option(metavar="PHASE", help="With --model: what is not trained; repeatable.")
-    ] = None,
     modules: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A YAML file: phase -> fields of od.TransformerCost and Module.")
+        str | None, typer.Option(metavar="FILE", help="A YAML file: a list of modules, as od.planners.Module.")
     ] = None,
     max_tokens: Annotated[str | None, typer.Option(metavar="NUMBER", help="LLM tokens of a microbatch.")] = None,
     keep: Annotated[
@@ -68,71 +66,53 @@ def plan_run(
     from orchdata.planners.run import plan_run as make_plan
     from orchdata.planners.workload import Workload
 
-    gpus, budget = Cluster.named(cluster), _amount(global_batch_tokens, "--global-batch-tokens")
-    cap, kept = max_tokens and _amount(max_tokens, "--max-tokens"), _kept(keep or [])
-    found, cost = _modules(model, modules, frozen or [])
+    gpus, budget = Cluster.named(cluster), count_of(global_batch_tokens, "--global-batch-tokens")
+    cap = None if max_tokens is None else count_of(max_tokens, "--max-tokens")
+    found, cost = _modules(model, modules)
     given = DataOptions.parsed(media_root, column, container, None, storage_options, index_file, key)
     dataset, index = indexed(paths, recipe_named(recipe), given, expression, allow_recipes=allow_recipes)
     workload = Workload.of(index, cost=cost, global_batch_tokens=budget, seed=seed, dataset=dataset)
-    plan = make_plan(found, workload, gpus, max_tokens=cap or None, keep=kept)
+    plan = make_plan(found, workload, gpus, max_tokens=cap, keep=_kept(keep or []))
     if as_json:
         print_json(plan.to_dict())
     else:
         _print(plan, found, workload, gpus)
 
 
-def _modules(model: str | None, modules: str | None, frozen: list[str]) -> tuple[list[Module], CostModel]:
+def _modules(model: str | None, modules: str | None) -> tuple[list[Module], CostModel]:
     """Return the modules, and the cost model that a loader of theirs plans by."""
     from orchdata.balancers.costs.model import CostModel
-    from orchdata.planners.layout import LLM, Module
+    from orchdata.planners.layout import Module
     from orchdata.yaml_file import read_yaml
 
     if (model is None) == (modules is None):
         raise ValueError("give one of --model and --modules")
-    if modules is not None:
-        if frozen:
-            raise ValueError("--frozen goes with --model: in --modules give a module `trained: false`")
-        given = read_yaml(modules)
-        if not isinstance(given, dict) or not given:
-            raise ValueError(f"{modules}: must map phases to their fields, got {given!r:.80}")
-        try:
-            found = [Module.from_plain(str(name), fields) for name, fields in given.items()]
-        except ValueError as error:
-            raise ValueError(f"{modules}: {error}") from error
-        return found, CostModel(**{module.name: module.cost for module in found})
-    from transformers import AutoConfig
+    if modules is None:
+        from transformers import AutoConfig
 
-    from orchdata.hf.model_cost import cost as cost_of
+        from orchdata.hf.model_cost import cost as cost_of
 
-    config = AutoConfig.from_pretrained(str(model))
-    cost = cost_of(config, frozen=frozen)
-    trains = {name: name not in frozen for name in (*cost.phases, "connector")}
-    found = []
-    for name in cost.phases:
-        before = name == LLM and len(cost.phases) > 1 and any(trains[other] for other in trains if other != LLM)
-        how = {"input_gradients": before} if name == LLM else {"connector_trainable": trains["connector"]}
-        found.append(Module.from_config(config, name, trainable=trains[name], **how))
-    return found, cost
-
-
-def _amount(text: str, option: str) -> int:
-    """`2M` -> 2000000."""
-    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)([kKM]?)", text)
-    number = float(found[1]) * {"": 1, "k": 1e3, "K": 1e3, "M": 1e6}[found[2]] if found else 0
-    if number < 1 or number != int(number):
-        raise ValueError(f"{option} must be a number of at least 1, such as 16384 or 2M, got {text!r:.80}")
-    return int(number)
+        config = AutoConfig.from_pretrained(str(model))
+        cost = cost_of(config)
+        return [Module.from_config(config, name) for name in cost.phases], cost
+    given = read_yaml(modules)
+    if not isinstance(given, list):
+        raise ValueError(f"{modules} must list modules, got {given!r:.80}")
+    try:
+        found = [Module.from_dict(each) for each in given]
+    except ValueError as error:
+        raise ValueError(f"{modules}: {error}") from error
+    return found, CostModel(**{module.name: module.cost for module in found})
 
 
 def _kept(given: list[str]) -> dict[str, dict[str, int]]:
     """`llm=tp4,pp2` -> {"llm": {"tp": 4, "pp": 2}}."""
     kept: dict[str, dict[str, int]] = {}
     for text in given:
-        name, _, sizes = text.partition("=")
-        pairs = [re.fullmatch(r"(tp|pp|dp)([0-9]{1,7})", each) for each in sizes.split(",")]
-        if not name or name in kept or not all(pairs):
-            raise ValueError(f"--keep must be PHASE=tpN,ppN,dpN, such as llm=tp4, each phase once; got {text!r:.80}")
-        kept[name] = {pair[1]: int(pair[2]) for pair in pairs if pair}
+        if not re.fullmatch(r"\w+=((tp|pp|dp)\d+,?)+", text):
+            raise ValueError(f"--keep must be PHASE=tpN,ppN,dpN, such as llm=tp4, got {text!r:.80}")
+        name, sizes = text.split("=")
+        kept.setdefault(name, {}).update((size, int(number)) for size, number in re.findall(r"(\w\w)(\d+)", sizes))
     return kept
 
 

@@ -13,40 +13,30 @@ from orchdata.planners.values import Value, checked_number
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assumed(Value):
-    """The constants of the formulas (`docs/planning_a_run.md`). Bytes are of bf16 weights and Adam in float32.
+    """The constants of the formulas (`docs/planning_a_run.md`). Bytes are of bf16 weights and Adam in float32."""
 
-    Attributes:
-        weight_bytes, gradient_bytes, optimizer_bytes: of a parameter that is trained; a frozen one has the weight.
-        activation_bytes: a token, layer and unit of width; with recomputation `kept_bytes`, and one whole layer.
-        logit_bytes: a token and entry of the vocabulary. feature_bytes: a row and unit of the LLM's width, one way.
-        tensor_bytes, tensor_bytes_recomputed: a token, layer and unit of width that tensor parallelism sends, of which
-            computing hides `hidden`.
-        sharded_bytes: a trained parameter that FSDP sends in a micro-step; `sharded_input_bytes` a frozen one whose
-            inputs need gradients, `sharded_frozen_bytes` another. reduced_bytes: once a step, without FSDP.
-        optimizer_traffic: of memory, that the optimizer reads and writes for a parameter.
-        not_hidden: part of the smaller one of sending and computing that the larger one does not hide.
-        usable: part of memory that states and activations may fill.
-        width: at this width of a GPU's slice of a layer, kernels reach half of their share of peak.
-    """
-
+    # Bytes of a parameter that is trained; a frozen one has the weight.
     weight_bytes: float = 2.0
     gradient_bytes: float = 2.0
     optimizer_bytes: float = 12.0
+    # Bytes a token, layer and unit of width; with recomputation `kept_bytes`, and one whole layer.
     activation_bytes: float = 34.0
     kept_bytes: float = 2.0
-    logit_bytes: float = 6.0
-    feature_bytes: float = 2.0
+    logit_bytes: float = 6.0  # a token and entry of the vocabulary
+    feature_bytes: float = 2.0  # a row and unit of the LLM's width, one way
+    # Bytes a token, layer and unit of width that tensor parallelism sends, of which computing hides `hidden`.
     tensor_bytes: float = 16.0
     tensor_bytes_recomputed: float = 24.0
     hidden: float = 0.5
+    # Bytes that FSDP sends in a micro-step: of a trained parameter, a frozen one whose inputs need gradients, another.
     sharded_bytes: float = 6.0
     sharded_input_bytes: float = 4.0
     sharded_frozen_bytes: float = 2.0
-    reduced_bytes: float = 4.0
-    optimizer_traffic: float = 28.0
-    not_hidden: float = 0.1
-    usable: float = 0.9
-    width: float = 128.0
+    reduced_bytes: float = 4.0  # of a trained parameter, once a step, without FSDP
+    optimizer_traffic: float = 28.0  # bytes of memory that the optimizer reads and writes for a parameter
+    not_hidden: float = 0.1  # part of the smaller one of sending and computing that the larger one does not hide
+    usable: float = 0.9  # part of memory that states and activations may fill
+    width: float = 128.0  # of a GPU's slice of a layer, at which kernels reach half of their share of peak
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, get_args
 
 import numpy as np
@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 from orchdata.balancers.checks import checked_count
 from orchdata.balancers.costs.phase import PhaseCost
 from orchdata.balancers.costs.transformer import TransformerCost
-from orchdata.planners.values import Value, check_keys, checked_number
+from orchdata.planners.values import Value, checked_number
 
 LLM: Final = "llm"
 Sharding = Literal["optimizer", "full"]
 Where = Literal["all", "own", "first_stage"]
 Kind = Literal["one", "repeated", "shared", "first_stage", "own"]
-_DECLARED: Final = {LLM: 0.5}
-_DECLARED_ENCODER: Final = 0.42
+_SHARE, _SHARE_OF_OTHERS = 0.5, 0.42
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,42 +50,22 @@ class Module(Value):
     def __post_init__(self) -> None:
         named = f"Module({self.name!r})"
         if not isinstance(self.cost, TransformerCost):
-            kind = type(self.cost).__name__
-            raise ValueError(
-                f"{named}.cost must be an od.TransformerCost: a {kind} has no layers, width and parameters"
-            )
+            got = type(self.cost).__name__
+            raise ValueError(f"{named}.cost must be an od.TransformerCost: a {got} has no layers, width and parameters")
         trained = self.cost.trainable if self.trained is None else self.trained
         cost = replace(self.cost, trainable=trained, recompute=False)
         parameters = _parameters(cost) if self.parameters is None else self.parameters
-        share = _DECLARED.get(self.name, _DECLARED_ENCODER) if self.share is None else self.share
-        made = {
-            "cost": cost,
-            "trained": cost.trainable,
-            "parameters": checked_number(parameters, f"{named}.parameters"),
-            "share": checked_number(share, f"{named}.share", most=1.0),
-        }
-        for name, value in made.items():
-            object.__setattr__(self, name, value)
+        share = self.share if self.share is not None else _SHARE if self.name == LLM else _SHARE_OF_OTHERS
+        object.__setattr__(self, "cost", cost)
+        object.__setattr__(self, "trained", cost.trainable)
+        object.__setattr__(self, "parameters", checked_number(parameters, f"{named}.parameters"))
+        object.__setattr__(self, "share", checked_number(share, f"{named}.share", most=1.0))
         checked_number(self.error, f"{named}.error", above=False)
-        if self.seconds is not None and not all(isinstance(each, PhaseCost) for each in self.seconds.values()):
-            raise ValueError(f"{named}.seconds must map sizes to od.PhaseCost, got {self.seconds!r:.80}")
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | Any, phase: str, **sizes: Any) -> Module:
         """Return the module of a phase of a Hugging Face config, read by `TransformerCost.from_config`."""
         return cls(phase, TransformerCost.from_config(config, phase, **sizes))
-
-    @classmethod
-    def from_plain(cls, name: str, given: Any) -> Module:
-        """Return a module from an entry of a YAML file: attributes of TransformerCost and Module in one mapping."""
-        own, shape = ({each.name for each in fields(kind)} for kind in (cls, TransformerCost))
-        if not isinstance(given, Mapping):
-            raise ValueError(f"module {name!r} must map its fields to values, got {given!r:.80}")
-        check_keys(given, sorted((own | shape) - {"name", "cost", "trainable", "recompute"}), f"module {name!r}")
-        cost = {key: value for key, value in given.items() if key in shape}
-        if missing := [key for key in ("hidden", "layers", "ffn") if key not in cost]:
-            raise ValueError(f"module {name!r} lacks {missing[0]!r}")
-        return cls.from_dict({"name": name, "cost": cost, **{k: v for k, v in given.items() if k in own}})
 
     @property
     def has_gradients(self) -> bool:
@@ -207,11 +186,9 @@ class Layout(Value):
                 shape = each.tp, each.dp, each.pp, each.sharding, each.where, llm.where
                 goes = shape == (*sizes, 1, llm.sharding, self.encoders[0].where, "all")
             if not goes:
-                got = " next to ".join(
-                    f"where={of.where!r}, tp={of.tp}, pp={of.pp}, dp={of.dp}, sharding={of.sharding!r}"
-                    for of in (each, llm)
-                )
-                raise ValueError(f"Placement({each.module.name!r}) does not go with the LLM's: {got}")
+                names = ("where", "tp", "pp", "dp", "sharding")
+                pairs = (f"{name}={getattr(each, name)!r} next to {getattr(llm, name)!r}" for name in names)
+                raise ValueError(f"Placement({each.module.name!r}) does not go with the LLM's: {', '.join(pairs)}")
 
     @property
     def llm(self) -> Placement:

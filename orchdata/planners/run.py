@@ -14,7 +14,7 @@ import numpy as np
 from orchdata.balancers.checks import checked_count
 from orchdata.planners.cluster import Cluster
 from orchdata.planners.formulas import Means
-from orchdata.planners.layout import LLM, Kind, Layout, Module, checked_modules
+from orchdata.planners.layout import LLM, Kind, Layout, Module, Placement, checked_modules
 from orchdata.planners.search import Candidate, Keep, candidates, cells, tried_tokens
 from orchdata.planners.simulation import balance_of, simulate
 from orchdata.planners.values import Value, check_keys
@@ -115,7 +115,11 @@ def plan_run(
     ordered, means, kept = checked_modules(modules, [*workload.phases]), Means(workload, cluster), keep or {}
     if max_tokens is not None and checked_count(max_tokens, "max_tokens") < means.longest:
         raise ValueError(f"max_tokens={max_tokens} is below the longest sample, of {means.longest} tokens")
-    _check_keep(kept, ordered)
+    check_keys(kept, [module.name for module in ordered], "keep")
+    for module in ordered:
+        sizes = kept.get(module.name, {})
+        check_keys(sizes, ("tp", "pp", "dp"), f"keep {module.name!r}")
+        Placement(module=module, **{"tp": min(module.seconds or (1,)), **sizes})  # Raises for one that cannot be.
     # The fewer samples a step has, the further it is from the mean one: then more are looked at.
     most = min(max(SIMULATED, 32 * _SCREENED_SAMPLES // means.fewest_samples), _MOST_SCREENED)
     tokens = (max_tokens,) if max_tokens else tried_tokens(means.longest)
@@ -158,17 +162,6 @@ def plan_run(
         rejected=tuple(rejected),
         call="" if recommended is None else call_of(choices[recommended].layout, workload, cluster),
     )
-
-
-def _check_keep(keep: Keep, modules: Sequence[Module]) -> None:
-    check_keys(keep, [module.name for module in modules], "keep")
-    for module in modules:
-        given = keep.get(module.name, {})
-        check_keys(given, ("tp", "pp", "dp"), f"keep {module.name!r}")
-        for name, value in given.items():
-            checked_count(value, f"keep {module.name!r} {name}")
-        if refused := module.refused(given.get("tp", min(module.seconds or (1,))), given.get("pp", 1)):
-            raise ValueError(f"keep {module.name!r} {refused}")
 
 
 def _promising(

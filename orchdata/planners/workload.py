@@ -6,13 +6,13 @@ data set, cost model, order --rows of steps, index columns--> Workload, which pl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers.checks import checked_count
+from orchdata.balancers.checks import checked_costs, checked_count
 from orchdata.balancers.costs.model import CostModel
 from orchdata.dataset.mixed import index_of, mixture_order
 from orchdata.dataset.mixture import Mixture
@@ -30,11 +30,11 @@ from orchdata.planning.layout import Packed
 from orchdata.planning.parts import Parts
 from orchdata.planning.sharing.packed import NO_PADDING
 from orchdata.planning.sharing.shares import Padding
-from orchdata.profiling.planned import StepSize, epoch_spec, spread_steps
+from orchdata.profiling.planned import SMALL_ERROR, StepSize, epoch_spec, spread_steps
 
 Ints = NDArray[np.int64]
 
-_SMALL_ERROR = 0.02  # Steps are added until the standard error of their mean work is below this.
+_MOST_STEPS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -52,6 +52,19 @@ class Columns(Value):
     tokens: Ints
     costs: Ints
 
+    def __post_init__(self) -> None:
+        offsets = checked_costs(self.offsets, "Columns.offsets")
+        if [*offsets[:1]] != [0] or (np.diff(offsets) < 0).any():
+            raise ValueError(f"Columns.offsets must ascend from 0, got {offsets[:8]}")
+        object.__setattr__(self, "offsets", offsets)
+        for name in ("positions", "tokens", "costs"):
+            values = checked_costs(getattr(self, name), f"Columns.{name}")
+            if len(values) != offsets[-1]:
+                raise ValueError(f"Columns.{name} must have {offsets[-1]} numbers, got {len(values)}")
+            if not values.all():
+                raise ValueError(f"Columns.{name}[{values.argmin()}] is 0; it must be at least 1")
+            object.__setattr__(self, name, values)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Workload(Value):
@@ -60,38 +73,30 @@ class Workload(Value):
     Attributes:
         steps: int64 (num_steps + 1,): step s has the samples [steps[s], steps[s + 1]), at least one.
         phases: name -> columns, encoders first; `llm` last, with one part a sample.
-        exponent: of the cost model's unit.
         global_batch_tokens, global_batch_size: of the loader, for the printed call; or None.
     """
 
     steps: Ints
     phases: Mapping[str, Columns]
-    exponent: int = 0
     global_batch_tokens: int | None = None
     global_batch_size: int | None = None
-    num_samples: int = field(init=False)
 
     def __post_init__(self) -> None:
-        steps = _checked(self.steps, "Workload.steps", least=0)
-        if len(steps) < 2 or steps[0] != 0 or (np.diff(steps) < 1).any():
+        steps = checked_costs(self.steps, "Workload.steps")
+        if len(steps) < 2 or steps[0] or (np.diff(steps) < 1).any():
             raise ValueError(f"Workload.steps must ascend from 0, a step with at least one sample, got {steps[:8]}")
         object.__setattr__(self, "steps", steps)
-        object.__setattr__(self, "num_samples", int(steps[-1]))
-        if not self.phases or [*self.phases][-1] != LLM:
+        if [*self.phases][-1:] != [LLM]:
             raise ValueError(f"Workload.phases must have {LLM!r} last, got {[*self.phases]}")
         for phase, columns in self.phases.items():
-            named = f"Workload.phases[{phase!r}]"
-            for name in ("offsets", "positions", "tokens", "costs"):
-                values = _checked(getattr(columns, name), f"{named}.{name}", least=name != "offsets")
-                object.__setattr__(columns, name, values)
-                if name == "offsets":
-                    parts = np.diff(values)
-                    if len(values) != self.num_samples + 1 or values[0] or (parts < 0).any():
-                        raise ValueError(f"{named}.offsets must have {self.num_samples + 1} numbers that ascend from 0")
-                elif len(values) != columns.offsets[-1]:
-                    raise ValueError(f"{named}.{name} must have {columns.offsets[-1]} numbers, got {len(values)}")
-        if (parts != 1).any():
-            raise ValueError(f"{named}.offsets must give each sample one part")
+            parts = np.diff(columns.offsets)
+            if len(parts) != self.num_samples or (phase == LLM and (parts != 1).any()):
+                each = "one part" if phase == LLM else "its parts"
+                raise ValueError(f"Workload.phases[{phase!r}] must give each of {self.num_samples} samples {each}")
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.steps[-1])
 
     @property
     def num_steps(self) -> int:
@@ -107,7 +112,6 @@ class Workload(Value):
         global_batch_size: int | None = None,
         seed: int = 0,
         steps: int = 8,
-        most_steps: int = 64,
         dataset: ShardDataset | Mixture | None = None,
     ) -> Workload:
         """Return steps of the data's first epoch, as a loader with this seed draws them. No sample is decoded.
@@ -117,8 +121,8 @@ class Workload(Value):
             cost: the loader's, by which plans are made; None plans by positions.
             global_batch_tokens, global_batch_size: size of a step; one of them.
             seed: of the order, with `shuffle=True`.
-            steps: spread over the epoch; twice as many, up to `most_steps`, until the standard error of their mean
-                cost is below 2 %.
+            steps: spread over the epoch; twice as many, up to 64, until the standard error of their mean cost is
+                below 2 %.
             dataset: the data set of an index, if it chooses samples or is a mixture.
 
         Raises ValueError for no usable sample, both sizes or none, or a sample larger than a step.
@@ -146,7 +150,7 @@ class Workload(Value):
         size = StepSize(amount, counts if global_batch_tokens is not None else None)
         spec, error = epoch_spec(source, order, Balance(), size, num_ranks=1), np.inf
         rows: list[Ints] = []
-        while not rows or (error >= _SMALL_ERROR and steps <= most_steps):
+        while not rows or (error >= SMALL_ERROR and steps <= _MOST_STEPS):
             rows = [order.rows(task.epoch, *spec.steps.bounds(task))[1] for task in spread_steps(spec, steps)]
             if len(rows) < steps:
                 break
@@ -168,7 +172,6 @@ class Workload(Value):
         return cls(
             steps=np.concatenate([[0], np.cumsum([len(each) for each in rows])]),
             phases=columns,
-            exponent=source.exponent,
             global_batch_tokens=global_batch_tokens,
             global_batch_size=global_batch_size,
         )
@@ -192,7 +195,7 @@ class WorkloadCosts:
     padded: Padding = NO_PADDING
 
     def __post_init__(self) -> None:
-        self.phases, self.exponent = tuple(self.workload.phases), self.workload.exponent
+        self.phases, self.exponent = tuple(self.workload.phases), 0  # only teams read it
 
     def costs(self, phase: str, row: Ints) -> Ints:
         return self._sums(phase, "costs", row)
@@ -216,13 +219,3 @@ class WorkloadCosts:
         before = np.concatenate([[0], np.cumsum(getattr(columns, name))])
         sums: Ints = before[columns.offsets[row + 1]] - before[columns.offsets[row]]
         return sums
-
-
-def _checked(values: Any, name: str, *, least: int) -> Ints:
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        bad = next((value for value in array.ravel().tolist() if not isinstance(value, int)), array.shape)
-        raise ValueError(f"{name} must be integers in one dimension, got {bad!r}")
-    if array.size and array.min() < least:
-        raise ValueError(f"{name}[{int(array.argmin())}] is {array.min()}; it must be at least {int(least)}")
-    return array.astype(np.int64)
