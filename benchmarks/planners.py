@@ -144,30 +144,27 @@ def jobs_as_asked(name: str) -> list[Job]:
     return jobs
 
 
-def first_come(active: Sequence[ActiveJob], _: float) -> list[int]:
+def first_come(active: Sequence[ActiveJob], _: float) -> list[JobCell | None]:
     """First come first served in a queue for each set of kinds, on the fastest free cell, never moved."""
     free = {kind.name: [kind.gpus_a_node] * kind.nodes for kind in KINDS}
     for each in active:
-        for node in each.nodes:
-            free[each.job.cells[each.cell].kind][node] -= each.job.cells[each.cell].gpus_a_node
+        for node in each.nodes if each.cell else ():
+            free[each.cell.kind][node] -= each.cell.gpus_a_node
     chosen, blocked = [], set()
     for each in active:
-        cells, queue = each.job.cells, frozenset(cell.kind for cell in each.job.cells)
-        queue = queue if len(each.job.cells) == 1 else frozenset()
-        number = each.cell
-        for at in (
-            sorted(range(len(cells)), key=lambda at: cells[at].pace) if number < 0 and queue not in blocked else ()
-        ):
-            room = free[cells[at].kind]
-            fitting = sorted((left, node) for node, left in enumerate(room) if left >= cells[at].gpus_a_node)
-            if len(fitting) >= cells[at].nodes:
-                for _, node in fitting[: cells[at].nodes]:
-                    room[node] -= cells[at].gpus_a_node
-                number = at
+        queue = frozenset(cell.kind for cell in each.job.cells) if len(each.job.cells) == 1 else frozenset()
+        mine = each.cell
+        for cell in sorted(each.job.cells, key=lambda cell: cell.pace) if not mine and queue not in blocked else ():
+            room = free[cell.kind]
+            fitting = sorted((left, node) for node, left in enumerate(room) if left >= cell.gpus_a_node)
+            if len(fitting) >= cell.nodes:
+                for _, node in fitting[: cell.nodes]:
+                    room[node] -= cell.gpus_a_node
+                mine = cell
                 break
-        if number < 0:
+        if not mine:
             blocked.add(queue)
-        chosen.append(number)
+        chosen.append(mine)
     return chosen
 
 

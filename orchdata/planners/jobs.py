@@ -21,7 +21,6 @@ from orchdata.balancers.checks import checked_count
 from orchdata.planners.values import Value, checked_number
 
 MOST_TRIED = 64  # First choices whose future is simulated; with more, the rule alone decides.
-WAITS = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,9 +138,8 @@ def read_jobs(path: str | Path, cells: Mapping[str, Sequence[JobCell]]) -> list[
     jobs = []
     with open(path, newline="") as file:
         rows = csv.DictReader(file)
-        for column in ("job", "submitted_seconds", "iterations", "model"):
-            if column not in (rows.fieldnames or ()):
-                raise ValueError(f"{path}: column {column!r} is missing; it has {', '.join(rows.fieldnames or ())}")
+        if missing := {"job", "submitted_seconds", "iterations", "model"} - set(rows.fieldnames or ()):
+            raise ValueError(f"{path}: column {min(missing)!r} is missing; it has {', '.join(rows.fieldnames or ())}")
         for row in rows:
             try:
                 if row["model"] not in cells:
@@ -161,23 +159,24 @@ def _check_shape(of: GpuKind | JobCell, name: str) -> None:
 
 @dataclass(slots=True)
 class ActiveJob:
-    """A job that came and has not ended: its iterations left, its cell (-1: it waits) and nodes."""
+    """A job that came and has not ended: its iterations left, its cell (None: it waits) and nodes."""
 
     job: Job
     left: float
-    cell: int = WAITS
+    cell: JobCell | None = None
     nodes: tuple[int, ...] = ()
     since: float = 0.0
     ready: float = 0.0  # It computes from here on.
     has_run: bool = False
 
-    def seconds(self, cell: int, now: float, move_seconds: float) -> float:
+    def seconds(self, cell: JobCell, now: float, move_seconds: float) -> float:
         """Estimated seconds to its end on a cell."""
-        wait = max(0.0, self.ready - now) if cell == self.cell else move_seconds if self.has_run else 0.0
-        return wait + self.left * self.job.cells[cell].seconds
+        wait = max(0.0, self.ready - now) if cell is self.cell else move_seconds if self.has_run else 0.0
+        return wait + self.left * cell.seconds
 
 
-Decide = Callable[[Sequence[ActiveJob], float], Sequence[int]]
+Cells = Sequence[JobCell | None]  # Of each active job; None: it waits.
+Decide = Callable[[Sequence[ActiveJob], float], Cells]
 
 
 def run_jobs(
@@ -246,23 +245,22 @@ class _Running:
         """Return the first time of decisions from `seconds` on."""
         return math.ceil(seconds / self.round_seconds - 1e-9) * self.round_seconds if self.round_seconds else seconds
 
-    def place(self, cells: Sequence[int]) -> None:
+    def place(self, cells: Cells) -> None:
         """Give each job its cell, on the nodes that it has if the cell stays. A job that finds no nodes waits."""
         for active, cell, nodes in zip(self.active, cells, self._nodes(cells), strict=True):
-            cell = cell if nodes else WAITS
-            if (cell, nodes) == (active.cell, active.nodes):
+            cell = cell if nodes else None
+            if cell is active.cell and nodes == active.nodes:
                 continue
             self._record(active)
-            moved = active.has_run and cell != WAITS
+            moved = active.has_run and cell is not None
             self.moves += moved
             active.cell, active.nodes, active.since = cell, nodes, self.now
             active.ready = self.now + self.move_seconds * moved
-            active.has_run |= cell != WAITS
+            active.has_run |= cell is not None
 
     def advance(self, until: float) -> None:
         """Run to the next end, at most to `until`."""
-        cells = [(active, active.job.cells[active.cell]) for active in self.active if active.cell != WAITS]
-        pairs = [(active, cell.pace if self.judged else cell.seconds) for active, cell in cells]
+        pairs = [(each, each.cell.pace if self.judged else each.cell.seconds) for each in self.active if each.cell]
         ends = [max(active.ready, self.now) + active.left * pace for active, pace in pairs]
         now = min(until, max(self.snapped(min(ends)), self.now + self.round_seconds)) if ends else until
         for active, pace in pairs:
@@ -275,30 +273,27 @@ class _Running:
         self.active = [active for active in self.active if active.job.name not in self.ends]
 
     def _record(self, active: ActiveJob) -> None:
-        if self.judged and active.cell != WAITS:
-            name, cell = active.job.name, active.job.cells[active.cell]
+        if self.judged and active.cell:
             span = {"start_seconds": active.since, "end_seconds": self.now}
-            self.runs.append(JobRun(job=name, cell=cell, nodes=active.nodes, **span))
+            self.runs.append(JobRun(job=active.job.name, cell=active.cell, nodes=active.nodes, **span))
 
-    def _nodes(self, cells: Sequence[int]) -> list[tuple[int, ...]]:
+    def _nodes(self, cells: Cells) -> list[tuple[int, ...]]:
         """Return nodes for each job: those with more GPUs a node first, and of equal ones those that stay."""
         free = {name: [kind.gpus_a_node] * kind.nodes for name, kind in self.cluster.items()}
         held = {name: [0] * kind.nodes for name, kind in self.cluster.items()}  # By jobs that may stay.
         order = []
-        for at, (active, number) in enumerate(zip(self.active, cells, strict=True)):
-            if number != WAITS:
-                cell, stays = active.job.cells[number], number == active.cell
-                order.append((-cell.gpus_a_node, not stays, at))
-                for node in active.nodes if stays else ():
+        for at, (active, cell) in enumerate(zip(self.active, cells, strict=True)):
+            if cell:
+                stays = active.nodes if cell is active.cell else ()
+                order.append((-cell.gpus_a_node, not stays, at, cell, stays))
+                for node in stays:
                     held[cell.kind][node] += cell.gpus_a_node
         found: list[tuple[int, ...]] = [()] * len(cells)
-        for _, changes, at in sorted(order):
-            active, cell = self.active[at], self.active[at].job.cells[cells[at]]
+        for _, _, at, cell, chosen in sorted(order):
             size, room, kept = cell.gpus_a_node, free[cell.kind], held[cell.kind]
-            chosen = active.nodes
-            for node in () if changes else chosen:
+            for node in chosen:
                 kept[node] -= size
-            if changes or any(room[node] < size for node in chosen):
+            if not chosen or any(room[node] < size for node in chosen):
                 # Where fewest others must move, then where least stays free.
                 idle = [one - two for one, two in zip(room, kept, strict=True)]
                 usable = [(max(0, size - each), each, node) for node, each in enumerate(idle) if room[node] >= size]
@@ -317,20 +312,20 @@ class _Rule:
     cluster: Mapping[str, GpuKind]
     move_seconds: float
 
-    def decide(self, active: Sequence[ActiveJob], now: float) -> list[int]:
+    def decide(self, active: Sequence[ActiveJob], now: float) -> Cells:
         """Return a cell of each job, by the rule alone or, if they are few, the best of all first choices."""
         best = self._cells(active, now, {})
-        tried = [(at, cell) for at, each in enumerate(active) for cell in range(WAITS, len(each.job.cells))]
+        tried = [(at, cell) for at, each in enumerate(active) for cell in (None, *each.job.cells)]
         if len(tried) <= MOST_TRIED and len(active) > 1:
             least = self._sum_of_ends(active, now, best)
             for at, cell in tried:
                 cells = self._cells(active, now, {at: cell})
-                total = self._sum_of_ends(active, now, cells) if set(cells) != {WAITS} else math.inf
+                total = self._sum_of_ends(active, now, cells) if any(cells) else math.inf
                 if total < least * (1 - 1e-9):
                     best, least = cells, total
         return best
 
-    def _sum_of_ends(self, active: Sequence[ActiveJob], now: float, cells: Sequence[int]) -> float:
+    def _sum_of_ends(self, active: Sequence[ActiveJob], now: float, cells: Cells) -> float:
         """Return the sum of estimated seconds from now to the end of each job, decided by the rule later on."""
         running = _Running(self.cluster, 0.0, self.move_seconds, [replace(each) for each in active], now, judged=False)
         while running.active:
@@ -339,32 +334,32 @@ class _Rule:
             cells = self._cells(running.active, running.now, {})
         return sum(end - now for end in running.ends.values())
 
-    def _cells(self, active: Sequence[ActiveJob], now: float, given: Mapping[int, int]) -> list[int]:
+    def _cells(self, active: Sequence[ActiveJob], now: float, given: Mapping[int, JobCell | None]) -> Cells:
         """Return a cell of each job by the rule, with those that are given."""
         free = {kind.name: kind.nodes * kind.gpus_a_node for kind in self.cluster.values()}
-        cells = [WAITS] * len(active)
+        cells: list[JobCell | None] = [None] * len(active)
 
         def change_of(at: int) -> tuple[float, str, int, int] | None:
             """Return the change of a job that adds most a GPU: (-gain, name, job, cell)."""
-            each, mine = active[at], active[at].job.cells[cells[at]] if cells[at] != WAITS else None
-            rate = 1 / each.seconds(cells[at], now, self.move_seconds) if mine else 0.0
+            each, mine = active[at], cells[at]
+            rate = 1 / each.seconds(mine, now, self.move_seconds) if mine else 0.0
             found = []
             for number, cell in enumerate(each.job.cells):
                 own = mine.gpus if mine and mine.kind == cell.kind else 0
-                gain = 1 / each.seconds(number, now, self.move_seconds) - rate
-                if cell.gpus <= free[cell.kind] + own and gain > 1e-12 * rate and number != cells[at]:
+                gain = 1 / each.seconds(cell, now, self.move_seconds) - rate
+                if cell.gpus <= free[cell.kind] + own and gain > 1e-12 * rate and cell is not mine:
                     more = cell.gpus - (mine.gpus if mine else 0)
                     found.append((-gain / more if more > 0 else -math.inf, each.job.name, at, number))
             return min(found, default=None)
 
-        def take(at: int, number: int) -> None:
-            for cell, sign in ((cells[at], 1), (number, -1)):
-                if cell != WAITS:
-                    free[active[at].job.cells[cell].kind] += sign * active[at].job.cells[cell].gpus
-            cells[at] = number
+        def take(at: int, cell: JobCell | None) -> None:
+            for each, sign in ((cells[at], 1), (cell, -1)):
+                if each:
+                    free[each.kind] += sign * each.gpus
+            cells[at] = cell
 
-        for at, number in given.items():
-            take(at, number)
+        for at, cell in given.items():
+            take(at, cell)
         changes = [change for at in range(len(active)) if at not in given and (change := change_of(at))]
         heapq.heapify(changes)
         while changes:
@@ -372,7 +367,7 @@ class _Rule:
             at = heapq.heappop(changes)[2]
             change = change_of(at)
             if change and not (changes and changes[0] < change):
-                take(at, change[3])
+                take(at, active[at].job.cells[change[3]])
                 change = change_of(at)
             if change:
                 heapq.heappush(changes, change)

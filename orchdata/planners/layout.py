@@ -186,8 +186,8 @@ class Layout(Value):
                 shape = each.tp, each.dp, each.pp, each.sharding, each.where, llm.where
                 goes = shape == (*sizes, 1, llm.sharding, self.encoders[0].where, "all")
             if not goes:
-                names = ("where", "tp", "pp", "dp", "sharding")
-                pairs = (f"{name}={getattr(each, name)!r} next to {getattr(llm, name)!r}" for name in names)
+                compared = ("where", "tp", "pp", "dp", "sharding")
+                pairs = (f"{name}={getattr(each, name)!r} next to {getattr(llm, name)!r}" for name in compared)
                 raise ValueError(f"Placement({each.module.name!r}) does not go with the LLM's: {', '.join(pairs)}")
 
     @property

@@ -117,7 +117,7 @@ def plan_run(
         raise ValueError(f"max_tokens={max_tokens} is below the longest sample, of {means.longest} tokens")
     check_keys(kept, [module.name for module in ordered], "keep")
     for module in ordered:
-        sizes = kept.get(module.name, {})
+        sizes: Any = kept.get(module.name, {})
         check_keys(sizes, ("tp", "pp", "dp"), f"keep {module.name!r}")
         Placement(module=module, **{"tp": min(module.seconds or (1,)), **sizes})  # Raises for one that cannot be.
     # The fewer samples a step has, the further it is from the mean one: then more are looked at.

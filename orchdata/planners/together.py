@@ -9,7 +9,6 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from orchdata.balancers.checks import checked_count
 from orchdata.planners.values import Value, checked_number
@@ -75,28 +74,22 @@ def plan_together(
     if unknown := set(names) - set(table.seconds):
         raise ValueError(f"towers has {min(unknown)!r}, which TogetherTable.seconds lacks: {sorted(table.seconds)}")
 
-    best: dict[tuple[str, ...], tuple[float, tuple[tuple[str, int], ...]]] = {}
-    least: Any = None
-    for groups in _groupings(tuple(names)):
-        for group in groups:
-            if group not in best:
-                best[group] = min(side_by_side(table, group), default=(math.inf, ()))
-        placement: Any = (math.inf, 0, groups, ())
+    groupings = list(_groupings(tuple(names)))
+    best = {of: min(side_by_side(table, of), default=(math.inf, ())) for groups in groupings for of in groups}
+    # Of equal placements that with most in turn.
+    every = []
+    for groups in groupings:
         for where in itertools.product(range(min(num_devices, len(groups))), repeat=len(groups)):
             ends = [0.0] * num_devices
             for group, device in zip(groups, where, strict=True):
                 ends[device] += best[group][0]
-            # Of equal ones that with most in turn.
-            placement = min(placement, (max(ends), -len(groups), groups, where))
-        least = min(least or placement, placement)
-        if len(groups) == len(names):
-            in_turn = placement[0]
-    seconds, _, groups, where = least
+            every.append((max(ends), -len(groups), groups, where))
+    seconds, _, groups, where = min(every)
     placed = list(zip(groups, where, strict=True))
     return TogetherPlan(
         devices=tuple(tuple(best[of][1] for of, at in placed if at == device) for device in range(num_devices)),
         seconds=seconds,
-        in_turn_seconds=in_turn,
+        in_turn_seconds=min(ends for ends, size, *_ in every if size == -len(names)),
     )
 
 
