@@ -23,7 +23,7 @@ def run_modules(
     back: Times,
     stages: Counts,
     replicas: Counts,
-    meets: NDArray[np.bool_],
+    meets: bool,
 ) -> float:
     """Return the end of the last backward.
 
@@ -33,7 +33,7 @@ def run_modules(
         travel, back: float64 (num_modules, num_microbatches), until features are at a module after the one before has
             made them, and until their gradients are back.
         stages, replicas: int64 (num_modules,).
-        meets: bool (num_modules,), whether replicas wait for all of the module before; else it has as many replicas.
+        meets: whether replicas wait for all of a module next to theirs; else modules have as many replicas each.
     """
     count, total = forward.shape[1], stages.sum()
     module, first = np.repeat(np.arange(len(stages)), stages), np.cumsum(replicas) - replicas
@@ -48,16 +48,16 @@ def run_modules(
                 continue
             microbatch = ahead // 2 if is_forward else back_at // 2
             own, other = module[stage], stage - 1 if is_forward else stage + 1
-            has_other, waits, way = 0 <= other < total, False, 0.0
-            if has_other and module[other] != own:
+            has_other, way = 0 <= other < total, 0.0
+            leaves = has_other and module[other] != own
+            if leaves:
                 border = max(own, module[other])
-                waits = meets[border]
                 way = travel[border, microbatch] if is_forward else back[border, microbatch]
             end = 0.0
             for replica in range(replicas[own]):
                 start = old[stage, replica]
                 if has_other:
-                    start = max(start, (old_latest[other] if waits else old[other, replica]) + way)
+                    start = max(start, (old_latest[other] if leaves and meets else old[other, replica]) + way)
                 row = first[own] + replica
                 start += forward[row, microbatch] if is_forward else backward[row, microbatch]
                 ends[stage, replica] = start

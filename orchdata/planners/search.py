@@ -8,13 +8,11 @@ modules on GPUs of their own           for each setting of the LLM, by a bound b
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from orchdata.planners.cluster import Cluster
 from orchdata.planners.formulas import Many, Means, Memory, closed_form, gpu_bytes, mean_memory
@@ -193,14 +191,11 @@ def candidates(
     return {kind: sorted(ranked, key=lambda each: each[:2])[:most] for kind, ranked in found.items()}, least
 
 
-def own_sizes(gpus: int) -> NDArray[np.int64]:
-    """Return the replicas that are tried of modules on GPUs of their own: numbers without a prime factor above 7."""
-    powers = itertools.product(*([prime**each for each in range(gpus.bit_length())] for prime in (2, 3, 5, 7)))
-    return np.array(sorted(size for each in powers if (size := math.prod(each)) <= gpus))
-
-
-def _table(module: Module, means: Means, keep: Keep, sizes: NDArray[np.int64]) -> Many | None:
+def _table(module: Module, means: Means, keep: Keep) -> Many | None:
     """Return all settings of a module on GPUs of its own, as arrays (num_settings,)."""
+    most = min(means.cluster.gpus, means.fewest_samples) if module.name == LLM else means.cluster.gpus
+    # Replicas without a prime factor above 7: numbers that divide a power of 2 x 3 x 5 x 7.
+    sizes = np.array([each for each in range(1, most + 1) if not pow(210, most.bit_length(), each)])
     found = []
     for tp, pp, again in itertools.product(_SIZES, stages_of(module), (False, True)):
         dp = sizes[sizes <= means.cluster.gpus // (tp * pp)]
@@ -216,10 +211,8 @@ def _table(module: Module, means: Means, keep: Keep, sizes: NDArray[np.int64]) -
 
 def _own(modules: Sequence[Module], means: Means, tokens: Sequence[int], keep: Keep, most: int) -> list[Candidate]:
     """Return the best layouts with modules on GPUs of their own."""
-    cluster, sizes = means.cluster, own_sizes(means.cluster.gpus)
-    limits = [cluster.gpus] * (len(modules) - 1) + [means.fewest_samples]
-    found = [_table(each, means, keep, sizes[sizes <= of]) for each, of in zip(modules, limits, strict=True)]
-    tables = [each for each in found if each is not None]
+    cluster = means.cluster
+    tables = [table for each in modules if (table := _table(each, means, keep)) is not None]
     if len(tables) < len(modules):
         return []
     # With each tokens of a microbatch.

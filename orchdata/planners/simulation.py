@@ -78,19 +78,17 @@ def simulate(layout: Layout, workload: Workload, cluster: Cluster, *, balance: B
     """Return seconds of each step of the workload. Plans are those of the loader, with `balance` in place of
     `balance_of(layout)` if given; all replicas are simulated.
 
-    Raises ValueError for phases without modules, more GPUs than the cluster has, a sample above the layout's
-    `microbatch_tokens`, or fewer samples in a step than replicas of the LLM.
+    Raises ValueError for phases without modules, more GPUs than the cluster has, or a sample above the layout's
+    `microbatch_tokens`.
     """
     checked_modules([each.module for each in layout.placements], [*workload.phases])
-    longest, fewest = int(workload.phases[LLM].positions.max()), int(np.diff(workload.steps).min())
+    longest = workload.phases[LLM].positions.max()
     if layout.gpus > cluster.gpus:
         raise ValueError(f"the layout uses {layout.gpus} GPUs, and the cluster has {cluster.gpus}")
     if longest > layout.microbatch_tokens:
         raise ValueError(
             f"Layout.microbatch_tokens={layout.microbatch_tokens} is below the longest sample, of {longest} tokens"
         )
-    if layout.llm.dp > fewest:
-        raise ValueError(f"the LLM's dp={layout.llm.dp} is above the samples of a step, {fewest}")
     run = _Run(layout, workload, cluster, balance or balance_of(layout))
     steps = [run.step(number) for number in range(workload.num_steps)]
     positions = {name: max(step.positions[name] for step in steps) for name in steps[0].positions}
@@ -227,33 +225,32 @@ class _Run:
         """Return the same of a step with a pipeline, whose links count as waiting."""
         cluster, own = self.cluster, self.kind == "own"
         shares = {**encoders, LLM: llm}
-        times = {name: [of.cells(way[name]) for way in (self.forward, self.total)] for name, of in shares.items()}
+        ways = self.forward, self.total
+        # Of each module, forward and whole: (2, replicas, micro-steps).
+        times = {name: np.array([of.cells(way[name]) for way in ways], float) for name, of in shares.items()}
         # Blocks of equal stages: of each module on its own GPUs, else the first stage of the LLM and the others.
         chain = in_pipeline(self.layout.placements)
         if own:
             blocks = [(each.pp, times[each.module.name]) for each in chain]
             sent = [reduced_bytes(each, cluster) / cluster.link(each.tp * each.dp) for each in chain]
         else:
-            first = times[LLM]
-            if self.kind == "first_stage":
-                first = [np.sum([of[way] for of in times.values()], axis=0) for way in (0, 1)]
+            first = sum(times.values()) if self.kind == "first_stage" else times[LLM]
             blocks = [(1, first), (self.llm.pp - 1, times[LLM])][: self.llm.pp]
             sent = [sent_seconds(reduced_bytes, self.layout.placements, cluster)]
         before = 0.0
         if self.kind == "shared":  # all GPUs encode once, before and after the pipeline
             before = sum(float(times[name][1].max()) for name in encoders) / _NANO
             before += float(self._exchange(encoders).sum())
-        ways = np.zeros((2, len(blocks), llm.micro_steps))
+        travel = np.zeros((2, len(blocks), llm.micro_steps))
         for border, each in enumerate(chain if own else ()):
             if each is not self.llm:
                 rows = self._rows(each.module.name, encoders[each.module.name])
                 seconds = rows_seconds(rows, self.llm.module, cluster.link(self.layout.gpus), cluster)
                 to = border + (not each.module.after)  # the border at which features leave, or enter
-                ways[:, to] += np.outer([1, each.module.has_gradients], seconds)
-        ahead, whole = (np.concatenate([of[way] for _, of in blocks]).astype(np.float64) for way in (0, 1))
-        stages, replicas = np.array([(pp, len(of[0])) for pp, of in blocks]).T.copy()
-        meets = np.full(len(blocks), own)
-        end = run_modules(ahead, whole - ahead, _NANO * ways[0], _NANO * ways[1], stages, replicas, meets)
+                travel[:, to] += np.outer([1, each.module.has_gradients], seconds)
+        ahead, whole = np.concatenate([of for _, of in blocks], axis=1)
+        stages, replicas = np.array([(pp, of.shape[1]) for pp, of in blocks]).T.copy()
+        end = run_modules(ahead, whole - ahead, *_NANO * travel, stages, replicas, own)
         # The last micro-step hides the exchange of gradients.
         last = [float(of[1][:, -1].max()) / _NANO for _, of in blocks]
         late = max(float(overlapped(a, b, cluster)) - a for a, b in zip(last, sent, strict=False))

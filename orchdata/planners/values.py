@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
-from numbers import Real
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -36,7 +35,12 @@ def check_keys(given: Iterable[Any], known: Iterable[str], name: str) -> None:
 
 def checked_number(value: Any, name: str, *, most: float = math.inf, above: bool = True) -> float:
     """Return a finite number above 0 (or from 0 on), and at most `most`. Raises ValueError for another."""
-    good = isinstance(value, Real) and not isinstance(value, bool) and 0 <= value <= most and value < math.inf
+    good = (
+        isinstance(value, int | float | np.number)
+        and not isinstance(value, bool)
+        and 0 <= value <= most
+        and value < math.inf
+    )
     if not good or (above and not value):
         limit = f"{'above' if above else 'of at least'} 0" + (f", at most {most:g}" if most < math.inf else "")
         raise ValueError(f"{name} must be a finite number {limit}, got {value!r}")
@@ -48,7 +52,7 @@ def _made(kind: Any, value: Any, name: str) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
     if type(None) in arguments:
         return None if value is None else _made(arguments[0], value, name)
-    if is_dataclass(kind):
+    if is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(value, Mapping):
             raise ValueError(f"{name} must map its fields to values, got {value!r:.80}")
         hints = get_type_hints(kind)

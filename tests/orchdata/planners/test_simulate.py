@@ -139,7 +139,7 @@ def test_modules_of_several_replicas_run_as_by_events(seed: int) -> None:
     backward = [rng.integers(0, 90, (of, count)).astype(float) for of in replicas]
     travel, back = rng.integers(0, 30, (2, modules, count)).astype(float)
     joined = np.concatenate(forward), np.concatenate(backward)
-    end = run_modules(*joined, travel, back, stages, replicas, np.ones(modules, np.bool_))
+    end = run_modules(*joined, travel, back, stages, replicas, True)
     assert end == by_events([*zip(stages.tolist(), forward, backward, strict=True)], travel, back)
     if (replicas == 1).all() and not travel.any():
         assert end == simulate_1f1b(np.repeat(joined[0], stages, 0), np.repeat(joined[1], stages, 0))
