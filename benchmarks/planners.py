@@ -148,8 +148,9 @@ def first_come(active: Sequence[ActiveJob], _: float) -> list[JobCell | None]:
     """First come first served in a queue for each set of kinds, on the fastest free cell, never moved."""
     free = {kind.name: [kind.gpus_a_node] * kind.nodes for kind in KINDS}
     for each in active:
-        for node in each.nodes if each.cell else ():
-            free[each.cell.kind][node] -= each.cell.gpus_a_node
+        if each.cell:
+            for node in each.nodes:
+                free[each.cell.kind][node] -= each.cell.gpus_a_node
     chosen, blocked = [], set()
     for each in active:
         queue = frozenset(cell.kind for cell in each.job.cells) if len(each.job.cells) == 1 else frozenset()

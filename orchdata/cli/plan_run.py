@@ -82,6 +82,7 @@ def plan_run(
 def _modules(model: str | None, modules: str | None) -> tuple[list[Module], CostModel]:
     """Return the modules, and the cost model that a loader of theirs plans by."""
     from orchdata.balancers.costs.model import CostModel
+    from orchdata.balancers.costs.transformer import TransformerCost
     from orchdata.planners.layout import Module
     from orchdata.yaml_file import read_yaml
 
@@ -94,7 +95,7 @@ def _modules(model: str | None, modules: str | None) -> tuple[list[Module], Cost
 
         config = AutoConfig.from_pretrained(str(model))
         cost = cost_of(config)
-        return [Module.from_config(config, name) for name in cost.phases], cost
+        return [Module(name, TransformerCost.from_config(config, name)) for name in cost.phases], cost
     given = read_yaml(modules)
     if not isinstance(given, list):
         raise ValueError(f"{modules} must list modules, got {given!r:.80}")

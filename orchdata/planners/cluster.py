@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,26 +38,18 @@ class Assumed(Value):
     usable: float = 0.9  # part of memory that states and activations may fill
     width: float = 128.0  # of a GPU's slice of a layer, at which kernels reach half of their share of peak
 
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            most = 1.0 if each.name in ("hidden", "not_hidden", "usable") else float("inf")
-            checked_number(getattr(self, each.name), f"Assumed.{each.name}", most=most, above=False)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster(Value):
     """GPUs of one kind in nodes, and two levels of links.
 
     Attributes:
-        gpus: all of them.
-        gpus_per_node: GPUs of a node, which reach each other by the faster link.
+        gpus, gpus_per_node: all of them, and those of a node, which reach each other by the faster link.
         operations: dense bf16 operations/s of a GPU, peak.
-        memory: bytes of a GPU.
-        memory_bandwidth: bytes/s of a GPU's memory.
+        memory, memory_bandwidth: bytes of a GPU, and bytes/s of its memory.
         within, between: bytes/s that a GPU sends, inside a node and between nodes.
         name, source: where the figures are from.
         device: as torch names it, for the printed call.
-        assumed: constants of the formulas.
     """
 
     gpus: int

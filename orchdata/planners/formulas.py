@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.planners.cluster import Cluster
-from orchdata.planners.layout import LLM, Kind, Module, Placement, priced
-from orchdata.planners.workload import Workload
+from orchdata.planners.layout import LLM, Kind, Module, Placement, Sharding, priced
+from orchdata.planners.workload import Workload, WorkloadCosts
 
 Numbers = Any  # a float, or float64 of any shape
 
@@ -26,7 +26,7 @@ class Many(NamedTuple):
     tp: Any
     pp: Any
     dp: Any
-    sharding: str | None
+    sharding: Sharding | None
     again: Any
     work: Any = None
 
@@ -38,6 +38,17 @@ class Many(NamedTuple):
         """Return those with these indices, in the shape of the indices."""
         tp, pp, dp, again, work = (each.ravel()[chosen] for each in (self.tp, self.pp, self.dp, self.again, self.work))
         return Many(self.module, tp, pp, dp, self.sharding, again, work)
+
+    def placement(self, *, plain: bool) -> Placement:
+        """Return one of numbers as a value; `plain`: without sharding."""
+        return Placement(
+            module=self.module,
+            tp=int(self.tp),
+            pp=int(self.pp),
+            dp=int(self.dp),
+            sharding=None if plain else self.sharding,
+            recompute="full" if self.again else None,
+        )
 
 
 Setting = Placement | Many
@@ -142,8 +153,8 @@ class Means:
         self.positions = {name: float(of.positions.sum()) / steps for name, of in phases.items()}
         self.rows = {name: float(of.tokens.sum()) / steps for name, of in phases.items()}
         self.largest_part = {name: int(of.positions.max(initial=1)) for name, of in phases.items()}
-        before = {name: np.concatenate([[0], np.cumsum(of.positions)])[of.offsets] for name, of in phases.items()}
-        self.largest_sample = {name: int(np.diff(sums).max(initial=1)) for name, sums in before.items()}
+        samples, costs = np.arange(self.workload.num_samples), WorkloadCosts(self.workload, ())
+        self.largest_sample = {name: int(costs.positions(name, samples).max(initial=1)) for name in phases}
         self.tokens, self.longest = self.positions[self.of], self.largest_part[self.of]
         self.fewest_samples = int(np.diff(self.workload.steps).min())
 

@@ -263,10 +263,9 @@ class _Running:
         pairs = [(each, each.cell.pace if self.judged else each.cell.seconds) for each in self.active if each.cell]
         ends = [max(active.ready, self.now) + active.left * pace for active, pace in pairs]
         now = min(until, max(self.snapped(min(ends)), self.now + self.round_seconds)) if ends else until
+        before, self.now = self.now, now
         for active, pace in pairs:
-            active.left -= max(0.0, now - max(active.ready, self.now)) / pace
-        self.now = now
-        for active, _ in pairs:
+            active.left -= max(0.0, now - max(active.ready, before)) / pace
             if active.left <= 1e-9 * active.job.iterations:  # Rounded.
                 self._record(active)
                 self.ends[active.job.name] = now

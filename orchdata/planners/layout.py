@@ -1,4 +1,4 @@
-"""A run's layout: modules of a model, and where each is: GPUs, tensor and pipeline parallelism, replicas, memory."""
+"""A run's layout: modules of a model, where they are, and how each is split: tensor parallelism, stages, replicas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from orchdata.planners.values import Value, checked_number
 
 LLM: Final = "llm"
 Sharding = Literal["optimizer", "full"]
-Where = Literal["all", "own", "first_stage"]
 Kind = Literal["one", "repeated", "shared", "first_stage", "own"]
 _SHARE, _SHARE_OF_OTHERS = 0.5, 0.42
 
@@ -62,11 +61,6 @@ class Module(Value):
         object.__setattr__(self, "share", checked_number(share, f"{named}.share", most=1.0))
         checked_number(self.error, f"{named}.error", above=False)
 
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any] | Any, phase: str, **sizes: Any) -> Module:
-        """Return the module of a phase of a Hugging Face config, read by `TransformerCost.from_config`."""
-        return cls(phase, TransformerCost.from_config(config, phase, **sizes))
-
     @property
     def has_gradients(self) -> bool:
         """Whether its inputs or weights need gradients: it has a backward pass."""
@@ -111,7 +105,7 @@ def _parameters(cost: TransformerCost) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement(Value):
-    """Where a module is, and how it is split.
+    """How a module is split.
 
     Attributes:
         tp: GPUs that share each layer.
@@ -120,8 +114,6 @@ class Placement(Value):
         sharding: None: every replica has all states (DDP); "optimizer": the optimizer's are over dp (ZeRO-1);
             "full": all are (FSDP).
         recompute: "full": layers are computed again in the backward pass.
-        where: "all": an encoder on the LLM's GPUs, of all stages; "first_stage": on those of its first stage; "own": on
-            GPUs of its own, a stage of the pipeline. The LLM's is "all" or, next to encoders with "own", "own".
     """
 
     module: Module
@@ -130,14 +122,12 @@ class Placement(Value):
     dp: int = 1
     sharding: Sharding | None = None
     recompute: Literal["full"] | None = None
-    where: Where = "all"
 
     def __post_init__(self) -> None:
         named = f"Placement({self.module.name!r})"
         for name in ("tp", "pp", "dp"):
             object.__setattr__(self, name, checked_count(getattr(self, name), f"{named}.{name}"))
-        allowed = {"sharding": (None, *get_args(Sharding)), "recompute": (None, "full"), "where": get_args(Where)}
-        for name, values in allowed.items():
+        for name, values in {"sharding": (None, *get_args(Sharding)), "recompute": (None, "full")}.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{named}.{name} must be one of {values}, got {getattr(self, name)!r}")
         if refused := self.module.refused(self.tp, self.pp):
@@ -161,11 +151,16 @@ class Layout(Value):
 
     Attributes:
         placements: of the encoders and generators, and of the LLM, which is last.
+        kind: where encoders are. On the LLM's GPUs, with its sharding: "one": split as it is, without a pipeline;
+            "first_stage": the same, on those of the first stage of its pipeline; "repeated": tensor-parallel peers
+            encode the same; "shared": replicas of one GPU on all of them. "own": on GPUs of their own, stages of one
+            pipeline with the LLM's.
         microbatch_tokens: most LLM tokens of a microbatch: `Balance.max_tokens`.
         assignment: of the loader, where every encoder has as many replicas as the LLM; else parts are spread anyway.
     """
 
     placements: tuple[Placement, ...]
+    kind: Kind = "one"
     microbatch_tokens: int
     assignment: Literal["joint", "per_phase"] = "joint"
 
@@ -174,21 +169,17 @@ class Layout(Value):
         names = [each.module.name for each in self.placements]
         if not names or names[-1] != LLM or len(set(names)) < len(names):
             raise ValueError(f"Layout.placements must be of different modules, {LLM!r} last, got {names}")
-        llm, kind = self.llm, self.kind
-        kinds = ("joint", "per_phase") if kind in ("one", "repeated") else ("joint",)
+        kinds = ("joint", "per_phase") if self.kind in ("one", "repeated") else ("joint",)
         if self.assignment not in kinds:
             raise ValueError(f"Layout.assignment must be one of {kinds} in this layout, got {self.assignment!r}")
-        sizes = {"repeated": (1, llm.dp), "shared": (1, llm.gpus)}.get(kind, (llm.tp, llm.dp))
-        for each in self.encoders:
-            if kind == "own":
-                goes = each.where == llm.where and "full" not in (each.sharding, llm.sharding)
-            else:
-                shape = each.tp, each.dp, each.pp, each.sharding, each.where, llm.where
-                goes = shape == (*sizes, 1, llm.sharding, self.encoders[0].where, "all")
-            if not goes:
-                compared = ("where", "tp", "pp", "dp", "sharding")
-                pairs = (f"{name}={getattr(each, name)!r} next to {getattr(llm, name)!r}" for name in compared)
-                raise ValueError(f"Placement({each.module.name!r}) does not go with the LLM's: {', '.join(pairs)}")
+        llm, apart = self.llm, self.kind == "own"
+        tp, dp = {"repeated": (1, llm.dp), "shared": (1, llm.gpus)}.get(self.kind, (llm.tp, llm.dp))
+        stages = {"one": llm.pp == 1, "repeated": llm.pp == 1, "first_stage": llm.pp > 1, "shared": True, "own": True}
+        for each in self.placements:
+            same = each is llm or (each.tp, each.pp, each.dp, each.sharding) == (tp, 1, dp, llm.sharding)
+            if not stages.get(self.kind) or not (each.sharding != "full" if apart else same):
+                of, its = (f"tp={one.tp}, pp={one.pp}, dp={one.dp}, {one.sharding}" for one in (each, llm))
+                raise ValueError(f"Layout.kind={self.kind!r} has no {each.module.name} of {of} next to an LLM of {its}")
 
     @property
     def llm(self) -> Placement:
@@ -197,20 +188,6 @@ class Layout(Value):
     @property
     def encoders(self) -> tuple[Placement, ...]:
         return self.placements[:-1]
-
-    @property
-    def kind(self) -> Kind:
-        """One layout for all; encoders repeated by tensor-parallel peers, or shared among all GPUs of the LLM; on the
-        GPUs of its first stage; or on their own.
-        """
-        if not self.encoders:
-            return "first_stage" if self.llm.pp > 1 else "one"
-        first = self.encoders[0]
-        if first.where != "all":
-            return first.where
-        if self.llm.pp > 1 or first.dp != self.llm.dp:
-            return "shared"
-        return "one" if first.tp == self.llm.tp else "repeated"
 
     @property
     def gpus(self) -> int:
@@ -228,13 +205,12 @@ def checked_modules(modules: Sequence[Module], phases: Sequence[str]) -> tuple[M
     module twice or of no phase, or gradients that cannot flow.
     """
     by_name = {module.name: module for module in modules}
-    if len(by_name) < len(modules):
-        raise ValueError(f"modules must have different names, got {[module.name for module in modules]}")
     for phase in phases:
         if phase not in by_name:
             raise ValueError(f"phase {phase!r} has no module: the modules are {', '.join(by_name) or 'none'}")
-    if others := sorted(set(by_name) - set(phases)):
-        raise ValueError(f"module {others[0]!r} is of no phase: the samples have {', '.join(phases)}")
+    if len(modules) > len(phases):
+        names = [module.name for module in modules]
+        raise ValueError(f"modules must be one for each phase, {', '.join(phases)}; got {', '.join(names)}")
     ordered = tuple(by_name[phase] for phase in phases)
     llm, before = ordered[-1], [module.name for module in ordered[:-1] if module.has_gradients and not module.after]
     if before and not llm.has_gradients:

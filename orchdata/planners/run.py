@@ -125,14 +125,6 @@ def plan_run(
     tokens = (max_tokens,) if max_tokens else tried_tokens(means.longest)
     found, least = candidates(ordered, means, tokens, kept, most)
     usable = f"of {cluster.usable / 1e9:.1f} usable"
-    if not any(found.values()):
-        if not least:
-            raise ValueError(f"no layout on {cluster.gpus} GPUs has what is kept: {dict(kept)}")
-        for module in ordered:
-            # Raises for one that is too large.
-            cells(module, workload, cluster, tokens=max_tokens if module.name == LLM else None)
-        names, needed = " and ".join(module.name for module in ordered), min(least.values()) / 1e9
-        raise ValueError(f"{names} fit on no GPU together: they need at least {needed:.1f} GB on each, {usable}")
     rejected = [
         f"{_WORDS[kind]}: " + (f"at least {least[kind] / 1e9:.1f} GB a GPU, {usable}" if kind in least else "none fits")
         for kind in found
@@ -140,8 +132,8 @@ def plan_run(
     ]
     # Simulate the most promising; what is larger in real steps than on average may not fit after all.
     choices: list[Choice] = []
-    for candidate in _promising(found, ordered, workload, means):
-        choice = _simulated(candidate, ordered, workload, means)
+    for candidate in _promising(found, means):
+        choice = _simulated(candidate, workload, means)
         if (used := max(choice.memory.values())) <= cluster.usable:
             choices.append(choice)
         else:
@@ -149,7 +141,9 @@ def plan_run(
         if len(choices) == SIMULATED:
             break
     if not choices:
-        raise ValueError(f"no layout fits in real steps; the first: {rejected[0]}")
+        for module in ordered:  # Raises for one that is too large by itself.
+            cells(module, workload, cluster, tokens=max_tokens if module.name == LLM else None)
+        raise ValueError(f"no layout fits on {cluster.gpus} GPUs, keep={dict(kept)}: {'; '.join(rejected[:SIMULATED])}")
     choices.sort(key=lambda each: (each.seconds, each.layout.gpus))
     recommended = next((at for at, each in enumerate(choices) if not each.runs), None)
     operations = means.operations(ordered)
@@ -164,39 +158,37 @@ def plan_run(
     )
 
 
-def _promising(
-    found: Mapping[Kind, Sequence[Candidate]], modules: Sequence[Module], workload: Workload, means: Means
-) -> list[Candidate]:
+def _promising(found: Mapping[Kind, Sequence[Candidate]], means: Means) -> list[Candidate]:
     """Return candidates by what their first steps take: the best of each kind, then those closest to the best layout
     that runs, or to the best that does not.
     """
+    workload = means.workload
     first = workload.take(min(workload.num_steps, max(1, _SCREENED_SAMPLES // means.fewest_samples)))
     leaders, others = [], []
     best = {True: np.inf, False: np.inf}
     for kind, ranked in found.items():
-        tried: list[tuple[float, Candidate]] = []
-        for each in ranked:
-            if len(tried) >= SIMULATED and each.seconds >= min(seconds for seconds, _ in tried):
-                break
-            choice = _simulated(each, modules, first, means)
-            fits = max(choice.memory.values()) <= means.cluster.usable
-            tried.append((choice.seconds if fits else 1e3 * choice.seconds, each))
         # One of each setting of the LLM: neighbours are much alike.
-        alike: dict[Any, tuple[float, Candidate]] = {}
-        for seconds, each in sorted(tried, key=lambda place: place[0]):
-            llm = each.settings[-1]
-            alike.setdefault((llm.tp, llm.pp, llm.sharding, each.tokens), (seconds, each))
-        places = list(alike.values())
+        fastest: dict[Any, tuple[float, Candidate]] = {}
+        least = np.inf
+        for number, each in enumerate(ranked):
+            if number >= SIMULATED and each.seconds >= least:
+                break
+            choice, llm = _simulated(each, first, means), each.settings[-1]
+            fits = max(choice.memory.values()) <= means.cluster.usable
+            seconds = choice.seconds if fits else 1e3 * choice.seconds
+            least, alike = min(least, seconds), (llm.tp, llm.pp, llm.sharding, each.tokens)
+            fastest[alike] = min(fastest.get(alike, (np.inf, each)), (seconds, each), key=lambda place: place[0])
+        places = sorted(fastest.values(), key=lambda place: place[0])
         leaders += places[:1]
         others += places[1:]
-        best[kind in _RUN] = min([best[kind in _RUN], *(seconds for seconds, _ in places)])
+        best[kind in _RUN] = min(best[kind in _RUN], least)
     others.sort(key=lambda place: place[0] / best[place[1].kind in _RUN])
     return [each for _, each in [*leaders, *others]]
 
 
-def _simulated(candidate: Candidate, modules: Sequence[Module], workload: Workload, means: Means) -> Choice:
+def _simulated(candidate: Candidate, workload: Workload, means: Means) -> Choice:
     """Return a candidate, simulated; where the loader may spread parts or not, as is faster."""
-    cluster = means.cluster
+    cluster, modules = means.cluster, [each.module for each in candidate.settings]
     ways = ("joint", "per_phase") if candidate.kind in ("one", "repeated") and len(modules) > 1 else ("joint",)
     tried = [(layout, simulate(layout, workload, cluster)) for layout in map(candidate.layout, ways)]
     fitting = [each for each in tried if max(each[1].bytes.values()) <= cluster.usable] or tried

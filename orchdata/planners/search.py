@@ -16,7 +16,7 @@ import numpy as np
 
 from orchdata.planners.cluster import Cluster
 from orchdata.planners.formulas import Many, Means, Memory, closed_form, gpu_bytes, mean_memory
-from orchdata.planners.layout import LLM, Kind, Layout, Module, Placement
+from orchdata.planners.layout import LLM, Kind, Layout, Module, Placement, Sharding
 from orchdata.planners.values import Value
 from orchdata.planners.workload import Workload
 
@@ -30,23 +30,12 @@ Keep = Mapping[str, Mapping[str, int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell(Value):
-    """A setting of one module that fits into memory.
-
-    Attributes:
-        placement: GPUs, tp, pp, dp, sharding, recomputation.
-        microbatch_tokens: positions of a microbatch.
-        seconds: of the mean step, if the module were alone.
-        bytes: of its fullest GPU.
-    """
+    """A setting of one module that fits: seconds of the mean step if it were alone, and bytes of its fullest GPU."""
 
     placement: Placement
     microbatch_tokens: int
     seconds: float
     bytes: float
-
-    @property
-    def gpus(self) -> int:
-        return self.placement.gpus
 
 
 class Candidate(NamedTuple):
@@ -58,25 +47,15 @@ class Candidate(NamedTuple):
     settings: tuple[Many, ...]
     tokens: int
 
-    def placements(self) -> tuple[Placement, ...]:
-        """Return them as values; one replica of all has nothing to shard."""
-        where: Any = self.kind if self.kind in ("own", "first_stage") else "all"
-        alone = all(each.dp == 1 for each in self.settings)
-        return tuple(
-            Placement(
-                module=of.module,
-                tp=int(of.tp),
-                pp=int(of.pp),
-                dp=int(of.dp),
-                sharding=None if alone or (self.kind == "own" and of.dp == 1) else of.sharding,  # type: ignore[arg-type]
-                recompute="full" if of.again else None,
-                where="all" if of.module.name == LLM and self.kind != "own" else where,
-            )
-            for of in self.settings
-        )
-
     def layout(self, assignment: Any = "joint") -> Layout:
-        return Layout(placements=self.placements(), microbatch_tokens=self.tokens, assignment=assignment)
+        """Return it as a value; one replica of all has nothing to shard."""
+        alone = all(each.dp == 1 for each in self.settings)
+        return Layout(
+            placements=tuple(of.placement(plain=alone or (self.kind == "own" and of.dp == 1)) for of in self.settings),
+            kind=self.kind,
+            microbatch_tokens=self.tokens,
+            assignment=assignment,
+        )
 
 
 def tried_tokens(longest: int) -> tuple[int, ...]:
@@ -98,15 +77,14 @@ def cells(module: Module, workload: Workload, cluster: Cluster, *, tokens: int |
     means = Means(workload, cluster, module.name)
     found, smallest = [], np.inf
     tried = (tokens,) if tokens else tried_tokens(means.longest)
-    for kind, (of,), seconds, used in grids([module], means, tried, {}, (None, "optimizer", "full")):
+    for _, (of,), seconds, used in grids([module], means, tried, {}, (None, "optimizer", "full")):
         smallest = min(smallest, float(used.min()))
         for row, column in np.argwhere(used <= cluster.usable).tolist():
             one = of._replace(dp=of.dp[0, column])
             if one.sharding and one.dp == 1:
                 continue  # Nothing to shard: the same as without.
-            candidate = Candidate(0.0, 0, kind, (one,), tried[row])
             size = {"seconds": float(seconds[row, column]), "bytes": float(used[row, column])}
-            found.append(Cell(placement=candidate.placements()[0], microbatch_tokens=tried[row], **size))
+            found.append(Cell(placement=one.placement(plain=False), microbatch_tokens=tried[row], **size))
     if not found:
         raise ValueError(
             f"module {module.name!r} fits on no GPU: it needs at least {smallest / 1e9:.1f} GB on each, and a GPU has "
@@ -120,7 +98,7 @@ def grids(
     means: Means,
     tokens: Sequence[int],
     keep: Keep,
-    shardings: Sequence[str | None] = ("optimizer", "full"),
+    shardings: Sequence[Sharding | None] = ("optimizer", "full"),
 ) -> Iterator[tuple[Kind, tuple[Many, ...], Any, Any]]:
     """Yield layouts without GPUs of their own for encoders: kind, settings with all dp, int64 (1, num_dp), and seconds
     and bytes of the fullest GPU, float64 (num_tokens, num_dp).

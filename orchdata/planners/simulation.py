@@ -90,24 +90,15 @@ def simulate(layout: Layout, workload: Workload, cluster: Cluster, *, balance: B
             f"Layout.microbatch_tokens={layout.microbatch_tokens} is below the longest sample, of {longest} tokens"
         )
     run = _Run(layout, workload, cluster, balance or balance_of(layout))
-    steps = [run.step(number) for number in range(workload.num_steps)]
-    positions = {name: max(step.positions[name] for step in steps) for name in steps[0].positions}
-    most = Memory(positions, max(step.rows for step in steps))
+    seconds, parts, positions, rows, count = zip(*map(run.step, range(workload.num_steps)), strict=True)
+    most = Memory({name: max(each[name] for each in positions) for name in positions[0]}, max(rows))
     used = gpu_bytes(layout.kind, layout.placements, layout.microbatch_tokens, most, Means(workload, cluster))
     return Simulation(
-        seconds=np.array([step.seconds for step in steps]),
-        parts={name: np.array([step.parts[name] for step in steps]) for name in steps[0].parts},
+        seconds=np.array(seconds),
+        parts={name: np.array([each[name] for each in parts]) for name in parts[0]},
         bytes={name: float(of) for name, of in used.items()},
-        microbatches=float(np.mean([step.microbatches for step in steps])),
+        microbatches=float(np.mean(count)),
     )
-
-
-class _Step(NamedTuple):
-    seconds: float
-    parts: dict[str, float]
-    positions: dict[str, float]
-    rows: float
-    microbatches: int
 
 
 class _Share(NamedTuple):
@@ -154,7 +145,8 @@ class _Run:
             ahead = np.rint(whole * forward_share(of.module, kinds, **how)).astype(np.int64)
             self.total[name], self.forward[name] = whole[where], ahead[where]
 
-    def step(self, number: int) -> _Step:
+    def step(self, number: int) -> tuple[float, dict[str, float], dict[str, float], float, int]:
+        """Return its seconds, their parts, most positions of each encoder and rows in a microbatch, and how many."""
         rows = np.arange(*self.workload.steps[number : number + 2])
         plan = make_plan(self.spec, StepTask(0, number, rows=rows))
         shares = {name: self._share(name, plan, number) for name in self.modules}
@@ -173,7 +165,7 @@ class _Run:
         parts["waiting"] = seconds + optimizer - sum(parts.values())
         positions = {name: float(of.cells(self.workload.phases[name].positions).max()) for name, of in encoders.items()}
         most_rows = 0 if self.once else sum(self._rows(name, of) for name, of in encoders.items())
-        return _Step(seconds + optimizer, parts, positions, float(np.max(most_rows)), plan.num_microbatches)
+        return seconds + optimizer, parts, positions, float(np.max(most_rows)), plan.num_microbatches
 
     def _share(self, name: str, plan: Plan, number: int) -> _Share:
         """Decide which replica has each part: its sample's, the plan's, or the least loaded in its round."""
@@ -234,7 +226,8 @@ class _Run:
             blocks = [(each.pp, times[each.module.name]) for each in chain]
             sent = [reduced_bytes(each, cluster) / cluster.link(each.tp * each.dp) for each in chain]
         else:
-            first = sum(times.values()) if self.kind == "first_stage" else times[LLM]
+            of_first = [*times] if self.kind == "first_stage" else [LLM]
+            first = np.sum([times[name] for name in of_first], axis=0)
             blocks = [(1, first), (self.llm.pp - 1, times[LLM])][: self.llm.pp]
             sent = [sent_seconds(reduced_bytes, self.layout.placements, cluster)]
         before = 0.0
@@ -246,11 +239,12 @@ class _Run:
             if each is not self.llm:
                 rows = self._rows(each.module.name, encoders[each.module.name])
                 seconds = rows_seconds(rows, self.llm.module, cluster.link(self.layout.gpus), cluster)
-                to = border + (not each.module.after)  # the border at which features leave, or enter
-                travel[:, to] += np.outer([1, each.module.has_gradients], seconds)
+                at = border + (not each.module.after)  # the border at which features leave, or enter
+                travel[:, at] += np.outer([1, each.module.has_gradients], seconds)
         ahead, whole = np.concatenate([of for _, of in blocks], axis=1)
         stages, replicas = np.array([(pp, of.shape[1]) for pp, of in blocks]).T.copy()
-        end = run_modules(ahead, whole - ahead, *_NANO * travel, stages, replicas, own)
+        to, back = _NANO * travel
+        end = run_modules(ahead, whole - ahead, to, back, stages, replicas, own)
         # The last micro-step hides the exchange of gradients.
         last = [float(of[1][:, -1].max()) / _NANO for _, of in blocks]
         late = max(float(overlapped(a, b, cluster)) - a for a, b in zip(last, sent, strict=False))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from orchdata.balancers.checks import checked_count
@@ -56,24 +56,18 @@ class TogetherPlan(Value):
     in_turn_seconds: float
 
 
-def plan_together(
-    table: TogetherTable | None, towers: Sequence[str] | None = None, *, num_devices: int = 1
-) -> TogetherPlan:
-    """Return which towers (at most 4, by default all of the table) share a device, with which tenths of it, or run in
-    turn: the best of every placement on equal devices. A tower with several neighbours is slowed by the product of
-    what each costs.
+def plan_together(table: TogetherTable | None, *, num_devices: int = 1) -> TogetherPlan:
+    """Return which towers (at most 4) share a device, with which tenths of it, or run in turn: the best of every
+    placement on equal devices. A tower with several neighbours is slowed by the product of what each costs.
 
-    Raises ValueError for no table (what neighbours cost follows from no model), more towers, or a name that it lacks.
+    Raises ValueError for no table (what neighbours cost follows from no model), or more towers.
     """
     if table is None:
         raise ValueError("plan_together needs a measured table, got None: run scripts/measure_together.py")
     checked_count(num_devices, "num_devices")
-    names = sorted(table.seconds if towers is None else towers)
-    if not 1 <= len(set(names)) == len(names) <= MOST_TOWERS:
-        raise ValueError(f"towers must be 1 to {MOST_TOWERS} different names, got {names}")
-    if unknown := set(names) - set(table.seconds):
-        raise ValueError(f"towers has {min(unknown)!r}, which TogetherTable.seconds lacks: {sorted(table.seconds)}")
-
+    names = sorted(table.seconds)
+    if not 1 <= len(names) <= MOST_TOWERS:
+        raise ValueError(f"TogetherTable.seconds must be of 1 to {MOST_TOWERS} towers, got {names}")
     groupings = list(_groupings(tuple(names)))
     best = {of: min(side_by_side(table, of), default=(math.inf, ())) for groups in groupings for of in groups}
     # Of equal placements that with most in turn.

@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from itertools import groupby
 
+import numpy as np
+
 from orchdata.balancers.checks import checked_count
 from orchdata.planners.values import Value, checked_number
 
@@ -94,31 +96,29 @@ def plan_waves(runs: Sequence[Operators], devices: int) -> WavesPlan:
     curves = {name: _Curve(run, devices) for name, run in named.items()}
     if unknown := [(run.name, other) for run in runs for other in run.after if other not in named]:
         raise ValueError(f"Operators({unknown[0][0]!r}).after has {unknown[0][1]!r}, which is no run")
+    sorter = TopologicalSorter({run.name: run.after for run in named.values()})
     try:
-        order = [*TopologicalSorter({run.name: run.after for run in named.values()}).static_order()]
+        sorter.prepare()
     except CycleError as error:
         raise ValueError(f"Operators.after must have no cycle, got {' -> '.join(error.args[1])}") from None
-    # How many runs come before each, and the end of the longest way to it with the fastest sizes.
-    levels: dict[str, int] = {}
-    ways: dict[str, float] = {}
-    for name in order:
-        levels[name] = 1 + max((levels[other] for other in named[name].after), default=-1)
-        ways[name] = max((ways[other] for other in named[name].after), default=0.0) + curves[name].fastest
-
+    order: list[str] = []
+    ways: dict[str, float] = {}  # Seconds of the longest way to the end of each run, with the fastest sizes.
     relaxed: dict[str, float] = {}
     sizes: dict[str, list[int]] = {}
-    for level in range(max(levels.values()) + 1):
-        peers = [name for name in named if levels[name] == level]
+    while sorter.is_active():
+        peers = sorted(sorter.get_ready())  # As many runs after the first.
+        sorter.done(*peers)
+        order += peers
         seconds = _relaxed([curves[name] for name in peers], devices)
         for name in peers:
+            ways[name] = max((ways[other] for other in named[name].after), default=0.0) + curves[name].fastest
             relaxed[name] = curves[name].area(seconds) / seconds
             sizes[name] = curves[name].two_sizes(seconds)
     bound = max(_relaxed(list(curves.values()), devices), *ways.values())
 
     schedule = _Schedule(named, order, devices)
     best = _moved(schedule, sizes, curves, bound, random.Random(0))
-    found = schedule.run(*best)
-    ends = max(each[3] for each in found)
+    ends, found = schedule.run(*best)
     return WavesPlan(
         runs=_joined(found),
         seconds=ends,
@@ -148,27 +148,20 @@ class _Curve:
             while len(hull) > 1 and _slope(*hull[-2:]) > _slope(hull[-1], (size, each)) + 1e-9 * size:
                 hull.pop()
             hull.append((size, each))
-        self.hull = hull[::-1]  # Fastest first.
-        self.fastest, self.slowest = self.count * self.hull[0][1], self.count * self.hull[-1][1]
+        # Fastest first: sizes, and seconds and device-seconds of an operator.
+        self.hull, self.each = [size for size, _ in hull[::-1]], [each for _, each in hull[::-1]]
+        self.areas = [size * each for size, each in hull[::-1]]
+        self.fastest, self.slowest = self.count * self.each[0], self.count * self.each[-1]
 
     def area(self, seconds: float) -> float:
         """Return the least device-seconds of the run within some seconds, at least those of its fastest size."""
-        (large, fast), (small, slow), part = self._between(seconds)
-        return self.count * (part * small * slow + (1 - part) * large * fast)
+        return self.count * float(np.interp(seconds / self.count, self.each, self.areas))
 
     def two_sizes(self, seconds: float) -> list[int]:
         """Return a size of each operator, the larger first."""
-        (large, _), (small, _), part = self._between(seconds)
-        at_small = math.floor(part * self.count + 0.5)
-        return [large] * (self.count - at_small) + [small] * at_small
-
-    def _between(self, seconds: float) -> tuple[tuple[int, float], tuple[int, float], float]:
-        """Return the two sizes that take some seconds together, and the part of operators at the second."""
-        each = seconds / self.count
-        for fast, slow in zip(self.hull, self.hull[1:], strict=False):
-            if each < slow[1]:
-                return fast, slow, max(0.0, (each - fast[1]) / (slow[1] - fast[1]))
-        return self.hull[-1], self.hull[-1], 0.0
+        place = float(np.interp(seconds / self.count, self.each, range(len(self.each))))
+        at_small = math.floor(place % 1 * self.count + 0.5)
+        return [self.hull[int(place)]] * (self.count - at_small) + [self.hull[math.ceil(place)]] * at_small
 
 
 def _slope(first: tuple[int, float], second: tuple[int, float]) -> float:
@@ -201,11 +194,8 @@ class _Schedule:
             for other in run.after:
                 self.next[other].append(run.name)
 
-    def seconds(self, state: State) -> float:
-        return max(end for *_, end in self.run(*state))
-
-    def run(self, sizes: Mapping[str, Sequence[int]], weights: Mapping[str, float]) -> list[Started]:
-        """Start the ready operator that fits with the longest way to the end, times a weight, first."""
+    def run(self, sizes: Mapping[str, Sequence[int]], weights: Mapping[str, float]) -> tuple[float, list[Started]]:
+        """Start the ready operator that fits with the longest way to the end, times a weight, first. Return the end."""
         left: dict[str, float] = {}  # Seconds from the next operator of a run to the end.
         for name in reversed(self.order):
             own = sum(self.named[name].seconds[size] for size in sizes[name])
@@ -242,16 +232,16 @@ class _Schedule:
                     missing[other] -= other != name
                     if not missing[other]:
                         heapq.heappush(ready, (-left[other] * weights[other], other))
-        return started
+        return now, started
 
 
 def _moved(
     schedule: _Schedule, sizes: Mapping[str, list[int]], curves: Mapping[str, _Curve], bound: float, draw: random.Random
 ) -> State:
-    """Return sizes, weights and waits that end early: random moves under a falling threshold."""
+    """Return sizes and weights that end early: random moves under a falling threshold."""
     names = list(sizes)
     state: State = ({**sizes}, dict.fromkeys(names, 1.0))
-    seconds = schedule.seconds(state)
+    seconds, _ = schedule.run(*state)
     best, least = state, seconds
     tries = min(MOST_TRIES, MOST_STARTED // sum(map(len, sizes.values())))
     for left in range(tries, 0, -1):
@@ -269,7 +259,7 @@ def _moved(
                 new[0][name] = mine
             else:
                 new[1][name] = math.exp(draw.uniform(-1.5, 1.5))
-        found = schedule.seconds(new)
+        found, _ = schedule.run(*new)
         if found <= seconds * (1 + HEAT * left / tries):
             state, seconds = new, found
             if seconds < least:

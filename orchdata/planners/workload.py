@@ -128,8 +128,7 @@ class Workload(Value):
         Raises ValueError for no usable sample, both sizes or none, or a sample larger than a step.
         """
         if (global_batch_tokens is None) == (global_batch_size is None):
-            sizes = f"global_batch_tokens={global_batch_tokens} and global_batch_size={global_batch_size}"
-            raise ValueError(f"give one of {sizes}")
+            raise ValueError(f"give one of {global_batch_tokens=} and {global_batch_size=}")
         amount = checked_count(global_batch_tokens or global_batch_size or 0, "the global batch")
         dataset, index = (dataset, data) if isinstance(data, Index) else (data, index_of(data))
         # The usable samples, as the loader has them.

@@ -91,13 +91,20 @@ def test_what_is_kept_is_kept() -> None:
 def test_cells_fit_and_say_their_gpus() -> None:
     modules, workload, cluster = made_up(2, gpus=8)
     found = cells(modules[-1], workload, cluster)
-    assert all(cell.bytes <= 0.9 * cluster.memory and cell.gpus <= 8 for cell in found)
+    assert all(cell.bytes <= 0.9 * cluster.memory and cell.placement.gpus <= 8 for cell in found)
     assert {cell.placement.sharding for cell in found} == {None, "optimizer", "full"}
     assert len({str(cell.to_dict() | {"seconds": 0, "bytes": 0}) for cell in found}) == len(found)
     alone = Workload(steps=workload.steps, phases={"llm": workload.phases["llm"]})
     best = min(found, key=lambda cell: cell.seconds)
-    layout = Layout(placements=(best.placement,), microbatch_tokens=best.microbatch_tokens)
+    kind: Any = "first_stage" if best.placement.pp > 1 else "one"
+    layout = Layout(placements=(best.placement,), kind=kind, microbatch_tokens=best.microbatch_tokens)
     assert simulate(layout, alone, cluster).seconds.mean() == pytest.approx(best.seconds, rel=0.3)
+
+
+def two_towers(kind: Any, **split: Any) -> Layout:
+    """An image tower split in a way next to an LLM on one GPU."""
+    image, llm = Placement(module=Module("image", SMALL), **split), Placement(module=Module("llm", SMALL))
+    return Layout(placements=(image, llm), kind=kind, microbatch_tokens=1)
 
 
 def bad_workload(**changes: Any) -> Workload:
@@ -130,6 +137,12 @@ SMALL = od.TransformerCost(hidden=256, layers=2, ffn=512, heads=2)
         (too_large, r"module 'image' fits on no GPU: it needs at least [\d.]+ GB on each, and a GPU has"),
         (short, "max_tokens=100 is below the longest sample, of"),
         (lambda: Placement(module=Module("llm", SMALL), tp=4), "tp=4 does not divide its 2 heads"),
+        (
+            lambda: two_towers("one", dp=2),
+            "Layout.kind='one' has no image of tp=1, pp=1, dp=2, .* LLM of tp=1, pp=1, dp=1",
+        ),
+        (lambda: two_towers("own", sharding="full"), "Layout.kind='own' has no image of .* full next to"),
+        (lambda: two_towers("one", pp=2), "Layout.kind='one' has no"),
         (lambda: Cluster.named("h100x0"), "Cluster.gpus must be at least 1, got 0"),
         (lambda: Cluster.named("v100x8"), "KINDxGPUS, such as h100x64"),
         (lambda: Module("llm", od.CostModel(llm=SMALL)), "has no layers, width and parameters"),  # type: ignore[arg-type]

@@ -53,11 +53,8 @@ def test_even_samples_of_one_phase_take_the_closed_form(sharding: Any) -> None:
 def test_even_microbatches_in_one_pipeline_are_1f1b_over_all_stages(trained: bool) -> None:
     workload, cluster = even(12), Cluster.named("h100x8", **FREE)
     image, llm = module("image", nanoseconds=900_000, trained=trained), module("llm", nanoseconds=2_400_000)
-    placements = (
-        Placement(module=image, pp=2, where="own"),
-        Placement(module=llm, pp=4, where="own"),
-    )
-    found = simulate(Layout(placements=placements, microbatch_tokens=1024), workload, cluster)
+    placements = Placement(module=image, pp=2), Placement(module=llm, pp=4)
+    found = simulate(Layout(placements=placements, kind="own", microbatch_tokens=1024), workload, cluster)
     # A third is forward, of a frozen tower all.
     forward = np.array([[150_000 if trained else 450_000]] * 2 + [[200_000]] * 4) * np.ones(12)
     backward = np.array([[300_000 if trained else 0]] * 2 + [[400_000]] * 4) * np.ones(12)
@@ -148,7 +145,7 @@ def test_modules_of_several_replicas_run_as_by_events(seed: int) -> None:
 def test_rows_of_features_take_their_link_time_once_each_way() -> None:
     workload, slow = even(1), Cluster.named("h100x2", **{**FREE, "within": 1e9})
     image, llm = module("image", nanoseconds=900_000), module("llm", nanoseconds=2_400_000)
-    placements = tuple(Placement(module=each, where="own") for each in (image, llm))
-    found = simulate(Layout(placements=placements, microbatch_tokens=1024), workload, slow)
+    placements = tuple(Placement(module=each) for each in (image, llm))
+    found = simulate(Layout(placements=placements, kind="own", microbatch_tokens=1024), workload, slow)
     way = 2 * 256 * 64 / 1e9  # 256 rows of 64 in bf16
     assert found.seconds[0] == pytest.approx(3_300_000e-9 + 2 * way, rel=1e-9)
