@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks.command import run_command
 from orchdata.bench.harness import Result, WideTable
-from orchdata.planners.jobs import ActiveJob, GpuKind, Job, JobCell, plan_jobs, run_jobs
+from orchdata.planners.jobs import GpuKind, Job, JobCell, Running, plan_jobs, run_jobs
 from orchdata.planners.together import TogetherTable, plan_together, side_by_side
 from orchdata.planners.waves import Operators, plan_waves
 
@@ -144,15 +144,15 @@ def jobs_as_asked(name: str) -> list[Job]:
     return jobs
 
 
-def first_come(active: Sequence[ActiveJob], _: float) -> list[JobCell | None]:
+def first_come(running: Running) -> list[JobCell | None]:
     """First come first served in a queue for each set of kinds, on the fastest free cell, never moved."""
     free = {kind.name: [kind.gpus_a_node] * kind.nodes for kind in KINDS}
-    for each in active:
+    for each in running.active:
         if each.cell:
             for node in each.nodes:
                 free[each.cell.kind][node] -= each.cell.gpus_a_node
     chosen, blocked = [], set()
-    for each in active:
+    for each in running.active:
         queue = frozenset(cell.kind for cell in each.job.cells) if len(each.job.cells) == 1 else frozenset()
         mine = each.cell
         for cell in sorted(each.job.cells, key=lambda cell: cell.pace) if not mine and queue not in blocked else ():

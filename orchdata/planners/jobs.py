@@ -126,8 +126,7 @@ def plan_jobs(
     Raises:
         ValueError: two jobs or kinds of one name, a job that fits no kind, or sizes that do not divide one another.
     """
-    rule = _Rule({kind.name: kind for kind in kinds}, move_seconds)
-    return run_jobs(jobs, kinds, rule.decide, round_seconds, move_seconds)
+    return run_jobs(jobs, kinds, Running.decide, round_seconds, move_seconds)
 
 
 def read_jobs(path: str | Path, cells: Mapping[str, Sequence[JobCell]]) -> list[Job]:
@@ -169,20 +168,15 @@ class ActiveJob:
     ready: float = 0.0  # It computes from here on.
     has_run: bool = False
 
-    def seconds(self, cell: JobCell, now: float, move_seconds: float) -> float:
-        """Estimated seconds to its end on a cell."""
-        wait = max(0.0, self.ready - now) if cell is self.cell else move_seconds if self.has_run else 0.0
-        return wait + self.left * cell.seconds
-
 
 Cells = Sequence[JobCell | None]  # Of each active job; None: it waits.
-Decide = Callable[[Sequence[ActiveJob], float], Cells]
+Decide = Callable[["Running"], Cells]
 
 
 def run_jobs(
     jobs: Sequence[Job], kinds: Sequence[GpuKind], decide: Decide, round_seconds: float, move_seconds: float
 ) -> JobsPlan:
-    """Run jobs as `decide` says at each arrival and end: active jobs by arrival, and the time -> a cell of each."""
+    """Run jobs as `decide` says at each arrival and end."""
     cluster = {kind.name: kind for kind in kinds}
     checked_number(round_seconds, "round_seconds", above=False)
     checked_number(move_seconds, "move_seconds", above=False)
@@ -191,11 +185,11 @@ def run_jobs(
         if not names or len(set(names)) < len(names):
             raise ValueError(f"{name} must be one at least, each with its own name, got {', '.join(names) or 'none'}")
     coming = sorted(_checked(jobs, cluster), key=lambda job: (job.submitted_seconds, job.name), reverse=True)
-    running = _Running(cluster, round_seconds, move_seconds, [], coming[-1].submitted_seconds)
+    running = Running(cluster, round_seconds, move_seconds, [], coming[-1].submitted_seconds)
     while coming or running.active:
         while coming and running.snapped(coming[-1].submitted_seconds) <= running.now:
             running.active.append(ActiveJob(coming[-1], coming.pop().iterations))
-        running.place(decide(running.active, running.now))
+        running.place(decide(running))
         running.advance(running.snapped(coming[-1].submitted_seconds) if coming else math.inf)
     return JobsPlan(
         runs=tuple(sorted(running.runs, key=lambda run: (run.start_seconds, run.job))),
@@ -228,8 +222,11 @@ def _checked(jobs: Sequence[Job], cluster: Mapping[str, GpuKind]) -> Iterator[Jo
 
 
 @dataclass(slots=True)
-class _Running:
-    """Jobs on nodes, from one decision to the next; `judged` by measured seconds, and then with a record."""
+class Running:
+    """Jobs on nodes, from one decision to the next; `judged` by measured seconds, and then with a record.
+
+    The active jobs are in the order of their arrival.
+    """
 
     cluster: Mapping[str, GpuKind]
     round_seconds: float
@@ -303,49 +300,48 @@ class _Running:
                     room[node] -= size
         return found
 
-
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """The rule of `plan_jobs`."""
-
-    cluster: Mapping[str, GpuKind]
-    move_seconds: float
-
-    def decide(self, active: Sequence[ActiveJob], now: float) -> Cells:
+    def decide(self) -> Cells:
         """Return a cell of each job, by the rule alone or, if they are few, the best of all first choices."""
-        best = self._cells(active, now, {})
-        tried = [(at, cell) for at, each in enumerate(active) for cell in (None, *each.job.cells)]
-        if len(tried) <= MOST_TRIED and len(active) > 1:
-            least = self._sum_of_ends(active, now, best)
+        best = self._by_rule({})
+        tried = [(at, cell) for at, each in enumerate(self.active) for cell in (None, *each.job.cells)]
+        if len(tried) <= MOST_TRIED and len(self.active) > 1:
+            least = self._sum_of_ends(best)
             for at, cell in tried:
-                cells = self._cells(active, now, {at: cell})
-                total = self._sum_of_ends(active, now, cells) if any(cells) else math.inf
+                cells = self._by_rule({at: cell})
+                total = self._sum_of_ends(cells) if any(cells) else math.inf
                 if total < least * (1 - 1e-9):
                     best, least = cells, total
         return best
 
-    def _sum_of_ends(self, active: Sequence[ActiveJob], now: float, cells: Cells) -> float:
+    def _sum_of_ends(self, cells: Cells) -> float:
         """Return the sum of estimated seconds from now to the end of each job, decided by the rule later on."""
-        running = _Running(self.cluster, 0.0, self.move_seconds, [replace(each) for each in active], now, judged=False)
-        while running.active:
-            running.place(cells)
-            running.advance(math.inf)
-            cells = self._cells(running.active, running.now, {})
-        return sum(end - now for end in running.ends.values())
+        jobs = [replace(each) for each in self.active]
+        later = Running(self.cluster, 0.0, self.move_seconds, jobs, self.now, judged=False)
+        while later.active:
+            later.place(cells)
+            later.advance(math.inf)
+            cells = later._by_rule({})
+        return sum(end - self.now for end in later.ends.values())
 
-    def _cells(self, active: Sequence[ActiveJob], now: float, given: Mapping[int, JobCell | None]) -> Cells:
+    def _seconds(self, active: ActiveJob, cell: JobCell) -> float:
+        """Return estimated seconds to the end of a job on a cell."""
+        move = self.move_seconds if active.has_run else 0.0
+        wait = max(0.0, active.ready - self.now) if cell is active.cell else move
+        return wait + active.left * cell.seconds
+
+    def _by_rule(self, given: Mapping[int, JobCell | None]) -> Cells:
         """Return a cell of each job by the rule, with those that are given."""
         free = {kind.name: kind.nodes * kind.gpus_a_node for kind in self.cluster.values()}
-        cells: list[JobCell | None] = [None] * len(active)
+        cells: list[JobCell | None] = [None] * len(self.active)
 
         def change_of(at: int) -> tuple[float, str, int, int] | None:
             """Return the change of a job that adds most a GPU: (-gain, name, job, cell)."""
-            each, mine = active[at], cells[at]
-            rate = 1 / each.seconds(mine, now, self.move_seconds) if mine else 0.0
+            each, mine = self.active[at], cells[at]
+            rate = 1 / self._seconds(each, mine) if mine else 0.0
             found = []
             for number, cell in enumerate(each.job.cells):
                 own = mine.gpus if mine and mine.kind == cell.kind else 0
-                gain = 1 / each.seconds(cell, now, self.move_seconds) - rate
+                gain = 1 / self._seconds(each, cell) - rate
                 if cell.gpus <= free[cell.kind] + own and gain > 1e-12 * rate and cell is not mine:
                     more = cell.gpus - (mine.gpus if mine else 0)
                     found.append((-gain / more if more > 0 else -math.inf, each.job.name, at, number))
@@ -359,14 +355,14 @@ class _Rule:
 
         for at, cell in given.items():
             take(at, cell)
-        changes = [change for at in range(len(active)) if at not in given and (change := change_of(at))]
+        changes = [change for at in range(len(cells)) if at not in given and (change := change_of(at))]
         heapq.heapify(changes)
         while changes:
             # Others have taken GPUs since.
             at = heapq.heappop(changes)[2]
             change = change_of(at)
             if change and not (changes and changes[0] < change):
-                take(at, active[at].job.cells[change[3]])
+                take(at, self.active[at].job.cells[change[3]])
                 change = change_of(at)
             if change:
                 heapq.heappush(changes, change)

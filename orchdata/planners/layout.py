@@ -108,9 +108,7 @@ class Placement(Value):
     """How a module is split.
 
     Attributes:
-        tp: GPUs that share each layer.
-        pp: stages, of equal parts of the layers.
-        dp: replicas, which have different samples.
+        tp, pp, dp: GPUs that share each layer; stages of equal parts of the layers; replicas with their own samples.
         sharding: None: every replica has all states (DDP); "optimizer": the optimizer's are over dp (ZeRO-1);
             "full": all are (FSDP).
         recompute: "full": layers are computed again in the backward pass.

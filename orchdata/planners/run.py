@@ -104,8 +104,6 @@ def plan_run(
 
     Args:
         modules: one for each phase, in any order.
-        workload: real steps.
-        cluster: GPUs, and the constants of the formulas.
         max_tokens: LLM tokens of a microbatch; by default 4,096, 8,192, ... 131,072 are tried, from the longest sample.
         keep: module -> "tp", "pp" or "dp" that it must have.
 
