@@ -99,10 +99,7 @@ def _modules(model: str | None, modules: str | None) -> tuple[list[Module], Cost
     given = read_yaml(modules)
     if not isinstance(given, list):
         raise ValueError(f"{modules} must list modules, got {given!r:.80}")
-    try:
-        found = [Module.from_dict(each) for each in given]
-    except ValueError as error:
-        raise ValueError(f"{modules}: {error}") from error
+    found = [Module.from_dict(each) for each in given]
     return found, CostModel(**{module.name: module.cost for module in found})
 
 

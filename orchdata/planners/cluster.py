@@ -49,7 +49,6 @@ class Cluster(Value):
         memory, memory_bandwidth: bytes of a GPU, and bytes/s of its memory.
         within, between: bytes/s that a GPU sends, inside a node and between nodes.
         name, source: where the figures are from.
-        device: as torch names it, for the printed call.
     """
 
     gpus: int
@@ -61,7 +60,6 @@ class Cluster(Value):
     gpus_per_node: int = 8
     name: str = ""
     source: str = ""
-    device: str = "cuda"
     assumed: Assumed = field(default_factory=Assumed)
 
     def __post_init__(self) -> None:

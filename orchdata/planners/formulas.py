@@ -41,14 +41,9 @@ class Many(NamedTuple):
 
     def placement(self, *, plain: bool) -> Placement:
         """Return one of numbers as a value; `plain`: without sharding."""
-        return Placement(
-            module=self.module,
-            tp=int(self.tp),
-            pp=int(self.pp),
-            dp=int(self.dp),
-            sharding=None if plain else self.sharding,
-            recompute="full" if self.again else None,
-        )
+        sharding, recompute = None if plain else self.sharding, "full" if self.again else None
+        split: Any = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "sharding": sharding, "recompute": recompute}
+        return Placement(module=self.module, **split)
 
 
 Setting = Placement | Many

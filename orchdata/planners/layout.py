@@ -167,9 +167,8 @@ class Layout(Value):
         names = [each.module.name for each in self.placements]
         if not names or names[-1] != LLM or len(set(names)) < len(names):
             raise ValueError(f"Layout.placements must be of different modules, {LLM!r} last, got {names}")
-        kinds = ("joint", "per_phase") if self.kind in ("one", "repeated") else ("joint",)
-        if self.assignment not in kinds:
-            raise ValueError(f"Layout.assignment must be one of {kinds} in this layout, got {self.assignment!r}")
+        if self.assignment != "joint" and self.kind not in ("one", "repeated"):
+            raise ValueError(f"Layout.assignment must be 'joint' with kind={self.kind!r}, got {self.assignment!r}")
         llm, apart = self.llm, self.kind == "own"
         tp, dp = {"repeated": (1, llm.dp), "shared": (1, llm.gpus)}.get(self.kind, (llm.tp, llm.dp))
         stages = {"one": llm.pp == 1, "repeated": llm.pp == 1, "first_stage": llm.pp > 1, "shared": True, "own": True}

@@ -257,7 +257,7 @@ def call_of(layout: Layout, workload: Workload, cluster: Cluster) -> str:
     return f"""import orchdata as od
 from torch.distributed.device_mesh import init_device_mesh
 
-{"".join(notes)}mesh = init_device_mesh({cluster.device!r}, {(*dims.values(),)}, mesh_dim_names={(*dims,)})
+{"".join(notes)}mesh = init_device_mesh("cuda", {(*dims.values(),)}, mesh_dim_names={(*dims,)})
 loader = od.DataLoader(
     dataset, cost=cost, {size}={amount}, dp=mesh,
     balance=od.Balance({options}),

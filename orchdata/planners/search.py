@@ -50,12 +50,8 @@ class Candidate(NamedTuple):
     def layout(self, assignment: Any = "joint") -> Layout:
         """Return it as a value; one replica of all has nothing to shard."""
         alone = all(each.dp == 1 for each in self.settings)
-        return Layout(
-            placements=tuple(of.placement(plain=alone or (self.kind == "own" and of.dp == 1)) for of in self.settings),
-            kind=self.kind,
-            microbatch_tokens=self.tokens,
-            assignment=assignment,
-        )
+        placements = tuple(of.placement(plain=alone or (self.kind == "own" and of.dp == 1)) for of in self.settings)
+        return Layout(placements=placements, kind=self.kind, microbatch_tokens=self.tokens, assignment=assignment)
 
 
 def tried_tokens(longest: int) -> tuple[int, ...]:

@@ -87,7 +87,7 @@ def simulate(layout: Layout, workload: Workload, cluster: Cluster, *, balance: B
         raise ValueError(f"the layout uses {layout.gpus} GPUs, and the cluster has {cluster.gpus}")
     if longest > layout.microbatch_tokens:
         raise ValueError(
-            f"Layout.microbatch_tokens={layout.microbatch_tokens} is below the longest sample, of {longest} tokens"
+            f"Layout.microbatch_tokens={layout.microbatch_tokens} is below the longest sample, of {longest}"
         )
     run = _Run(layout, workload, cluster, balance or balance_of(layout))
     seconds, parts, positions, rows, count = zip(*map(run.step, range(workload.num_steps)), strict=True)
@@ -150,14 +150,14 @@ class _Run:
         rows = np.arange(*self.workload.steps[number : number + 2])
         plan = make_plan(self.spec, StepTask(0, number, rows=rows))
         shares = {name: self._share(name, plan, number) for name in self.modules}
-        llm, encoders = shares.pop(LLM), shares
+        encoders = {name: shares[name] for name in shares if name != LLM}
         # Without a pipeline ranks meet in micro-steps, or at the end; with one, by events.
         is_pipeline = self.kind in ("own", "first_stage") or self.llm.pp > 1
-        seconds, links = (self._pipeline if is_pipeline else self._even)(encoders, llm)
+        seconds, links = (self._pipeline if is_pipeline else self._even)(shares, encoders)
         held = [float(optimizer_seconds(each, self.cluster)) for each in self.layout.placements]
         optimizer = max(held) if self.kind == "own" else sum(held)
         parts = {}
-        for name, of in {**encoders, LLM: llm}.items():
+        for name, of in shares.items():
             tp = self.llm.tp if self.kind == "repeated" else self.modules[name].tp
             work = float(self.total[name][of.parts].sum()) / _NANO
             parts[name] = work * self.modules[name].pp * tp / self.layout.gpus
@@ -197,9 +197,9 @@ class _Run:
         ways = 1 + any(each.module.has_gradients for each in self.layout.encoders)
         return ways * rows_seconds(rows, self.llm.module, self.cluster.link(self.llm.gpus), self.cluster)
 
-    def _even(self, encoders: Mapping[str, _Share], llm: _Share) -> tuple[float, float]:
+    def _even(self, shares: Mapping[str, _Share], encoders: Mapping[str, _Share]) -> tuple[float, float]:
         """Return seconds of a step without a pipeline, and those of its links that computing does not hide."""
-        cells = [of.cells(self.total[name]) for name, of in {**encoders, LLM: llm}.items()]
+        cells = [of.cells(self.total[name]) for name, of in shares.items()]
         if self.balance.price.meets_in_micro_steps or self.kind == "shared":
             computing = np.sum([of.max(axis=0) for of in cells], axis=0)[None] / _NANO
         else:
@@ -213,11 +213,9 @@ class _Run:
             seconds = float((busy[:, :-1].sum(axis=1) + overlapped(busy[:, -1], sent, self.cluster)).max())
         return seconds, seconds - float(computing.sum(axis=1).max())
 
-    def _pipeline(self, encoders: Mapping[str, _Share], llm: _Share) -> tuple[float, float]:
+    def _pipeline(self, shares: Mapping[str, _Share], encoders: Mapping[str, _Share]) -> tuple[float, float]:
         """Return the same of a step with a pipeline, whose links count as waiting."""
-        cluster, own = self.cluster, self.kind == "own"
-        shares = {**encoders, LLM: llm}
-        ways = self.forward, self.total
+        cluster, own, ways = self.cluster, self.kind == "own", (self.forward, self.total)
         # Of each module, forward and whole: (2, replicas, micro-steps).
         times = {name: np.array([of.cells(way[name]) for way in ways], float) for name, of in shares.items()}
         # Blocks of equal stages: of each module on its own GPUs, else the first stage of the LLM and the others.
@@ -234,7 +232,7 @@ class _Run:
         if self.kind == "shared":  # all GPUs encode once, before and after the pipeline
             before = sum(float(times[name][1].max()) for name in encoders) / _NANO
             before += float(self._exchange(encoders).sum())
-        travel = np.zeros((2, len(blocks), llm.micro_steps))
+        travel = np.zeros((2, len(blocks), shares[LLM].micro_steps))
         for border, each in enumerate(chain if own else ()):
             if each is not self.llm:
                 rows = self._rows(each.module.name, encoders[each.module.name])

@@ -216,10 +216,10 @@ def test_the_printed_call_runs(shard: str, tmp_path: Path) -> None:
     dataset = od.ShardDataset(shard, recipe=RECIPE)
     workload = Workload.of(dataset, cost=od.CostModel(llm=SMALL), global_batch_tokens=1000)
     plain = Workload(steps=workload.steps, phases={"llm": workload.phases["llm"]}, global_batch_tokens=1000)
-    cluster = Cluster.named("h100x2", device="cpu")
+    cluster = Cluster.named("h100x2")
     layout = Layout(placements=(Placement(module=llm, dp=2, sharding="full"),), microbatch_tokens=300)
     call = tmp_path / "call.py"
-    call.write_text(call_of(layout, plain, cluster))
+    call.write_text(call_of(layout, plain, cluster).replace('"cuda"', '"cpu"'))
     found = planned_call_job.run(shard, call, tmp_path)
     assert [rank["dp"] for rank in found] == [2, 2]
     assert all(0 < tokens <= 300 for rank in found for tokens in rank["tokens"])
