@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.planners.cluster import Cluster
-from orchdata.planners.layout import LLM, Kind, Module, Placement, Sharding, priced
+from orchdata.planners.layout import LLM, Kind, Module, Placement, Sharding
 from orchdata.planners.workload import Workload, WorkloadCosts
 
 Numbers = Any  # a float, or float64 of any shape
@@ -112,12 +112,12 @@ def sequence_seconds(
     operations: NDArray[np.float64] = module.operations(positions, recompute=recompute)
     if module.seconds is not None:
         again: NDArray[np.float64] = operations / module.operations(positions)
-        return priced(module.seconds[tp], positions) * again
+        return module.seconds[tp].at(positions.astype(np.float64)) * again
     a, width = cluster.assumed, module.cost.hidden / tp
     speed = tp * cluster.operations * module.share * width / (width + a.width)
     bytes_each = (a.tensor_bytes_recomputed if recompute else a.tensor_bytes) * module.cost.layers * module.cost.hidden
     sent = float((1 - a.hidden) * bytes_each * (tp - 1) / tp / cluster.link(tp))
-    return operations / speed + sent * np.asarray(positions, np.float64)
+    return operations / speed + sent * positions
 
 
 def forward_share(module: Module, positions: NDArray[np.int64], *, recompute: bool) -> NDArray[np.float64]:

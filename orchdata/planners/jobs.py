@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
-from orchdata.balancers.checks import checked_count
+from orchdata.balancers.checks import checked_count, checked_effort
 from orchdata.planners.values import Value, checked_number
 
 MOST_TRIED = 64  # First choices whose future is simulated; with more, the rule alone decides.
@@ -76,7 +76,7 @@ class Job(Value):
 
     def __post_init__(self) -> None:
         checked_number(self.iterations, f"Job({self.name!r}).iterations")
-        checked_number(self.submitted_seconds, f"Job({self.name!r}).submitted_seconds", above=False)
+        checked_effort(self.submitted_seconds, f"Job({self.name!r}).submitted_seconds")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,8 +178,8 @@ def run_jobs(
 ) -> JobsPlan:
     """Run jobs as `decide` says at each arrival and end."""
     cluster = {kind.name: kind for kind in kinds}
-    checked_number(round_seconds, "round_seconds", above=False)
-    checked_number(move_seconds, "move_seconds", above=False)
+    checked_effort(round_seconds, "round_seconds")
+    checked_effort(move_seconds, "move_seconds")
     for values, name in ((jobs, "jobs"), (kinds, "kinds")):
         names = sorted(value.name for value in values)
         if not names or len(set(names)) < len(names):

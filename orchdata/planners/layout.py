@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers.checks import checked_count
+from orchdata.balancers.checks import checked_count, checked_effort
 from orchdata.balancers.costs.phase import PhaseCost
 from orchdata.balancers.costs.transformer import TransformerCost
 from orchdata.planners.values import Value, checked_number
@@ -59,7 +59,7 @@ class Module(Value):
         object.__setattr__(self, "trained", cost.trainable)
         object.__setattr__(self, "parameters", checked_number(parameters, f"{named}.parameters"))
         object.__setattr__(self, "share", checked_number(share, f"{named}.share", most=1.0))
-        checked_number(self.error, f"{named}.error", above=False)
+        checked_effort(self.error, f"{named}.error")
 
     @property
     def has_gradients(self) -> bool:
@@ -69,7 +69,7 @@ class Module(Value):
     def operations(self, positions: NDArray[np.int64], *, recompute: bool = False, forward: bool = False) -> Any:
         """Return operations of each sequence of so many positions, float64; `forward`: of that pass alone."""
         cost = _forward(self.cost) if forward else replace(self.cost, recompute=recompute and self.has_gradients)
-        return priced(cost.phase_cost(), positions)
+        return cost.phase_cost().at(positions.astype(np.float64))
 
     def refused(self, tp: int, pp: int) -> str:
         """Say why so many GPUs cannot split it; empty if they can."""
@@ -81,15 +81,6 @@ class Module(Value):
         if self.seconds is not None and tp not in self.seconds:
             return f"tp={tp} was not measured: Module.seconds has {[*self.seconds]}"
         return ""
-
-
-def priced(cost: PhaseCost, positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the cost of each sequence, not quantised, float64 as `positions`."""
-    lengths = np.asarray(positions, np.float64)
-    total: NDArray[np.float64] = cost.linear * lengths + cost.quadratic * lengths * lengths + cost.constant
-    for width, coefficient in cost.windows:
-        total += coefficient * lengths * np.minimum(lengths, width)
-    return total
 
 
 def _forward(cost: TransformerCost) -> TransformerCost:

@@ -116,7 +116,6 @@ def plan_run(
     check_keys(kept, [module.name for module in ordered], "keep")
     for module in ordered:
         sizes: Any = kept.get(module.name, {})
-        check_keys(sizes, ("tp", "pp", "dp"), f"keep {module.name!r}")
         Placement(module=module, **{"tp": min(module.seconds or (1,)), **sizes})  # Raises for one that cannot be.
     # The fewer samples a step has, the further it is from the mean one: then more are looked at.
     most = min(max(SIMULATED, 32 * _SCREENED_SAMPLES // means.fewest_samples), _MOST_SCREENED)

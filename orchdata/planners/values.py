@@ -33,17 +33,12 @@ def check_keys(given: Iterable[Any], known: Iterable[str], name: str) -> None:
         raise ValueError(f"{name} has {unknown[0]!r}, which is none of its fields: {', '.join(known)}")
 
 
-def checked_number(value: Any, name: str, *, most: float = math.inf, above: bool = True) -> float:
-    """Return a finite number above 0 (or from 0 on), and at most `most`. Raises ValueError for another."""
-    good = (
-        isinstance(value, int | float | np.number)
-        and not isinstance(value, bool)
-        and 0 <= value <= most
-        and value < math.inf
-    )
-    if not good or (above and not value):
-        limit = f"{'above' if above else 'of at least'} 0" + (f", at most {most:g}" if most < math.inf else "")
-        raise ValueError(f"{name} must be a finite number {limit}, got {value!r}")
+def checked_number(value: Any, name: str, *, most: float = math.inf) -> float:
+    """Return a finite number above 0, and at most `most`. Raises ValueError for another."""
+    good = isinstance(value, int | float | np.number) and not isinstance(value, bool) and 0 < value <= most
+    if not good or value == math.inf:
+        limit = f", at most {most:g}" if most < math.inf else ""
+        raise ValueError(f"{name} must be a finite number above 0{limit}, got {value!r}")
     return float(value)
 
 
