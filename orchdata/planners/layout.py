@@ -174,10 +174,6 @@ class Layout(Value):
         return self.placements[-1]
 
     @property
-    def encoders(self) -> tuple[Placement, ...]:
-        return self.placements[:-1]
-
-    @property
     def gpus(self) -> int:
         """GPUs that it uses."""
         return sum(each.gpus for each in self.placements) if self.kind == "own" else self.llm.gpus

@@ -64,7 +64,7 @@ class Choice(Value):
         of, llm = self.layout, self.layout.llm
         if of.kind == "own":
             return " | ".join(f"{each.module.name} {_split_words(each)}" for each in of.placements) + ", a pipeline"
-        what = "" if of.kind == "one" or not of.encoders else f", {_WORDS[of.kind]}"
+        what = "" if of.kind == "one" or len(of.placements) == 1 else f", {_WORDS[of.kind]}"
         return f"{'FSDP, ' if llm.sharding == 'full' else ''}{_split_words(llm)}{what}"
 
 

@@ -20,7 +20,6 @@ from orchdata.planners.layout import LLM, Kind, Layout, Module, Placement, Shard
 from orchdata.planners.values import Value
 from orchdata.planners.workload import Workload
 
-TRIED_TOKENS: Final = tuple(4096 << each for each in range(6))
 _SIZES: Final = (1, 2, 4, 8)
 _MOST_STAGES, _MOST_STAGES_OF_OTHERS = 20, 4
 _MOST_COMBINED: Final = 1 << 20
@@ -55,8 +54,8 @@ class Candidate(NamedTuple):
 
 
 def tried_tokens(longest: int) -> tuple[int, ...]:
-    """Return the tokens of a microbatch that are tried: none is below the longest sample."""
-    return tuple(each for each in TRIED_TOKENS if each >= longest) or (longest,)
+    """Return the tokens of a microbatch that are tried, 4,096 to 131,072: none is below the longest sample."""
+    return tuple(4096 << each for each in range(6) if 4096 << each >= longest) or (longest,)
 
 
 def cells(module: Module, workload: Workload, cluster: Cluster, *, tokens: int | None = None) -> list[Cell]:

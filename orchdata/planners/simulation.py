@@ -194,7 +194,7 @@ class _Run:
     def _exchange(self, encoders: Mapping[str, _Share]) -> Any:
         """Return seconds of the exchange of features in each micro-step, both ways, on the LLM's GPUs."""
         rows = sum(self._rows(name, of, all_rows=self.kind == "shared") for name, of in encoders.items())
-        ways = 1 + any(each.module.has_gradients for each in self.layout.encoders)
+        ways = 1 + any(each.module.has_gradients for each in self.layout.placements[:-1])
         return ways * rows_seconds(rows, self.llm.module, self.cluster.link(self.llm.gpus), self.cluster)
 
     def _even(self, shares: Mapping[str, _Share], encoders: Mapping[str, _Share]) -> tuple[float, float]:

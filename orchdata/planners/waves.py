@@ -28,10 +28,9 @@ HEAT = 0.3  # A move may be this part worse at first, and none at the end.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operators(Value):
-    """A run of equal operators, one after another, as the layers of a tower of a task.
+    """A run of `count` equal operators, one after another, as the layers of a tower of a task.
 
     Attributes:
-        count: of operators.
         seconds: of one operator, by the number of devices that it may have.
         after: names of the runs that end before this one starts.
     """
