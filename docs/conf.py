@@ -55,7 +55,7 @@ toc_object_entries_show_parents = "hide"
 # Names in signatures that have no page: those of Python, of other packages, and of this one that are not public.
 nitpick_ignore_regex = [("py:.*", r"(?!orchdata\.\w+$).*")]
 
-MODULES = ("balancers", "hf", "torchtitan")
+MODULES = ("balancers", "hf", "planners", "torchtitan")
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\[\]]*)\]\((?![a-z]+:|#|/)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 
 

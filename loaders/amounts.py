@@ -1,4 +1,4 @@
-"""Amounts as people write them: "50GB" -> bytes, "30d" -> seconds, 2 and "shard" -> "2 shards"."""
+"""Amounts as people write them: "50GB" -> bytes, "30d" -> seconds, "2M" -> 2,000,000, 2 and "shard" -> "2 shards"."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def bytes_of(text: str, name: str) -> int:
 def seconds_of(text: str, name: str) -> int:
     """Return a time in seconds: "90s", "45m", "12h", "30d", "2w". Raises ValueError with `name`."""
     return _amount(text, _SECONDS, name, "a time with its unit, such as 30d, 12h, 45m or 90s")
+
+
+def count_of(text: str, name: str) -> int:
+    """Return a number: "2M", "16k", "16384". Raises ValueError with `name`."""
+    return _amount(text, {"": 1, "k": 1000, "m": 1000**2}, name, "a number, such as 16384 or 2M")
 
 
 def counted(count: int, noun: str) -> str:

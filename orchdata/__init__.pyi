@@ -2,6 +2,7 @@
 
 from . import balancers as balancers
 from . import hf as hf
+from . import planners as planners
 from . import torchtitan as torchtitan
 from .balancers import CostModel as CostModel
 from .balancers import MoE as MoE

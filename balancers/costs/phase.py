@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from orchdata.balancers.checks import checked_count
 
 MAX_WIDTH = (1 << 31) - 1
+Positions = TypeVar("Positions", float, NDArray[np.float64])
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +55,11 @@ class PhaseCost:
             self.windows + other.windows,
         )
 
-    def at(self, positions: int) -> float:
-        """Return the cost of one sequence, before quantisation."""
+    def at(self, positions: Positions) -> Positions:
+        """Return the cost of one sequence, or of each, before quantisation."""
         cost = self.linear * positions + self.quadratic * positions * positions + self.constant
         for width, coefficient in self.windows:  # One by one: sum() adds floats differently in each version of Python.
-            cost += coefficient * positions * min(positions, width)
+            cost += coefficient * positions * np.minimum(positions, width)
         return cost
 
 

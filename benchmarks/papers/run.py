@@ -2,6 +2,7 @@
 
 declared mix --seeded--> samples --make_plan under each balance--> step cost --over none--> speedups
 declared sequences --both reorderings--> simulate_1f1b --over none--> speedups
+declared modules --the best of each kind of layout--> simulate --> seconds
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from benchmarks.papers import layouts
 from benchmarks.papers.cases import CASES, GROUP_SIZE, PIPELINES, REPORTED, Case, PipelineCase
 from benchmarks.papers.mixes import Samples
 from benchmarks.papers.pipeline import COLUMNS, LEGEND, speedups
@@ -63,7 +65,8 @@ def run(config: PapersBench) -> list[WideTable]:
         rows=tuple((case.title, *speedups(case, config.seed, config.steps)) for case in pipelines),
         note=f"{LEGEND}. {_gains('DistTrain')}",
     )
-    return [_assumptions(cases, pipelines), *balanced, ordered, _reported()]
+    placed = layouts.table(config.seed, config.steps, small=config.small)
+    return [_assumptions(cases, pipelines), *balanced, ordered, placed, _reported()]
 
 
 _NOTE = (

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from orchdata import __version__
-from orchdata.cli import bench, cache, data, doctor, runs, show
+from orchdata.cli import bench, cache, data, doctor, plan_run, runs, show
 
 app = typer.Typer(
     name="orchdata",
@@ -39,6 +39,7 @@ def _root(
 app.command()(data.index)
 app.command()(data.profile)
 app.command()(data.verify)
+app.command()(plan_run.plan_run)
 app.command()(show.show)
 app.command()(doctor.doctor)
 app.command()(doctor.warm)

@@ -17,7 +17,8 @@ SMALL = run.PapersBench(small=True, steps=1)
 def test_every_case_is_planned_and_nothing_beats_perfect() -> None:
     found = run.run(SMALL)
     json.dumps(make_report("python -m benchmarks.papers", SMALL, found).to_dict(), allow_nan=False)
-    assumed, *tables, ordered, reported = found
+    assumed, *tables, ordered, placed, reported = found
+    assert all(0 < seconds < 1e3 for row in placed.rows for seconds in row[1:])  # type: ignore[operator]
     assert [row[0] for table in tables for row in table.rows] == [
         replace(case, ranks=run.SMALL_RANKS).title for case in CASES
     ]

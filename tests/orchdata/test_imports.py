@@ -67,6 +67,7 @@ orchdata: copies steps
 orchdata: dataloader post_balancing verifying
 orchdata: showing
 orchdata: profiling
+orchdata: planners
 orchdata: testing
 orchdata: hf torchtitan
 orchdata: synth
@@ -167,7 +168,7 @@ def test_no_public_name_is_that_of_a_unit() -> None:
     import orchdata
 
     units = {unit for folder, unit in LAYER_OF if folder == "orchdata"}
-    assert units & set(orchdata.__all__) == {"hf", "torchtitan"}  # these two are the subpackages themselves
+    assert units & set(orchdata.__all__) == {"hf", "planners", "torchtitan"}  # the subpackages themselves
 
 
 def test_no_circles() -> None:

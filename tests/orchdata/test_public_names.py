@@ -12,7 +12,7 @@ import pytest
 import orchdata
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ROOMS = ("balancers", "hf", "torchtitan")
+ROOMS = ("balancers", "hf", "planners", "torchtitan")
 NAMES = [name for name in orchdata.__all__ if name not in ROOMS]
 
 
@@ -22,7 +22,7 @@ def _documented() -> list[str]:
 
 
 def test_all_is_what_the_docs_list() -> None:
-    in_rooms = [f"{room}.{name}" for room in ("hf", "torchtitan") for name in getattr(orchdata, room).__all__]
+    in_rooms = [f"{room}.{name}" for room in ROOMS[1:] for name in getattr(orchdata, room).__all__]
     assert sorted([*NAMES, "balancers", *in_rooms]) == sorted(_documented())
     assert len(set(orchdata.__all__)) == len(orchdata.__all__)
     assert set(ROOMS) < set(orchdata.__all__)
@@ -48,9 +48,7 @@ def test_errors_are_one_tree_and_survive_a_process_border() -> None:
     assert isinstance(copied, RuntimeError)
 
 
-@pytest.mark.parametrize(
-    "stub", ["orchdata/__init__.pyi", "orchdata/hf/__init__.pyi", "orchdata/torchtitan/__init__.pyi"]
-)
+@pytest.mark.parametrize("stub", ["orchdata/__init__.pyi", *(f"orchdata/{room}/__init__.pyi" for room in ROOMS[1:])])
 def test_type_checkers_see_each_name_of_a_stub(stub: str) -> None:
     # In a stub `from .file import name` is private to it; with `as name` it is public.
     imports = [node for node in ast.parse((REPOSITORY / stub).read_text()).body if isinstance(node, ast.ImportFrom)]

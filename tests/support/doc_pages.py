@@ -200,6 +200,7 @@ RUN: dict[str, Callable[[], dict[str, Any]]] = {
     "mixtures.md": mixtures,
     "more_than_one_machine.md": in_folder,
     "node_cache.md": in_folder,
+    "planning_a_run.md": nothing,
     "order-and-resume.md": order,
     "report.md": report,
     "stats.md": stats,

@@ -1,0 +1,30 @@
+"""The public names of `od.planners`: a name stands here alone."""
+
+from .cluster import Assumed as Assumed
+from .cluster import Cluster as Cluster
+from .jobs import GpuKind as GpuKind
+from .jobs import Job as Job
+from .jobs import JobCell as JobCell
+from .jobs import JobRun as JobRun
+from .jobs import JobsPlan as JobsPlan
+from .jobs import plan_jobs as plan_jobs
+from .jobs import read_jobs as read_jobs
+from .layout import Layout as Layout
+from .layout import Module as Module
+from .layout import Placement as Placement
+from .run import Choice as Choice
+from .run import RunPlan as RunPlan
+from .run import plan_run as plan_run
+from .search import Cell as Cell
+from .search import cells as cells
+from .simulation import Simulation as Simulation
+from .simulation import simulate as simulate
+from .together import TogetherPlan as TogetherPlan
+from .together import TogetherTable as TogetherTable
+from .together import plan_together as plan_together
+from .waves import Operators as Operators
+from .waves import OperatorsRun as OperatorsRun
+from .waves import WavesPlan as WavesPlan
+from .waves import plan_waves as plan_waves
+from .workload import Columns as Columns
+from .workload import Workload as Workload

@@ -1,0 +1,164 @@
+"""`plan_waves`: against every schedule, above its bound, with devices for all that runs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from orchdata.planners import Operators, WavesPlan, plan_waves
+
+Running = tuple[tuple[float, int, int], ...]  # End, run, devices.
+
+
+def linear(name: str, count: int, seconds: float) -> Operators:
+    return Operators(name=name, count=count, seconds={size: seconds / size for size in (1, 2, 3, 4)})
+
+
+def graph(seed: int, num_runs: int, most: int) -> list[Operators]:
+    draw, runs = random.Random(seed), []
+    for number in range(num_runs):
+        alone, power = draw.uniform(0.2, 2), draw.uniform(0.3, 1)
+        seconds = {size: alone / size ** (power * draw.uniform(0.85, 1)) for size in (1, 2, 3, 4)}
+        after = tuple(str(other) for other in range(number) if draw.random() < 0.3)
+        runs.append(Operators(name=str(number), count=draw.randint(1, most), seconds=seconds, after=after))
+    return runs
+
+
+def earliest_end(runs: Sequence[Operators], devices: int) -> float:
+    """Return the earliest end of all schedules: each operator starts at 0 or when another ends. `after` looks back."""
+    before = [[int(name) for name in run.after] for run in runs]
+    after = [[other for other in range(len(runs)) if number in before[other]] for number in range(len(runs))]
+    fastest = [min(run.seconds.values()) for run in runs]
+    cheapest = [min(size * each for size, each in run.seconds.items()) for run in runs]
+    seen: dict[object, float] = {}
+    best = math.inf
+
+    def least(now: float, left: Sequence[int], running: Running) -> float:
+        """No end is earlier: by device-seconds, and by the longest way."""
+        area = sum((end - now) * size for end, _, size in running) + sum(map(float.__mul__, map(float, left), cheapest))
+        way = [0.0] * len(runs)
+        for number in reversed(range(len(runs))):
+            now_runs = sum(end - now for end, run, _ in running if run == number)
+            way[number] = now_runs + left[number] * fastest[number] + max((way[k] for k in after[number]), default=0)
+        return now + max(area / devices, *way)
+
+    def follow(now: float, left: tuple[int, ...], running: Running) -> None:
+        nonlocal best
+        if not running and not any(left):
+            best = min(best, now)
+            return
+        state = (left, tuple(sorted((run, size, round(end - now, 9)) for end, run, size in running)))
+        if least(now, left, running) >= best * (1 - 1e-12) or seen.get(state, math.inf) <= now:
+            return
+        seen[state] = now
+        busy = {run for _, run, _ in running}
+        ended = [not count and number not in busy for number, count in enumerate(left)]
+        ready = [k for k in range(len(runs)) if left[k] and k not in busy and all(ended[j] for j in before[k])]
+        free = devices - sum(size for *_, size in running)
+        for sizes in itertools.product([*sorted(runs[0].seconds, reverse=True), 0], repeat=len(ready)):
+            started = [(now + runs[k].seconds[size], k, size) for k, size in zip(ready, sizes, strict=True) if size]
+            if sum(sizes) > free or not (started or running):
+                continue
+            every = (*running, *started)
+            until = min(end for end, *_ in every)
+            rest = tuple(count - (k in {run for _, run, _ in started}) for k, count in enumerate(left))
+            follow(until, rest, tuple(each for each in every if each[0] > until + 1e-12))
+
+    follow(0.0, tuple(run.count for run in runs), ())
+    return best
+
+
+def check(plan: WavesPlan, runs: Sequence[Operators], devices: int) -> None:
+    for now in {run.start_seconds for run in plan.runs}:
+        assert sum(run.devices for run in plan.runs if run.start_seconds <= now < run.end_seconds) <= devices
+    spans = {}
+    for run in runs:
+        mine = [each for each in plan.runs if each.name == run.name]
+        assert sum(each.operators for each in mine) == run.count
+        for each in mine:
+            taken = each.operators * run.seconds[each.devices]
+            assert each.end_seconds - each.start_seconds == pytest.approx(taken)
+        assert all(one.end_seconds <= two.start_seconds for one, two in itertools.pairwise(mine))
+        spans[run.name] = (mine[0].start_seconds, mine[-1].end_seconds)
+    assert all(spans[other][1] <= spans[run.name][0] for run in runs for other in run.after)
+    assert plan.seconds == max(end for _, end in spans.values()) >= plan.bound_seconds
+
+
+def test_devices_of_spindles_example() -> None:
+    plan = plan_waves([linear("a", 8, 1.9 / 8), linear("b", 12, 1.5 / 12), linear("c", 6, 0.6 / 6)], 4)
+    assert plan.relaxed == pytest.approx({"a": 1.9, "b": 1.5, "c": 0.6})
+    assert plan.allocated == {"a": ((2, 8),), "b": ((2, 8), (1, 4)), "c": ((1, 6),)}
+    assert plan.bound_seconds == pytest.approx(1.0)
+
+
+def test_small_graphs_end_near_the_best_of_every_schedule() -> None:
+    ratios = []
+    for seed in range(60):
+        runs = graph(seed, 2 + seed % 2, 4)
+        plan = plan_waves(runs, 4)
+        check(plan, runs, 4)
+        ratios.append(plan.seconds / earliest_end(runs, 4))
+    assert min(ratios) > 1 - 1e-9
+    assert sum(ratios) / len(ratios) <= 1.03
+    assert max(ratios) <= 1.15
+
+
+def test_operators_in_turn_on_all_devices_are_seen_by_the_search() -> None:
+    # Negative control: without devices of their own, runs that scale badly end late.
+    runs = [Operators(name=str(k), count=3, seconds={1: 1.0, 2: 0.9, 3: 0.85, 4: 0.8}) for k in range(2)]
+    assert sum(run.count * run.seconds[4] for run in runs) > 1.15 * earliest_end(runs, 4)
+
+
+def test_a_larger_graph_has_room_and_its_order_and_unit_change_nothing() -> None:
+    runs = graph(3, 12, 9)
+    plan = plan_waves(runs, 4)
+    check(plan, runs, 4)
+    assert plan_waves(runs[::-1], 4) == plan
+    slower = [replace(run, seconds={size: 2 * each for size, each in run.seconds.items()}) for run in runs]
+    assert plan_waves(slower, 4).seconds == 2 * plan.seconds
+
+
+def test_the_plan_comes_back_from_json() -> None:
+    runs = graph(1, 3, 4)
+    plan = plan_waves(runs, 4)
+    assert WavesPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    assert [Operators.from_dict(json.loads(json.dumps(run.to_dict()))) for run in runs] == runs
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Operators(name="a", count=0, seconds={1: 1.0}), r"Operators\('a'\).count must be at least 1, got 0"),
+        (lambda: plan_waves([Operators(name="a", count=1, seconds={})], 4), r"must have a size up to 4, got \[\]"),
+        (
+            lambda: Operators(name="a", count=1, seconds={1: 0.0}),
+            r"seconds\[1\] must be a finite number above 0, got 0",
+        ),
+        (lambda: Operators(name="a", count=1, seconds={1: math.nan}), r"seconds\[1\] .* got nan"),
+        (lambda: Operators(name="a", count=1, seconds={1: None}), r"seconds\[1\] .* got None"),  # type: ignore[dict-item]
+        (lambda: plan_waves([linear("a", 1, 1)], 0), r"devices must be at least 1, got 0"),
+        (
+            lambda: plan_waves([Operators(name="a", count=1, seconds={8: 1.0})], 4),
+            r"must have a size up to 4, got \[8\]",
+        ),
+        (lambda: plan_waves([linear("a", 1, 1)] * 2, 4), r"its own name, got \['a', 'a'\]"),
+        (
+            lambda: plan_waves([Operators(name="a", count=1, seconds={1: 1.0}, after=("b",))], 4),
+            r"Operators\('a'\).after has 'b', which is no run",
+        ),
+        (
+            lambda: plan_waves([Operators(name="a", count=1, seconds={1: 1.0}, after=("a",))], 4),
+            r"Operators.after must have no cycle, got a -> a",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(make: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        make()  # type: ignore[operator]
+    assert "\n" not in str(caught.value)
