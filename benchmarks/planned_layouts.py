@@ -4,7 +4,7 @@ steps of dp 2, a layer at whole and half width, the link --fit--> Module, Cluste
 the same steps, the four layouts in turn, two gloo ranks of one thread each ---------------measured--> seconds
 
 A small encoder and LLM in real training: forward, backward, exchange, AdamW. All layouts start from equal weights, and
-the losses of two steps of warm-up must be equal. A tower with tp 2 takes its seconds with tp 1, times a layer's at half
+the losses of three first steps must be equal. A tower with tp 2 takes its seconds with tp 1, times a layer's at half
 over whole width, and all-reduces of its activations. Both ranks are busy in every measurement that is fitted. Nothing
 of tp 2, of two stages, or of the encoder apart is fitted. Run it alone, on two cores of Linux.
 
@@ -421,12 +421,12 @@ def one_run(config: LayoutsBench, seed: int) -> dict[str, Any]:
     lanes = {name: Lane(name, model) for name in LAYOUTS}
     shapes = layouts(Module(name, cost) for name, cost in COSTS.items())
     first, other = ({name: micros_of(of, each, seed) for name, of in shapes.items()} for each in (fit, rest))
-    # Equal weights and samples have equal losses, also after an update.
-    losses = [[lanes[name].step(first[name][number]) for number in range(2)] for name in LAYOUTS]
+    # Equal weights and samples have equal losses, also after updates: a wrong gradient shows by 2e-3.
+    losses = [[lanes[name].step(first[name][number]) for number in (0, 0, 0)] for name in LAYOUTS]
     ranks: list[Any] = [None, None]
     dist.all_gather_object(ranks, losses)
     all_losses = np.concatenate([[np.sum([of[0] for of in ranks], axis=0)], ranks[1][1:]])
-    if not np.allclose(all_losses, all_losses[0], rtol=1e-4):
+    if not np.allclose(all_losses, all_losses[0], rtol=1e-5):
         raise RuntimeError(f"the layouts do not train the same: losses {all_losses.tolist()}")
     lane = lanes["dp 2"]
     lane.seconds.clear()
