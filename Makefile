@@ -79,6 +79,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.first_hour
 	$(BIN)/python -m benchmarks.papers
 	$(BIN)/python -m benchmarks.planners --together
+	$(BIN)/python -m benchmarks.planned_layouts
 	$(BIN)/python -m benchmarks.index_text
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.pauses
