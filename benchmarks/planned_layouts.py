@@ -42,6 +42,7 @@ from orchdata.bench.harness import Result, WideTable
 from orchdata.order.order import Order
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planners import Assumed, Cluster, Columns, Layout, Module, Placement, Workload, simulate
+from orchdata.planners.layout import Kind
 from orchdata.planners.simulation import balance_of
 from orchdata.planners.workload import WorkloadCosts
 from orchdata.planning.make_plan import PlanSpec, make_plan
@@ -53,12 +54,12 @@ COSTS = {
 }
 WIDTH, HALF = COSTS["llm"].hidden, COSTS["llm"].layers // 2
 SPLIT = {"qkv": 0, "out": 1, "up": 0, "down": 1, "head": 0}  # The dimension that tensor parallelism splits.
-# How each layout places encoder and LLM.
-LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "dp 2": ({"dp": 2}, {"dp": 2}),
-    "tp 2": ({"tp": 2}, {"tp": 2}),
-    "two stages": ({"where": "first_stage"}, {"pp": 2}),
-    "apart": ({"where": "own"}, {"where": "own"}),
+# The kind of each layout, and how it splits encoder and LLM.
+LAYOUTS: dict[str, tuple[Kind, dict[str, Any], dict[str, Any]]] = {
+    "dp 2": ("one", {"dp": 2}, {"dp": 2}),
+    "tp 2": ("one", {"tp": 2}, {"tp": 2}),
+    "two stages": ("first_stage", {}, {"pp": 2}),
+    "apart": ("own", {}, {}),
 }
 
 
@@ -308,9 +309,9 @@ def drawn(steps: int, samples: int, seed: int) -> Workload:
 
 def layouts(modules: Iterable[Module]) -> dict[str, Layout]:
     both, found = [*modules], {}
-    for name, how in LAYOUTS.items():
+    for name, (kind, *how) in LAYOUTS.items():
         placements = tuple(Placement(module=module, **sizes) for module, sizes in zip(both, how, strict=True))
-        found[name] = Layout(placements=placements, microbatch_tokens=MAX_TOKENS)
+        found[name] = Layout(placements=placements, kind=kind, microbatch_tokens=MAX_TOKENS)
     return found
 
 
@@ -391,7 +392,7 @@ def fitted(lane: Lane, micro: Micro) -> tuple[list[Module], Cluster, dict[str, f
         parts = lane.model.named_parameters()
         count = sum(w.numel() for path, w in parts if path.startswith(("encoder", "connector")) == (name == "image"))
         modules.append(Module(name, cost, parameters=count, seconds={1: of, 2: two}, error=fit.residual))
-        computing = sum(map(of.at, lengths)) / positions
+        computing = float(of.at(np.asarray(lengths, np.float64)).sum()) / positions
         said |= {f"{name}: error of the fit": fit.residual, f"{name}: half over whole width": half}
         said[f"{name}: all-reduces over computing"] = sent / computing
     x = torch.randn(len(micro.ids), WIDTH)
