@@ -107,7 +107,7 @@ def _kept(given: list[str]) -> dict[str, dict[str, int]]:
     """`llm=tp4,pp2` -> {"llm": {"tp": 4, "pp": 2}}."""
     kept: dict[str, dict[str, int]] = {}
     for text in given:
-        if not re.fullmatch(r"\w+=((tp|pp|dp)\d+,?)+", text):
+        if not re.fullmatch(r"\w+=(tp|pp|dp)\d+(,(tp|pp|dp)\d+)*", text):
             raise ValueError(f"--keep must be PHASE=tpN,ppN,dpN, such as llm=tp4, got {text!r:.80}")
         name, sizes = text.split("=")
         kept.setdefault(name, {}).update((size, int(number)) for size, number in re.findall(r"(\w\w)(\d+)", sizes))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from orchdata.balancers.checks import checked_count
+from orchdata.balancers.checks import checked_count, checked_effort
 from orchdata.planners.values import Value, checked_number
 
 
@@ -37,6 +37,11 @@ class Assumed(Value):
     not_hidden: float = 0.1  # part of the smaller one of sending and computing that the larger one does not hide
     usable: float = 0.9  # part of memory that states and activations may fill
     width: float = 128.0  # of a GPU's slice of a layer, at which kernels reach half of their share of peak
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if checked_effort(value, f"Assumed.{name}") > 1 and name in ("hidden", "not_hidden", "usable"):
+                raise ValueError(f"Assumed.{name} is a part, at most 1, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,6 @@ from orchdata.planners.values import Value, checked_number
 LLM: Final = "llm"
 Sharding = Literal["optimizer", "full"]
 Kind = Literal["one", "repeated", "shared", "first_stage", "own"]
-_SHARE, _SHARE_OF_OTHERS = 0.5, 0.42
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class Module(Value):
         trained = self.cost.trainable if self.trained is None else self.trained
         cost = replace(self.cost, trainable=trained, recompute=False)
         parameters = _parameters(cost) if self.parameters is None else self.parameters
-        share = self.share if self.share is not None else _SHARE if self.name == LLM else _SHARE_OF_OTHERS
+        share = self.share if self.share is not None else 0.5 if self.name == LLM else 0.42
         object.__setattr__(self, "cost", cost)
         object.__setattr__(self, "trained", cost.trainable)
         object.__setattr__(self, "parameters", checked_number(parameters, f"{named}.parameters"))

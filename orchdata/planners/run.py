@@ -140,7 +140,8 @@ def plan_run(
     if not choices:
         for module in ordered:  # Raises for one that is too large by itself.
             cells(module, workload, cluster, tokens=max_tokens if module.name == LLM else None)
-        raise ValueError(f"no layout fits on {cluster.gpus} GPUs, keep={dict(kept)}: {'; '.join(rejected[:SIMULATED])}")
+        why = "; ".join(rejected[:SIMULATED])
+        raise ValueError(f"no layout fits on {cluster.gpus} GPUs, tp 1, 2, 4 or 8, keep={dict(kept)}: {why}")
     choices.sort(key=lambda each: (each.seconds, each.layout.gpus))
     recommended = next((at for at, each in enumerate(choices) if not each.runs), None)
     operations = means.operations(ordered)
@@ -250,7 +251,7 @@ def call_of(layout: Layout, workload: Workload, cluster: Cluster) -> str:
         notes.append(f"{cluster.gpus - layout.gpus} of {cluster.gpus} GPUs stay idle")
     given = {name: getattr(balance, name) for name in ("max_tokens", "assignment", "objective")}
     options = ", ".join(f"{name}={of!r}" for name, of in given.items() if of != getattr(Balance(), name))
-    amount = workload.global_batch_tokens or workload.global_batch_size
+    amount = workload.global_batch_tokens or workload.global_batch_size or workload.num_samples // workload.num_steps
     size = "global_batch_tokens" if workload.global_batch_tokens else "global_batch_size"
     notes = [f"# {note}\n" for note in notes]
     return f"""import orchdata as od

@@ -110,12 +110,17 @@ class _Share(NamedTuple):
     home: NDArray[np.int32]
     replicas: int
     micro_steps: int
+    once: bool  # All parts are encoded together.
+
+    @property
+    def rounds(self) -> tuple[NDArray[np.int32], int]:
+        """In which round each part is encoded, and how many there are."""
+        return (np.zeros_like(self.microbatch), 1) if self.once else (self.microbatch, self.micro_steps)
 
     def cells(self, values: Ints) -> Ints:
-        """Return sums of values of the workload's parts: int64 (replicas, micro-steps)."""
-        return loads_by_rank_and_microbatch(
-            values[self.parts], self.rank, self.microbatch, self.replicas, self.micro_steps
-        )
+        """Return sums of values of the workload's parts: int64 (replicas, rounds)."""
+        rounds, count = self.rounds
+        return loads_by_rank_and_microbatch(values[self.parts], self.rank, rounds, self.replicas, count)
 
 
 class _Run:
@@ -139,10 +144,11 @@ class _Run:
         for name, of in self.modules.items():
             # There are few different lengths.
             kinds, where = np.unique(workload.phases[name].positions, return_inverse=True)
-            how = {"recompute": of.again}
-            seconds = sequence_seconds(of.module, cluster, kinds, tp=of.tp, **how)
+            seconds = sequence_seconds(of.module, cluster, kinds, tp=of.tp, recompute=of.again)
+            if not float(seconds.max(initial=0)) * len(where) < 1e9:  # In int64 nanoseconds.
+                raise ValueError(f"module {name!r} takes {seconds.max():.3g} s for a sequence: its speed is wrong")
             whole = np.maximum(np.rint(_NANO * seconds / of.pp), 1).astype(np.int64)
-            ahead = np.rint(whole * forward_share(of.module, kinds, **how)).astype(np.int64)
+            ahead = np.rint(whole * forward_share(of.module, kinds, recompute=of.again)).astype(np.int64)
             self.total[name], self.forward[name] = whole[where], ahead[where]
 
     def step(self, number: int) -> tuple[float, dict[str, float], dict[str, float], float, int]:
@@ -164,7 +170,7 @@ class _Run:
         parts |= {"links": links, "optimizer": optimizer}
         parts["waiting"] = seconds + optimizer - sum(parts.values())
         positions = {name: float(of.cells(self.workload.phases[name].positions).max()) for name, of in encoders.items()}
-        most_rows = 0 if self.once else sum(self._rows(name, of) for name, of in encoders.items())
+        most_rows = sum(self._rows(name, of._replace(once=False)) for name, of in encoders.items())
         return seconds + optimizer, parts, positions, float(np.max(most_rows)), plan.num_microbatches
 
     def _share(self, name: str, plan: Plan, number: int) -> _Share:
@@ -174,25 +180,25 @@ class _Run:
         parts, sample = slice(*offsets[[0, -1]]), np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
         home, microbatch = plan.rank[sample], plan.microbatch[sample]
         if name == LLM or not self.spread:
-            return _Share(parts, plan.parts[name].rank if name in plan.parts else home, microbatch, home, dp, count)
-        rounds = np.zeros_like(microbatch) if self.once else microbatch
-        rank, total, order = np.zeros(len(sample), np.int32), self.total[name][parts], np.argsort(rounds, kind="stable")
-        for members in np.split(order, np.cumsum(np.bincount(rounds, minlength=1))[:-1]):
+            own = plan.parts[name].rank if name in plan.parts else home
+            return _Share(parts, own, microbatch, home, dp, count, False)
+        share = _Share(parts, np.zeros(len(sample), np.int32), microbatch, home, dp, count, self.once)
+        rounds, total = share.rounds[0], self.total[name][parts]
+        for members in np.split(np.argsort(rounds, kind="stable"), np.cumsum(np.bincount(rounds, minlength=1))[:-1]):
             if len(members):
-                rank[members] = balance_packed(total[members], dp).rank
-        return _Share(parts, rank, rounds, home, dp, 1 if self.once else count)
+                share.rank[members] = balance_packed(total[members], dp).rank
+        return share
 
     def _rows(self, name: str, of: _Share, *, all_rows: bool = True) -> Ints:
-        """Return the most rows of features that a replica of the LLM gets in each micro-step, int64 (micro-steps,);
-        not `all_rows`: without those that stay on their rank.
+        """Return the most rows of features that a replica of the LLM gets in each round, int64 (rounds,); not
+        `all_rows`: without those that stay on their rank.
         """
         moved = self.workload.phases[name].tokens[of.parts] * (all_rows | (of.rank != of.home))
-        loads = loads_by_rank_and_microbatch(moved, of.home, of.microbatch, self.llm.dp, of.micro_steps)
-        rows: Ints = loads.max(axis=0)
+        rows: Ints = loads_by_rank_and_microbatch(moved, of.home, of.rounds[0], self.llm.dp, of.rounds[1]).max(axis=0)
         return rows
 
     def _exchange(self, encoders: Mapping[str, _Share]) -> Any:
-        """Return seconds of the exchange of features in each micro-step, both ways, on the LLM's GPUs."""
+        """Return seconds of the exchange of features in each round, both ways, on the LLM's GPUs."""
         rows = sum(self._rows(name, of, all_rows=self.kind == "shared") for name, of in encoders.items())
         ways = 1 + any(each.module.has_gradients for each in self.layout.placements[:-1])
         return ways * rows_seconds(rows, self.llm.module, self.cluster.link(self.llm.gpus), self.cluster)

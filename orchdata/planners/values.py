@@ -61,5 +61,11 @@ def _made(kind: Any, value: Any, name: str) -> Any:
         return tuple(_made(each, item, name) for each, item in zip(inner, value, strict=True))
     if origin is Mapping:
         key, of = arguments
+        if not isinstance(value, Mapping) or not all(str(each).isdecimal() for each in value if key is int):
+            raise ValueError(
+                f"{name} must map {'whole numbers' if key is int else 'names'} to values, got {value!r:.80}"
+            )
         return {key(each): _made(of, item, f"{name}[{each}]") for each, item in value.items()}
+    if kind in (str, bool) and not isinstance(value, kind):
+        raise ValueError(f"{name} must be a {kind.__name__}, got {value!r:.80}")
     return np.asarray(value) if origin is np.ndarray else value

@@ -190,7 +190,7 @@ class _Schedule:
         self.named, self.order, self.devices = named, order, devices
         self.next: dict[str, list[str]] = {name: [] for name in named}
         for run in named.values():
-            for other in run.after:
+            for other in set(run.after):
                 self.next[other].append(run.name)
 
     def run(self, sizes: Mapping[str, Sequence[int]], weights: Mapping[str, float]) -> tuple[float, list[Started]]:

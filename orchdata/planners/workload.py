@@ -130,6 +130,7 @@ class Workload(Value):
         if (global_batch_tokens is None) == (global_batch_size is None):
             raise ValueError(f"give one of {global_batch_tokens=} and {global_batch_size=}")
         amount = checked_count(global_batch_tokens or global_batch_size or 0, "the global batch")
+        steps = checked_count(steps, "steps")
         dataset, index = (dataset, data) if isinstance(data, Index) else (data, index_of(data))
         # The usable samples, as the loader has them.
         unchosen = np.zeros(0, np.int64) if dataset is None else unchosen_rows(dataset, index)

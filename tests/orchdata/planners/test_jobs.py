@@ -142,6 +142,14 @@ def test_order_of_jobs_and_kinds_changes_nothing_and_twice_the_seconds_are_twice
         assert twice.completion_seconds == {name: 2 * each for name, each in plan.completion_seconds.items()}
 
 
+def test_times_of_the_clock_end_jobs_as_times_from_0_do() -> None:
+    def mean(start: float) -> float:
+        jobs = [job(f"j{at}", 10, {1: 0.37, 2: 0.2}, start + 0.7 * at) for at in range(6)]
+        return plan_jobs(jobs, FOUR, move_seconds=1).mean_completion_seconds
+
+    assert mean(1.7e9) == pytest.approx(mean(0.0), rel=1e-5)
+
+
 def test_a_move_that_does_not_pay_is_not_made() -> None:
     jobs = [job("long", 100, {1: 10, 4: 3}), job("short", 10, {2: 10})]
     assert plan_jobs(jobs, FOUR, move_seconds=1).moves == 1  # long takes all GPUs when short has ended

@@ -18,7 +18,19 @@ from typer.testing import CliRunner
 import orchdata as od
 from orchdata.cli import app
 from orchdata.cli.plan_run import _modules
-from orchdata.planners import Cluster, Columns, Layout, Module, Placement, RunPlan, Workload, cells, plan_run, simulate
+from orchdata.planners import (
+    Assumed,
+    Cluster,
+    Columns,
+    Layout,
+    Module,
+    Placement,
+    RunPlan,
+    Workload,
+    cells,
+    plan_run,
+    simulate,
+)
 from orchdata.planners.formulas import Means
 from orchdata.planners.run import call_of
 from orchdata.planners.search import candidates
@@ -149,6 +161,10 @@ SMALL = od.TransformerCost(hidden=256, layers=2, ffn=512, heads=2)
         (lambda: bad_workload(costs=[5]), r"costs must have 2 numbers, got 1"),
         (lambda: bad_workload(positions=[5, 0]), r"positions\[1\] is 0; it must be at least 1"),
         (lambda: bad_workload(tokens=[5, float("nan")]), "tokens\\[1\\] is nan; it must be a whole number"),
+        (lambda: Assumed(hidden=2.0), "Assumed.hidden is a part, at most 1, got 2.0"),
+        (lambda: Module.from_dict({"name": 3, "cost": SHAPE}), "Module.name must be a str, got 3"),
+        (lambda: Module.from_dict({"name": "llm", "cost": SHAPE, "after": "no"}), "Module.after must be a bool"),
+        (lambda: Module.from_dict({"name": "llm", "cost": SHAPE, "seconds": [1]}), "must map whole numbers to values"),
         (lambda: Layout.from_dict({"tokens": 1}), "Layout has 'tokens', which is none of its fields"),
         (lambda: Module.from_dict({"name": "llm", "cost": {**SHAPE, "depth": 3}}), "Module.cost has 'depth', which is"),
         (lambda: Module.from_dict({"name": "llm", "cost": {"hidden": 3}}), "Module.cost: .* missing .* 'layers' and"),

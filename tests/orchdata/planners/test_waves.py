@@ -97,6 +97,13 @@ def test_devices_of_spindles_example() -> None:
     assert plan.bound_seconds == pytest.approx(1.0)
 
 
+def test_a_run_that_is_named_twice_is_waited_for_like_others() -> None:
+    runs = [linear("a", 1, 1.0), linear("c", 5, 1.0), replace(linear("b", 1, 1.0), after=("a", "a", "c"))]
+    plan = plan_waves(runs, 4)
+    starts = {run.name: run.start_seconds for run in plan.runs}
+    assert starts["b"] >= max(run.end_seconds for run in plan.runs if run.name == "c")
+
+
 def test_small_graphs_end_near_the_best_of_every_schedule() -> None:
     ratios = []
     for seed in range(60):
