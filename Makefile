@@ -80,6 +80,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.papers
 	$(BIN)/python -m benchmarks.planners --together
 	$(BIN)/python -m benchmarks.planned_layouts
+	$(BIN)/python -m benchmarks.planned_steps
 	$(BIN)/python -m benchmarks.index_text
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.pauses

@@ -13,12 +13,15 @@ import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from orchdata.bench.harness import Result, WideTable
 
+if TYPE_CHECKING:
+    from orchdata.loaders.index.index import Index
+
 SKEWED: Final = Path(__file__).with_name("skewed.yaml")
-_WARMUP_STEPS = 2
+WARMUP_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +36,7 @@ class TrainBench:
         batch_size: samples per rank and step (a mean, once balanced).
         dataset: description as for `orchdata synth`, with images and audio; `skewed.yaml` here by default.
         seed: of dataset, order and weights.
+        calibration_steps, calibration_repeats: of other steps, to which costs are fitted.
         quick: few steps and repeats of the calibration, and no demands: to see that everything runs.
     """
 
@@ -42,6 +46,8 @@ class TrainBench:
     batch_size: int = 8
     dataset: str = ""
     seed: int = 0
+    calibration_steps: int = 32
+    calibration_repeats: int = 5
     quick: bool = False
 
     def __post_init__(self) -> None:
@@ -52,9 +58,16 @@ class TrainBench:
 
 def run(config: TrainBench) -> list[Result | WideTable]:
     """Measure; raises LaunchError where a rank fails, ValueError for a dataset without images or audio."""
+    from benchmarks.train.report import make_results
+
+    content, _ = measured(config)
+    return make_results(content, WARMUP_STEPS, demands=not config.quick)
+
+
+def measured(config: TrainBench) -> tuple[dict[str, Any], Index]:
+    """Return what `job.work` says, and the index of what was trained on; raises as `run`."""
     from benchmarks.launch import torchrun
     from benchmarks.train.lanes import make_recipe
-    from benchmarks.train.report import make_results
     from orchdata.loaders.index.build import build_index
     from orchdata.loaders.storage.cache import CacheFolder
     from orchdata.synth import read_description, synthesize
@@ -63,7 +76,7 @@ def run(config: TrainBench) -> list[Result | WideTable]:
     with tempfile.TemporaryDirectory(prefix="orchdata-bench-") as name:
         folder = Path(name)
         # As many samples as are trained on, and enough for the fit; a shorter dataset is a prefix of a longer.
-        needed = max(128, (config.steps + _WARMUP_STEPS) * config.batch_size * config.ranks)
+        needed = max(128, (config.steps + WARMUP_STEPS) * config.batch_size * config.ranks)
         written = synthesize(description, folder / "shards", samples=min(description["samples"], needed))
         shards = [str(path) for path in written.paths]
         index = build_index(shards, make_recipe(), cache=CacheFolder(folder / "cache"))
@@ -79,7 +92,7 @@ def run(config: TrainBench) -> list[Result | WideTable]:
                 environment={"ORCHDATA_CACHE": str(folder / "cache")},
                 log=log,
             )
-        return make_results(json.loads(result_path.read_text()), _WARMUP_STEPS, demands=not config.quick)
+        return json.loads(result_path.read_text()), index
 
 
 def _job(config: TrainBench, shards: list[str]) -> dict[str, Any]:
@@ -89,12 +102,12 @@ def _job(config: TrainBench, shards: list[str]) -> dict[str, Any]:
             "shards": shards,
             "steps": config.steps,
             "block_steps": 2,
-            "warmup_steps": _WARMUP_STEPS,
+            "warmup_steps": WARMUP_STEPS,
             "global_batch_size": config.ranks * config.batch_size,
             "seed": config.seed,
             "repeats": config.repeats,
         },
-        "calibration_steps": 8 if config.quick else 32,
-        "calibration_repeats": 1 if config.quick else 5,
+        "calibration_steps": 8 if config.quick else config.calibration_steps,
+        "calibration_repeats": 1 if config.quick else config.calibration_repeats,
         "exchange_repeats": 1 if config.quick else 5,
     }

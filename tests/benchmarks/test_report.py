@@ -64,6 +64,7 @@ def test_every_table_stands_on_one_page_and_every_stored_report_is_shown() -> No
         "memory",
         "teams",
         "planned_layouts",
+        "planned_steps",
     }
     assert {path.stem for path in results.FOLDER.glob("*.json")} == shown
 
