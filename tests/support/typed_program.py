@@ -157,3 +157,29 @@ def hugging_face(processor: Any, model: Any, accelerator: Any, batch: od.Batch) 
     od.DataLoader(dataset, 8, collate_fn=od.hf.Inputs(model.config))
     od.hf.accelerate(loader, accelerator)
     print(od.hf.image_modality(processor), od.hf.encode, od.hf.loss, od.torchtitan.DataLoader)
+
+
+def plan(index: od.planners.Workload) -> od.planners.RunPlan:
+    shape = od.TransformerCost(hidden=64, layers=2, ffn=128)
+    module, cluster = od.planners.Module("llm", shape), od.planners.Cluster.named("h100x8")
+    workload = od.planners.Workload.of(dataset, cost=cost, global_batch_size=8)
+    assert_type(workload.phases["llm"], od.planners.Columns)
+    assert_type(cluster.assumed, od.planners.Assumed)
+    assert_type(od.planners.cells(module, workload, cluster), list[od.planners.Cell])
+    layout = od.planners.Layout(placements=(od.planners.Placement(module=module),), microbatch_tokens=4096)
+    assert_type(od.planners.simulate(layout, workload, cluster), od.planners.Simulation)
+    found = od.planners.plan_run([module], index, cluster)
+    assert_type(found.choices, tuple[od.planners.Choice, ...])
+    return found
+
+
+def plan_others(file: str, table: od.planners.TogetherTable) -> None:
+    cell = od.planners.JobCell(kind="a", nodes=1, gpus_a_node=2, seconds=1.0)
+    jobs = [*od.planners.read_jobs(file, {"a": [cell]}), od.planners.Job(name="b", iterations=2, cells=(cell,))]
+    of_jobs: od.planners.JobsPlan = od.planners.plan_jobs(jobs, [od.planners.GpuKind(name="a", nodes=1, gpus_a_node=2)])
+    assert_type(of_jobs.runs, tuple[od.planners.JobRun, ...])
+    waves: od.planners.WavesPlan = od.planners.plan_waves(
+        [od.planners.Operators(name="a", count=2, seconds={1: 1.0})], 4
+    )
+    assert_type(waves.runs, tuple[od.planners.OperatorsRun, ...])
+    assert_type(od.planners.plan_together(table), od.planners.TogetherPlan)
