@@ -181,7 +181,8 @@ def _teams() -> None:
     costs, owner = {"encoder": encoder, "llm": tokens}, np.zeros(len(_COSTS), np.int32)
     for balance in (Balance(), Balance(max_tokens=2 * _CAP), Balance(max_tokens=2 * _CAP, objective="sum")):
         step = StepSamples(costs, dict.fromkeys(balance.caps, tokens), tokens, _RANKS, balance, owner)
-        share_in_teams(step, Teams(largest=4, cut="trainer"), 0, 1, is_long)
+        for few in (step, step.take(np.arange(8))):  # So few are also searched.
+            share_in_teams(few, Teams(largest=4, cut="trainer"), 0, 1, is_long[: few.num_samples])
 
 
 def _moves() -> None:
