@@ -121,10 +121,13 @@ class _Ways:
         return StepTeams(size, self.sizes, self.table)
 
     def found(self) -> Iterator[tuple[int, Shares]]:
-        """Yield (price, ranks, microbatches and teams) of ways that share something."""
-        yield from self._largest_first()
-        if self.step.sizes or not self.mixed:
-            yield from self._filled()
+        """Yield (price, ranks, microbatches and teams) of ways that share something; of many samples, the first."""
+        ways = [self._filled, self._largest_first] if self.step.sizes or not self.mixed else [self._largest_first]
+        for way in ways if self.step.meets_in_micro_steps else ways[::-1]:
+            found = list(way())
+            yield from found
+            if found and self.step.num_samples > MANY_SAMPLES:
+                return
 
     def _balanced(self) -> tuple[Ranks, Ranks, int]:
         """Return sizes and first ranks as if there was one micro-step, int32 (n,) each, and the largest load."""
