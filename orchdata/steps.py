@@ -117,7 +117,7 @@ class OptimizerSteps:
         if balance.encode != "micro_step":
             raise ValueError(
                 f"{trainer} runs the whole model on one microbatch after another, and encoders would not run once for "
-                f"several, as Balance(encode={balance.encode!r}) plans: leave encode out"
+                f"several, as Balance(encode={balance.encode!r}) plans: leave encode out, or loop with od.rounds"
             )
         if balance.teams is not None:
             raise ValueError(

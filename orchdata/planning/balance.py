@@ -38,7 +38,7 @@ class Balance:
             by itself: a rank encodes parts of any sample of its micro-step, and `od.exchange` carries the features to
             the samples. Every micro-step is then balanced by itself, under either objective.
         encode: per phase, the micro-steps of a round, whose parts are balanced and encoded together: "micro_step", one;
-            "step", all; or their number. A part stays in the batch and the
+            "step", all; or their number. `od.rounds` runs the encoders once a round. A part stays in the batch and the
             route of its sample; only its rank comes from the round.
         objective: "barrier" where ranks wait for each other after each phase, as under FSDP (minimises the sum over
             phases of the largest load, and lets microbatches of the same number cost about the same), "sum" where they
