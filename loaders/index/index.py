@@ -371,6 +371,11 @@ class Index:
             raise self.damaged("a row without tokens is said to be good")
         return tokens
 
+    def release(self) -> None:
+        """Let pages of the file that were read leave this process: they come back when they are read again."""
+        mapped: Any = self.shard.base
+        mapped.obj.madvise(mmap.MADV_DONTNEED)
+
     def bad_rows(self) -> NDArray[np.int64]:
         """Return the samples that cannot be used, ascending, int64."""
         return self._columns.bad_row

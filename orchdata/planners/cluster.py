@@ -80,9 +80,7 @@ class Cluster(Value):
         """
         kind, _, gpus = name.partition("x")
         if kind not in _PRESETS or not gpus.isdecimal():
-            raise ValueError(
-                f"a cluster is KINDxGPUS, such as h100x64, with a kind of {', '.join(_PRESETS)}; got {name!r:.80}"
-            )
+            raise ValueError(f"a cluster is KINDxGPUS, such as h100x64, of {', '.join(_PRESETS)}; got {name!r:.80}")
         preset = dict(zip((*_SPEEDS, "source"), _PRESETS[kind], strict=True))
         return cls(**{"gpus": int(gpus), "name": kind.upper(), **preset, **changes})
 

@@ -263,7 +263,6 @@ class Running:
         before, self.now = self.now, now
         for active, pace in pairs:
             active.left -= max(0.0, now - max(active.ready, before)) / pace
-            # Rounded: what is left is nothing, or too short to move the clock.
             if active.left <= 1e-9 * active.job.iterations or max(active.ready, now) + active.left * pace <= now:
                 self._record(active)
                 self.ends[active.job.name] = now

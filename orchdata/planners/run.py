@@ -144,8 +144,7 @@ def plan_run(
         raise ValueError(f"no layout fits on {cluster.gpus} GPUs, tp 1, 2, 4 or 8, keep={dict(kept)}: {why}")
     choices.sort(key=lambda each: (each.seconds, each.layout.gpus))
     recommended = next((at for at, each in enumerate(choices) if not each.runs), None)
-    operations = means.operations(ordered)
-    work = sum(operations[each.name] / each.share for each in ordered)
+    work = sum(of / each.share for of, each in zip(means.operations(ordered).values(), ordered, strict=True))
     return RunPlan(
         choices=tuple(choices),
         recommended=recommended,
@@ -194,7 +193,6 @@ def _simulated(candidate: Candidate, workload: Workload, means: Means) -> Choice
     mean = float(of.seconds.mean())
     low, high = np.quantile(of.seconds, (0.1, 0.9)).tolist()
     noise = _QUANTILE * max(module.error for module in modules) * mean
-    operations = sum(means.operations(modules).values())
     return Choice(
         layout=layout,
         runs=layout.runs,
@@ -203,7 +201,7 @@ def _simulated(candidate: Candidate, workload: Workload, means: Means) -> Choice
         closed=candidate.seconds,
         memory=of.bytes,
         parts={name: float(values.mean()) for name, values in of.parts.items()},
-        mfu=operations / (cluster.gpus * cluster.operations * mean),
+        mfu=sum(means.operations(modules).values()) / (cluster.gpus * cluster.operations * mean),
         gpu_hours=mean * cluster.gpus / 3600 / means.tokens * 1e9,
     )
 
@@ -215,13 +213,12 @@ def _assumptions(modules: Sequence[Module], cluster: Cluster, workload: Workload
     if shares:
         speeds.append(f"declared: kernels reach {' and '.join(shares)} of {cluster.operations / 1e12:.0f} TFLOP/s")
     within, between, memory = (round(of / 1e9) for of in (cluster.within, cluster.between, cluster.memory))
-    samples = workload.num_samples / workload.num_steps
     source = f" ({cluster.source})" if cluster.source else ""
     return (
         "; ".join(speeds),
         f"declared: {within} GB/s in nodes of {cluster.gpus_per_node}, else {between}{source}",
         f"declared: {memory} GB a GPU at {cluster.memory_bandwidth / 1e9:.0f} GB/s",
-        f"{workload.num_steps} steps of the loader's own order, {samples:,.0f} samples each",
+        f"{workload.num_steps} real steps, {workload.num_samples / workload.num_steps:,.0f} samples each",
         *(f"{each.name} = {getattr(cluster.assumed, each.name):g}" for each in fields(cluster.assumed)),
     )
 

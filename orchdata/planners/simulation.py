@@ -86,9 +86,7 @@ def simulate(layout: Layout, workload: Workload, cluster: Cluster, *, balance: B
     if layout.gpus > cluster.gpus:
         raise ValueError(f"the layout uses {layout.gpus} GPUs, and the cluster has {cluster.gpus}")
     if longest > layout.microbatch_tokens:
-        raise ValueError(
-            f"Layout.microbatch_tokens={layout.microbatch_tokens} is below the longest sample, of {longest}"
-        )
+        raise ValueError(f"microbatch_tokens={layout.microbatch_tokens} is below the longest sample, of {longest}")
     run = _Run(layout, workload, cluster, balance or balance_of(layout))
     seconds, parts, positions, rows, count = zip(*map(run.step, range(workload.num_steps)), strict=True)
     most = Memory({name: max(each[name] for each in positions) for name in positions[0]}, max(rows))

@@ -169,6 +169,8 @@ class Workload(Value):
                 positions, tokens, costs = parts.positions, parts.tokens, parts.costs
             positions, tokens, costs = (np.maximum(each, 1) for each in (positions, tokens, costs))
             columns[phase] = Columns(offsets=offsets, positions=positions, tokens=tokens, costs=costs)
+        if not isinstance(index, JoinedIndex):
+            index.release()  # What was read of all rows, to make steps of them.
         return cls(
             steps=np.concatenate([[0], np.cumsum([len(each) for each in rows])]),
             phases=columns,
