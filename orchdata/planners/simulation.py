@@ -78,11 +78,12 @@ def simulate(layout: Layout, workload: Workload, cluster: Cluster, *, balance: B
     """Return seconds of each step of the workload. Plans are those of the loader, with `balance` in place of
     `balance_of(layout)` if given; all replicas are simulated.
 
-    Raises ValueError for phases without modules, more GPUs than the cluster has, or a sample above the layout's
-    `microbatch_tokens`.
+    Raises ValueError for phases without modules, too many GPUs, teams, or a sample above `microbatch_tokens`.
     """
     checked_modules([each.module for each in layout.placements], [*workload.phases])
     longest = workload.phases[LLM].positions.max()
+    if balance is not None and balance.teams is not None:
+        raise ValueError("simulate has no formula for Balance.teams: leave teams out")
     if layout.gpus > cluster.gpus:
         raise ValueError(f"the layout uses {layout.gpus} GPUs, and the cluster has {cluster.gpus}")
     if longest > layout.microbatch_tokens:

@@ -129,8 +129,9 @@ class _Ways:
             if found and self.step.num_samples > MANY_SAMPLES:
                 return
 
+    @cached_property
     def _balanced(self) -> tuple[Ranks, Ranks, int]:
-        """Return sizes and first ranks as if there was one micro-step, int32 (n,) each, and the largest load."""
+        """Sizes and first ranks as if there was one micro-step, int32 (n,) each, and the largest load."""
         table = self.table.copy()
         if not self.step.balance.price.levels_each_phase:
             encoders = self.step.total_costs - self.step.costs["llm"]
@@ -140,7 +141,7 @@ class _Ways:
 
     def _largest_first(self) -> Iterator[tuple[int, Shares]]:
         """Yield teams of one micro-step, cut into as many as caps and sizes need."""
-        size, rank, _ = self._balanced()
+        size, rank, _ = self._balanced
         step, owner, pinned = self._members(size, rank)
         if not (size > 1).any():
             return
@@ -164,7 +165,7 @@ class _Ways:
                 microbatch[sample], last[ranks] = at, np.maximum(last[ranks], at if self.mixed else at + 1)
             first = last
 
-        # Whole samples go next to them, those of each rank where they cost least; perhaps into further micro-steps.
+        # Each rank's whole samples go next to them, where they level the cost, and into more micro-steps if needed.
         stay = np.where(pinned < 0, np.int32(-1), np.repeat(microbatch, size))
         sizes, caps = self._columns(step, pinned, stay)
         wanted = self.number if self.number > 1 else None
@@ -219,7 +220,7 @@ class _Ways:
                     ways.setdefault((int(estimate), len(aims)), (long, placed, aims))
             groups = [2 * groups[-1]] if not ways and groups[-1].max() < even * num_ranks else []
         if fewest == 1 and self.mixed:
-            size, rank, peak = self._balanced()
+            size, rank, peak = self._balanced
             if len(shared := np.flatnonzero(size > 1)):
                 placed = np.stack([size, rank, np.zeros_like(rank)]).astype(np.int64)[:, shared]
                 ways[peak, 0] = shared, placed, np.array([peak])

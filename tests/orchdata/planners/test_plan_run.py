@@ -139,6 +139,12 @@ def short() -> RunPlan:
     return plan_run(modules, workload, cluster, max_tokens=100)
 
 
+def shared() -> object:
+    (*_, module), workload, cluster = made_up(0, modules=1)
+    layout = Layout(placements=(Placement(module=module),), microbatch_tokens=1 << 20)
+    return simulate(layout, workload, cluster, balance=od.Balance(teams=od.Teams(largest=2, cut="trainer")))
+
+
 SMALL = od.TransformerCost(hidden=256, layers=2, ffn=512, heads=2)
 
 
@@ -147,6 +153,7 @@ SMALL = od.TransformerCost(hidden=256, layers=2, ffn=512, heads=2)
     [
         (without_image, "phase 'image' has no module: the modules are llm"),
         (too_large, r"module 'image' fits on no GPU: it needs at least [\d.]+ GB on each, and a GPU has"),
+        (shared, "simulate has no formula for Balance.teams"),
         (short, "max_tokens=100 is below the longest sample, of"),
         (lambda: Placement(module=Module("llm", SMALL), tp=4), "tp=4 does not divide its 2 heads"),
         (
