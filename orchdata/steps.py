@@ -110,11 +110,14 @@ class OptimizerSteps:
         )
 
     def check_whole(self, trainer: str) -> None:
-        """Raise ValueError for teams: a trainer that gives `Batch.model_inputs` to a model trains whole sequences."""
-        if self._runtime.prepared.spec.plan.balance.teams is not None:
+        """Raise ValueError for teams whose sequences the trainer cuts: one that gives `Batch.model_inputs` to a model
+        trains whole sequences.
+        """
+        teams = self._runtime.prepared.spec.plan.balance.teams
+        if teams is not None and teams.cut == "trainer":
             raise ValueError(
                 f"{trainer} trains whole sequences, and each member of a team would train all of a shared one: leave "
-                "Balance(teams=...) out"
+                'cut="trainer" out of od.Teams, or Balance(teams=...)'
             )
 
     def even_tail(self) -> None:

@@ -240,7 +240,7 @@ def profile(
         if samples < 0:
             raise ValueError(f"--samples must be at least 0, got {samples}")
     model = load_object(cost, CostModel, "--cost") if cost is not None else None
-    shared = None if teams is None else Teams(largest=teams, cut="trainer")
+    shared = None if teams is None else Teams(largest=teams)
     balance = Balance(max_tokens=caps, objective=objective, oversize=oversize, teams=shared)  # type: ignore[arg-type]
     if padded and length is not None:
         raise ValueError("--length is of packed microbatches: leave out --padded, or the length")

@@ -81,7 +81,7 @@ def prepare_shards(
     sources = [leaf.dataset for leaf in dataset.leaves] if is_mixture(dataset) else [dataset]
     recipes = [source.recipe for source in sources]
     index = _open_index(dataset, options)
-    costs = layout_costs(index, options.cost, layout)
+    costs = layout_costs(index, options.cost, layout, options.balance)
     length = window_length(layout)
     check_windows(length, options.balance, options.batches.describe(), options.cost, recipes, index)
     if length is not None and options.accumulate > 1:
@@ -306,8 +306,13 @@ def _refuse(index: Index, bad: Ints, unchosen: Ints, names: Sequence[str], polic
     )
 
 
-def layout_costs(index: Index, model: CostModel | None, layout: Layout) -> IndexCosts:
-    """Return the costs of samples in batches of this layout."""
+def layout_costs(
+    index: Index,
+    model: CostModel | None,
+    layout: Layout,
+    balance: Balance = Balance(),  # noqa: B008
+) -> IndexCosts:
+    """Return the costs of samples in batches of this layout; `balance` has the teams."""
     return IndexCosts(
         index,
         model,
@@ -315,6 +320,7 @@ def layout_costs(index: Index, model: CostModel | None, layout: Layout) -> Index
         rectangular=isinstance(layout, Padded),
         length=fixed_length(layout),
         attention=layout.attention if isinstance(layout, Packed) and layout.concatenate else None,
+        joins=balance.teams is not None and balance.teams.cut == "loader",
     )
 
 
@@ -478,6 +484,7 @@ def fewest_ranks(costs: IndexCosts, balance: Balance, excluded: Ints) -> int:
     teams, cap = balance.teams, balance.caps.get("llm")
     if teams is None or cap is None or balance.oversize == "own":
         return 1
+    cap -= cap % costs.multiple_of if costs.joins else 0
     longest = _rows_above(costs.index, partial(costs.positions, "llm"), cap, excluded).largest
     return int(next(size for size in teams.sizes(teams.largest) if -(-longest // size) <= cap))
 

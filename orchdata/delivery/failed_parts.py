@@ -117,16 +117,17 @@ class FailedParts:
 def _blanked(batch: Batch, failed: Collection[int]) -> Batch:
     """Return a microbatch with these shared samples blank, as those are that failed here."""
     llm, text, valid = batch.llm, batch.text, torch.ones(len(batch.sample_ids), dtype=torch.bool)
+    labels = llm.any_labels
     for number in failed:  # Positions of a shared sample, which has no media, are those of a blank one.
         rows = slice(*llm.cu_seqlens[number : number + 2].tolist())
-        llm.input_ids[rows], llm.labels[rows], valid[number] = 0, IGNORE, False
+        llm.input_ids[rows], labels[rows], valid[number] = 0, IGNORE, False
         text.input_ids[slice(*text.cu_seqlens[number : number + 2].tolist())] = 0
     fields = {
         name: [None if number in failed else value for number, value in enumerate(values)]
         for name, values in batch.fields.items()
     }
     teams = tuple(replace(team, valid=valid[team.samples]) for team in batch.teams)
-    return replace(batch, fields=fields, teams=teams, loss_tokens=counted_labels(llm.labels, teams))
+    return replace(batch, fields=fields, teams=teams, loss_tokens=counted_labels(llm, teams))
 
 
 Flags = dict[str, list[list[Any]]]

@@ -48,7 +48,8 @@ class Inputs:
     `batch.model_inputs()` then has `input_ids` and `position_ids` (1, T) or (rows, L), under mrope positions (4, ...);
     media under the model's own names; and `labels` with `num_items_in_batch`, so that `model(...).loss` is already
     scaled by `batch.loss_scale`. Where a model's own loss does not follow `num_items_in_batch` there are no labels, and
-    `od.hf.loss(outputs, batch)` gives the same. Nor where sources of a mixture have loss weights.
+    `od.hf.loss(outputs, batch)` gives the same. Nor where sources of a mixture have loss weights. With slices of
+    sequences that ranks share there are `teams` and no masks, and `labels`, already shifted, are `shift_labels` too.
 
     Args:
         config: the model's configuration; what of it is asked is asked here.
@@ -63,7 +64,7 @@ class Inputs:
 
     Attributes:
         layout: of the batches.
-        scales_loss: whether the model's own loss is the scaled one.
+        scales_loss, scales_shifted: whether the model's own loss is the scaled one, and takes `shift_labels`.
         verdict: whether the model keeps packed samples apart, and the reason.
 
     Raises:
@@ -179,8 +180,15 @@ class Inputs:
 
     @cached_property
     def scales_loss(self) -> bool:
+        return self._scales()
+
+    @cached_property
+    def scales_shifted(self) -> bool:
+        return self._scales(shifted=True)
+
+    def _scales(self, *, shifted: bool = False) -> bool:
         try:
-            return not self.family.decoder and _loss_follows(self.config)
+            return not self.family.decoder and _loss_follows(self.config, shifted=shifted)
         except Exception:  # noqa: BLE001 - of a class that is built otherwise, which has no labels then
             return False
 
@@ -279,7 +287,9 @@ class Inputs:
             arguments["attention_mask"] = llm.attention_mask.long()
         if not self.padded or family in FAMILIES.values():  # padded, a model of text counts by itself
             arguments["position_ids"] = _positions(llm, family)
-        if self._makes_masks:
+        if batch.has_slices:
+            arguments["teams"] = batch.teams
+        elif self._makes_masks:
             arguments["attention_mask"] = _packed_masks(batch, self.config, family.sees_ahead, self._attention)
         elif not self.padded and "flash" in self._attention:
             bounds = llm.cu_seqlens
@@ -293,8 +303,10 @@ class Inputs:
             _check_runs(llm, self.config)
         if self._rope is not None and self.probe:
             _check_lengths(self._rope, self.config.model_type, batch, arguments)
-        if self.scales_loss and batch.loss_weights is None:
-            arguments |= {"labels": as_rows(llm.labels), "num_items_in_batch": 1 / batch.loss_scale}
+        if batch.loss_weights is None and (self.scales_shifted if batch.has_slices else self.scales_loss):
+            labels = as_rows(llm.any_labels)
+            arguments |= {"labels": labels, "num_items_in_batch": 1 / batch.loss_scale}
+            arguments |= {"shift_labels": labels} if batch.has_slices else {}
         return arguments if batch.routes else arguments | self.media_arguments(batch)
 
     def tower_arguments(self, batch: Batch, name: str) -> dict[str, Any]:
@@ -382,9 +394,10 @@ class _OfBase(nn.Module):
         return (self.last_hidden_state,)[at]
 
 
-def _loss_follows(config: Any) -> bool:
+def _loss_follows(config: Any, *, shifted: bool = False) -> bool:
     """Whether the loss of the configuration's class is the summed cross entropy of the next token, divided by the
     `num_items_in_batch` that its forward is given: tried by that forward, around a base model of fixed hidden states.
+    With `shifted` it is given `shift_labels` too, which say what follows the last token.
     """
     from transformers import PreTrainedModel
 
@@ -397,9 +410,12 @@ def _loss_follows(config: Any) -> bool:
         ids = torch.randint(0, vocab, (1, 5))
         labels = torch.where(torch.arange(5) < 2, IGNORE, ids)
         given: dict[str, Any] = {"input_ids": ids, "position_ids": torch.arange(5)[None], "labels": labels}
+        given |= {"shift_labels": labels} if shifted else {}
         runs = {items: model(**given, num_items_in_batch=items, use_cache=False) for items in (0.5, 4)}
-    logits = runs[4].logits[0, 1:-1].float()
-    expected = torch.nn.functional.cross_entropy(logits, labels[0, 2:], reduction="sum")
+    # With `shifted` each label is that of its own position.
+    logits, wanted = runs[4].logits[0].float(), labels[0]
+    logits, wanted = (logits, wanted) if shifted else (logits[:-1], wanted[1:])
+    expected = torch.nn.functional.cross_entropy(logits, wanted, ignore_index=IGNORE, reduction="sum")
     return all(torch.allclose(outputs.loss, expected / items, rtol=1e-5) for items, outputs in runs.items())
 
 
@@ -488,7 +504,7 @@ def _check_runs(llm: LLMBatch, config: Any) -> None:
 
 def _token_types(llm: LLMBatch, family: Family) -> Tensor:
     if family.sees_ahead == "prefix":
-        return (llm.labels != IGNORE).long()
+        return (llm.any_labels != IGNORE).long()
     return (_media_types(llm) != 0).long()
 
 
@@ -544,7 +560,7 @@ def _parts(llm: LLMBatch) -> Tensor:
 
 def _prefixes(llm: LLMBatch, sample: Tensor) -> Tensor:
     """Return 1 for tokens before the first loss token of their sample, else 0; padding counts as after it."""
-    seen = (llm.labels != IGNORE).long().cumsum(0)
+    seen = (llm.any_labels != IGNORE).long().cumsum(0)
     before = torch.nn.functional.pad(seen, (1, 0))[llm.cu_seqlens[:-1].long()]
     return (seen == before[sample]).long()
 

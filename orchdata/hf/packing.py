@@ -250,7 +250,7 @@ def _outputs(model: Any, arguments: Arguments, batches: list[Batch]) -> _Outputs
     model.zero_grad(set_to_none=True)
     logits: list[Tensor] = []
     for batch in batches:
-        labels = batch.llm.labels.view(-1, batch.llm.labels.shape[-1])
+        labels = batch.llm.any_labels.view(-1, batch.llm.any_labels.shape[-1])
         predicted = model(**arguments(batch)).logits.float()
         loss = torch.nn.functional.cross_entropy(
             predicted[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE, reduction="sum"

@@ -151,7 +151,9 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
     elif spec.balance.teams is not None:
         is_text = np.all([column == 0 for phase, column in costs.items() if phase != "llm"], axis=0)
         may_share = np.broadcast_to(is_text, len(row))
-        shares = share_in_teams(batch.samples(), spec.balance.teams, spec.costs.exponent, spec.accumulate, may_share)
+        step, multiple_of = batch.samples(), getattr(spec.costs.padded, "joined_to", None) or 1
+        given = spec.costs.exponent, spec.accumulate, may_share, multiple_of
+        shares = share_in_teams(step, spec.balance.teams, *given)
     elif spec.balance.assignment == "joint":
         shares = batch.share_out()
     else:

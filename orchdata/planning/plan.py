@@ -19,9 +19,9 @@ from orchdata.planning.balance import StepPrice
 from orchdata.planning.parts import OwnParts, Parts, own_parts
 from orchdata.planning.route import Route, grouped_route
 from orchdata.planning.seen import plan_plot, plan_view
-from orchdata.planning.sharing.packed import NO_PADDING
+from orchdata.planning.sharing.packed import NO_PADDING, NoPadding
 from orchdata.planning.sharing.shares import Padding, Shares
-from orchdata.planning.teams import StepTeams
+from orchdata.planning.teams import StepTeams, joined_sequences
 from orchdata.planning.windows import TokenRanges
 
 if TYPE_CHECKING:
@@ -257,6 +257,40 @@ class Plan:
             return self.teams.cost_bound(self.num_ranks, encoders, meets=price.meets_in_micro_steps)
         bounds = [self.lower_bound(phase) for phase in phases]
         return price.lower_bound([self.costs[phase] for phase in phases], bounds, self.num_ranks)
+
+    @property
+    def joined_to(self) -> int | None:
+        """The multiple to which joined slices are padded; None where members of teams have whole sequences."""
+        return self.padded.joined_to if isinstance(self.padded, NoPadding) else None
+
+    @property
+    def microbatch_tokens(self) -> Ints:
+        """The LLM tokens of packed microbatches with padding, without dummies: int64 (num_ranks, num_microbatches)."""
+        if self.joined_to is None:
+            return self._shares.loads(self.llm_positions, self.num_ranks)
+        size, tokens = self.team_size, np.zeros((self.num_ranks, self.num_microbatches), np.int64)
+        for each in np.unique(size).tolist():
+            at, count = size == each, self.num_ranks // each
+            where = self.rank[at] // each, self.microbatch[at], count, self.num_microbatches
+            joined = loads_by_rank_and_microbatch(self.llm_positions[at], *where)
+            slices = -(-joined // (each * self.joined_to)) * self.joined_to
+            tokens[: count * each] += np.repeat(slices, each, axis=0)
+        return tokens
+
+    @property
+    def tokenized(self) -> int:
+        """LLM tokens that ranks read and tokenize: a member does all of each sequence of which it has a part."""
+        size, lengths = self.team_size.astype(np.int64), self.llm_positions
+        if self.joined_to is None:
+            return int((lengths * size).sum())
+        total, shared = int(lengths[size == 1].sum()), np.flatnonzero(size > 1)
+        keys = np.stack([size[shared], self.rank[shared], self.microbatch[shared]])
+        for key in np.unique(keys, axis=1).T:
+            at = shared[(keys == key[:, None]).all(axis=0)]
+            (team,) = joined_sequences(size[at], lengths[at], self.joined_to)
+            members = -(-team.borders[1:] // team.tokens) - team.borders[:-1] // team.tokens
+            total += int((lengths[at] * members).sum())
+        return total
 
     @property
     def filled(self) -> tuple[int, int] | None:

@@ -98,8 +98,9 @@ class Profile(Figures):
             over an even one if one rank has it.
         layouts: padding of LLM microbatches in each layout, on the ranks of `main_scale`.
         scales: for each number of ranks, over `steps` steps of an epoch. `settings`: share of the step that ranks wait,
-            in all and in each phase, its standard error, settings that it beats by three errors. `scopes`: groups of
-            ranks that read from a shard. `less_than_a_step`: all the data were planned as one step.
+            in all and in each phase, its standard error, settings that it beats by three errors; `tokenized`, the
+            tokens that ranks read and tokenize over those of the step (members of teams do whole texts). `scopes`:
+            groups of ranks that read from a shard. `less_than_a_step`: all the data were planned as one step.
     """
 
     def __repr__(self) -> str:
@@ -247,7 +248,7 @@ def profile(
     price = balance.price
 
     # Leave out samples that are too large.
-    source = layout_costs(index, cost, layout)
+    source = layout_costs(index, cost, layout, balance)
     counts = IndexTokens(index, 1 if isinstance(layout, Padded) else layout.multiple_of)
     above = oversize_rows(source, balance, unused)
     too_large = np.unique(np.concatenate([np.zeros(0, np.int64), *above.values()]))

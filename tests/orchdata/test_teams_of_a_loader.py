@@ -26,7 +26,7 @@ from orchdata.dataset.shards import layout_costs, oversize_rows
 pytestmark = pytest.mark.usefixtures("same_cache")
 
 COST = od.CostModel(llm=od.PhaseCost(1.0, 0.01))
-TEAMS = od.Teams(largest=4, cut="trainer")
+TEAMS = od.Teams(largest=4)
 LENGTHS = [*np.random.default_rng(0).integers(20, 100, 76).tolist(), 900, 800, 700, 600]
 
 
@@ -191,7 +191,7 @@ def test_the_profile_shows_what_teams_bring(dataset: od.ShardDataset) -> None:
     assert settings["teams"].waiting < settings["joint"].waiting / 2
     others = {name: its.waiting for name, its in settings.items() if name != "teams"}
     assert others == {name: its.waiting for name, its in plain.main_scale.settings.items()}
-    assert "balance=od.Balance(teams=od.Teams(largest=4, cut='trainer'))" in shared.call
+    assert "balance=od.Balance(teams=od.Teams(largest=4))" in shared.call
     assert any("of ranks (their communication not counted) brings that to" in said for said in shared.summary)
     # Without them they are named as the remedy, except where they are refused.
     assert any("--teams 8" in said for said in plain.summary) and "teams" not in plain.main_scale.settings
@@ -209,5 +209,5 @@ def test_the_command_plans_teams(dataset: od.ShardDataset, tmp_path: Path) -> No
     shown = CliRunner().invoke(app, [*common, "--html", str(page), "--samples", "0"])
     assert shown.exit_code == 0 and "shared by teams" in shown.stdout and "shared by teams" in page.read_text()
     as_json = json.loads(CliRunner().invoke(app, [*common, "--json"]).stdout)
-    assert as_json["teams"] == "od.Teams(largest=4, cut='trainer')" and "teams" in as_json["scales"][0]["settings"]
+    assert as_json["teams"] == "od.Teams(largest=4)" and "teams" in as_json["scales"][0]["settings"]
     assert "use od.Packed()" in CliRunner().invoke(app, [*common, "--padded"]).stderr
