@@ -207,6 +207,16 @@ class Batch:
         return counted
 
     @property
+    def has_end(self) -> Tensor:
+        """Whether each sample's last token is in this batch, and counts here, for a loss from its state. Over all ranks
+        each sample counts once, as by `is_counted`, except one without tokens. Bool (num_samples,), on the CPU.
+        """
+        if not self.has_slices:
+            return self.is_counted.cpu()
+        first, stop = torch.tensor(self.token_ranges, dtype=torch.int64).view(-1, 2).T
+        return (stop == whole_lengths(self.llm, self.teams).cpu()) & (stop > first)
+
+    @property
     def has_slices(self) -> bool:
         """Whether the loader cuts sequences that ranks share (`Teams(cut="loader")`): labels are `llm.shift_labels`."""
         return self.llm.shift_labels is not None

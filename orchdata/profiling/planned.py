@@ -50,7 +50,7 @@ class PlannedStep(NamedTuple):
     microbatches: int
     samples: int
     tokens: int
-    tokenized: int
+    tokenized: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

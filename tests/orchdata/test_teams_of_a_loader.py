@@ -193,6 +193,11 @@ def test_the_profile_shows_what_teams_bring(dataset: od.ShardDataset) -> None:
     assert others == {name: its.waiting for name, its in plain.main_scale.settings.items()}
     assert "balance=od.Balance(teams=od.Teams(largest=4))" in shared.call
     assert any("of ranks (their communication not counted) brings that to" in said for said in shared.summary)
+    # Members read whole texts, which is much from 2 tokens a token of the step on.
+    pairs = dataset.profile(**given, balance=od.Balance(teams=od.Teams(largest=2)))
+    ratios = [each.main_scale.settings["teams"].tokenized for each in (pairs, shared)]
+    assert 1 < ratios[0] < 2 < ratios[1]
+    assert [any("That is much" in said for said in each.summary) for each in (pairs, shared)] == [False, True]
     # Without them they are named as the remedy, except where they are refused.
     assert any("--teams 8" in said for said in plain.summary) and "teams" not in plain.main_scale.settings
     refused = dataset.profile(**given, layout=od.Padded())
