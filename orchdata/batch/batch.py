@@ -214,7 +214,8 @@ class Batch:
         if not self.has_slices:
             return self.is_counted.cpu()
         first, stop = torch.tensor(self.token_ranges, dtype=torch.int64).view(-1, 2).T
-        return (stop == whole_lengths(self.llm, self.teams).cpu()) & (stop > first)
+        is_end: Tensor = (stop == whole_lengths(self.llm, self.teams).cpu()) & (stop > first)
+        return is_end
 
     @property
     def has_slices(self) -> bool:
