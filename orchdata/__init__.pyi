@@ -65,6 +65,7 @@ from .profiling.profile import Profile as Profile
 from .profiling.profile import profile as profile
 from .ranks.exchange import exchange as exchange
 from .ranks.parallel import DataParallel as DataParallel
+from .ranks.team_attention import TeamAttention as TeamAttention
 from .showing import ShownSamples as ShownSamples
 from .showing import show as show
 from .testing.containers import check_container as check_container

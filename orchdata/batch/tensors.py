@@ -206,9 +206,12 @@ class Team(_Tensors):
 
 @dataclass(eq=False)
 class TeamUse:
-    """Whether the inputs of a loader's batch with teams were taken, and no attention over teams was used since."""
+    """Whether the inputs of a loader's batch with teams were taken, and no attention over teams was used since;
+    `is_by_name`: `od.hf.share_attention` was called, without which a model of transformers uses none.
+    """
 
     taken: str = ""
+    is_by_name: bool = False
 
     def take(self, batch: str) -> None:
         """Model inputs of this batch were taken."""

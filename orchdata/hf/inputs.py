@@ -23,6 +23,7 @@ from orchdata.batch.batch import Batch
 from orchdata.batch.tensors import IGNORE, LLMBatch, MediaBatch
 from orchdata.hf.families import FAMILIES, READ_PADDING, TOWERS, Family, family_of, model_class, takes, thinker
 from orchdata.hf.packing import Arguments, SwitchingRope, Verdict, attention_of, switching_rope, verdict_of
+from orchdata.hf.sharing import Sharing, sharing_of
 from orchdata.hf.tiny import undisturbed
 from orchdata.notices import warn_once
 from orchdata.planning.layout import Attention, Empty, Layout, Packed, Padded, Positions
@@ -205,6 +206,11 @@ class Inputs:
     def _rope(self) -> SwitchingRope | None:
         return switching_rope(self.config)
 
+    @cached_property
+    def sharing(self) -> Sharing:
+        """Whether ranks can share its sequences, and the reason."""
+        return sharing_of(self.config, self.family, _arguments_of)
+
     @property
     def _makes_masks(self) -> bool:
         return bool(self.family.sees_ahead) and not self.padded
@@ -214,10 +220,12 @@ class Inputs:
         return {"model": self.config.model_type, "packs": self.verdict.packs, "tried with": self.verdict.attention}
 
     def check(self, recipe: Recipe, encoders: Collection[str], balance: Balance) -> None:
-        """Raise ValueError if the model would not see media as the recipe makes them, or not per phase; and of those
-        that are known to read the padding of other samples.
+        """Raise ValueError if the model would not see media as the recipe makes them, or not per phase; of those that
+        are known to read the padding of other samples; and with teams if its attention cannot be shared.
         """
         kind = self.config.model_type
+        if balance.teams is not None and not self.sharing.shares:
+            raise ValueError(f"{kind} cannot share sequences, it {self.sharing.why}: leave Balance(teams=...) out")
         for name in encoders:
             modality, slot = recipe.modalities[name], recipe.slots[name]
             named = {_ARRAYS.get(array, array) if name == "image" else array for array in modality.arrays()}
@@ -288,6 +296,9 @@ class Inputs:
         if not self.padded or family in FAMILIES.values():  # padded, a model of text counts by itself
             arguments["position_ids"] = _positions(llm, family)
         if batch.has_slices:
+            use = batch.teams[0].use
+            if use is not None and not use.is_by_name:
+                raise ValueError("this loader shares sequences: call od.hf.share_attention(model, loader) first")
             arguments["teams"] = batch.teams
         elif self._makes_masks:
             arguments["attention_mask"] = _packed_masks(batch, self.config, family.sees_ahead, self._attention)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def _kept_from_compilers(function: _Function) -> _Function:
+def kept_from_compilers(function: _Function) -> _Function:
     """Put a graph break around a function: torch.compile must not trace a collective with autograd.
 
     Only if the compiler was imported: importing it takes a second and 70 MB, which a loader does not need.
@@ -62,7 +62,7 @@ def exchange(
 ) -> ExchangeHandle: ...
 
 
-@_kept_from_compilers
+@kept_from_compilers
 def exchange(
     features: Tensor, route: Route, *, group: Group = None, requires_grad: bool, async_op: bool = False
 ) -> Tensor | ExchangeHandle:
@@ -119,7 +119,7 @@ class ExchangeHandle:
         else:
             self._flight.start(features.detach(), "forward")
 
-    @_kept_from_compilers
+    @kept_from_compilers
     def wait(self) -> Tensor:
         """Return the result; waits for it the first time. Raises RuntimeError as `exchange` does."""
         if self._result is None:

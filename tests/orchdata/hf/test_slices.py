@@ -86,7 +86,10 @@ def batches_of(texts: list[str], weight: float, *, shared: bool) -> list[od.Batc
     balance = od.Balance(teams=od.Teams(largest=4)) if shared else od.Balance()
     common = {"global_batch_size": 16, "cost": cost, "balance": balance, "num_threads": 0, "collate_fn": INPUTS}
     ranks = RANKS if shared else 1
-    return [next(iter(od.DataLoader(data, dp=(rank, ranks), **common))) for rank in range(ranks)]
+    loaders = [od.DataLoader(data, dp=(rank, ranks), **common) for rank in range(ranks)]
+    for each in loaders:
+        each._runtime.context.delivery.team_use.is_by_name = True  # as od.hf.share_attention does, on each rank
+    return [next(iter(each)) for each in loaders]
 
 
 @pytest.mark.parametrize(("way", "weight"), [*((way, 1.0) for way in WAYS), ("od.hf.loss", 3.0)])
