@@ -213,7 +213,7 @@ def refusals(texts: str) -> dict[str, Any]:
     return found
 
 
-def hugging_face(texts: str, *, checkpointed: bool) -> dict[str, Any]:
+def hugging_face(texts: str, way: str) -> dict[str, Any]:
     """Steps of a Llama whose loader cuts sequences, in two microbatches, against one rank that has them whole."""
     config = transformers.LlamaConfig(
         vocab_size=260,
@@ -225,13 +225,15 @@ def hugging_face(texts: str, *, checkpointed: bool) -> dict[str, Any]:
     )
     inputs = od.hf.Inputs(config, padded=False, probe=False)
     model = transformers.LlamaForCausalLM(config).double()
-    if checkpointed:
+    if way:
         model.activation_checkpointing_enable()
     alone, worst, sizes = copy.deepcopy(model), 0.0, set()
     ours = loader(texts, None, "loader", collate_fn=inputs, accumulate=2)
     whole = loader(texts, (0, 1), collate_fn=inputs, balance="global")
     refused = said(lambda: next(iter(ours)).model_inputs())
     od.hf.share_attention(model, ours)
+    for module in (*model.model.layers, model) if way == "fsdp2" else ():
+        fully_shard(module)
     ours.set_epoch(0)
     for shared, (one,) in zip(ours.steps(), whole.steps(), strict=True):
         for batch in shared:
@@ -239,12 +241,13 @@ def hugging_face(texts: str, *, checkpointed: bool) -> dict[str, Any]:
             model(**batch.model_inputs()).loss.backward()
         alone(**one.model_inputs()).loss.backward()
         found, wanted = gradients(model), gradients(alone)
-        dist.all_reduce(found)
-        worst = max(worst, float((found / dist.get_world_size() - wanted).abs().max() / wanted.abs().max()))
+        if way != "fsdp2":
+            dist.all_reduce(found)
+            found /= dist.get_world_size()
+        worst = max(worst, float((found - wanted).abs().max() / wanted.abs().max()))
         model.zero_grad()
         alone.zero_grad()
     own = one.model_inputs()
-    model.load_state_dict(alone.state_dict())
     assert torch.equal(model(**own).loss, alone(**own).loss)  # without teams it is the model's own attention
     return {"distance": worst, "sizes": sorted(sizes), "refused": refused}
 
@@ -268,8 +271,8 @@ def said(call: Any) -> str:
 def work(texts: str) -> dict[str, Any]:
     attend = od.TeamAttention(loader(texts, None))
     found: dict[str, Any] = {name: distance(case, attend) for name, case in CASES.items()}
-    for way in ("", "checkpointed"):
-        found[f"Llama {way}"] = hugging_face(texts, checkpointed=bool(way))
+    for way in ("", "checkpointed", "fsdp2"):
+        found[f"Llama {way}"] = hugging_face(texts, way)
     return found | {"controls": controls(attend), "refusals": refusals(texts), "forgotten": forgotten(texts)}
 
 

@@ -46,7 +46,7 @@ def test_a_fault_would_be_seen(found: Any, num_ranks: int) -> None:
 
 
 @ranks
-@pytest.mark.parametrize("way", ["", "checkpointed"])
+@pytest.mark.parametrize("way", ["", "checkpointed", "fsdp2"])
 def test_a_llama_trains_slices_of_its_loader_as_one_rank_trains_the_whole(found: Any, way: str, num_ranks: int) -> None:
     for each in (results[f"Llama {way}"] for results in found(num_ranks)):
         assert each["distance"] < 1e-12 and max(each["sizes"]) == num_ranks
