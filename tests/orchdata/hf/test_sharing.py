@@ -110,6 +110,8 @@ def test_without_teams_a_model_runs_its_own_attention(kind: str, own: str) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.filterwarnings("ignore")
 def test_the_table_of_the_docs_is_that_of_this_version() -> None:
     from scripts.shared_models import main
 
