@@ -10,6 +10,8 @@ from .balancers import PhaseCost as PhaseCost
 from .balancers import TransformerCost as TransformerCost
 from .batch.batch import Batch as Batch
 from .batch.megatron import megatron_packed as megatron_packed
+from .batch.rounds import Round as Round
+from .batch.rounds import rounds as rounds
 from .batch.step_info import StepInfo as StepInfo
 from .batch.tensors import Team as Team
 from .dataloader import DataLoader as DataLoader

@@ -110,8 +110,16 @@ class OptimizerSteps:
         )
 
     def check_whole(self, trainer: str) -> None:
-        """Raise ValueError for teams: a trainer that gives `Batch.model_inputs` to a model trains whole sequences."""
-        if self._runtime.prepared.spec.plan.balance.teams is not None:
+        """Raise ValueError for teams and rounds: a trainer that gives `Batch.model_inputs` to a model trains whole
+        sequences, and encodes by micro-step.
+        """
+        balance = self._runtime.prepared.spec.plan.balance
+        if balance.encode != "micro_step":
+            raise ValueError(
+                f"{trainer} runs the whole model on one microbatch after another, and encoders would not run once for "
+                f"several, as Balance(encode={balance.encode!r}) plans: leave encode out, or loop with od.rounds"
+            )
+        if balance.teams is not None:
             raise ValueError(
                 f"{trainer} trains whole sequences, and each member of a team would train all of a shared one: leave "
                 "Balance(teams=...) out"

@@ -343,6 +343,28 @@ def test_the_model_of_encoders_balanced_apart(shards: list[str]) -> None:
     assert abs(sum(run()) / sum(apart) - 1) > 1e-3
 
 
+def test_the_loop_of_rounds(shards: list[str]) -> None:
+    layers = torch.nn.ModuleDict({"image": torch.nn.Linear(192, 8), "audio": torch.nn.Linear(16, 8)})
+    embed, calls = torch.nn.Embedding(260, 8), []
+
+    def encode(name: str, media: Any) -> torch.Tensor:
+        calls.append(name)
+        (inputs,) = (media.arrays[each] for each in ("patches", "features") if each in media.arrays)
+        return layers[name](inputs).unflatten(0, (media.num_tokens or 1, -1)).mean(1)
+
+    def model(batch: od.Batch, features: Any) -> Any:
+        return SimpleNamespace(loss_sum=batch.merge(embed(batch.llm.input_ids), features).square().sum())
+
+    balance = od.Balance(assignment="per_phase", max_tokens=150, oversize="own", encode="step")
+    ours = SimpleNamespace(exchange=od.exchange, rounds=od.rounds, Balance=od.Balance)
+    ours.DataLoader = lambda *_, **__: small(shards, balance=balance)[1]
+    names = {"od": ours, "encode": encode, "model": model, "dp_group": None, "dataset": None}
+    encoder = SimpleNamespace(no_sync=contextlib.nullcontext)
+    exec(recipe_of("encoders_apart.md", "od.rounds(step"), names | {"encoder": encoder})
+    assert calls == ["image", "audio"] * 2  # steps
+    assert layers["image"].weight.grad.any()
+
+
 def test_the_sum_of_the_loss(shards: list[str]) -> None:
     model, _ = small(shards)
     seen: list[torch.Tensor] = []

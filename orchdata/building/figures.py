@@ -236,8 +236,9 @@ def phases(share: PlannedShare) -> dict[str, tuple[float, ...]]:
 
     Under od.Padded the loads of `llm` count padding and the mean does not, so it shows in all three; samples dealt out
     are cut into as many microbatches as the plan has. `imbalance_in_micro_steps`: the largest load of each micro-step
-    (the same microbatch of all ranks) over the mean of all, which counts where ranks wait for each other in each; equal
-    to `imbalance` where a step is one microbatch. `imbalance_unbalanced_in_micro_steps`: the same of samples dealt out.
+    (the same microbatch of all ranks), or round of an encoder, over the mean of all, which counts where ranks wait for
+    each other in each; equal to `imbalance` where a step is one microbatch. `imbalance_unbalanced_in_micro_steps`: the
+    same of samples dealt out.
 
     Samples are dealt out as torch's DistributedSampler does: the i-th of the global batch to rank i modulo ranks. Those
     of a rank are cut in this order into as many microbatches as the plan has, without regard to caps.

@@ -4,13 +4,15 @@
     parts of the samples, their costs -+-> part -> encoder rank, in each micro-step -> route from encoder to sample
 
 A micro-step is the m-th microbatch of all ranks. Its parts are those of its samples, and any rank in the scope may
-encode them. A part stays with its sample where that costs nothing. Pure numpy: every rank computes the same.
+encode them. A part stays with its sample where that costs nothing. Under `Balance(encode=...)` the same holds in
+rounds, each some consecutive micro-steps. Pure numpy: every rank computes the same.
 """
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +50,10 @@ class Parts:
 
     def __len__(self) -> int:
         return len(self.part)
+
+    def take(self, index: Ints) -> Parts:
+        """Return some of the parts."""
+        return Parts(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,6 +121,87 @@ def fit_parts(
             return None
         shared.rank[members] = home[members]
     return shared
+
+
+def by_rounds(shares: Shares, rounds: Ranks) -> Shares:
+    """Return `shares` with the round, int32 (num_microbatches,), of each micro-step in its place."""
+    return Shares(shares.rank, rounds[shares.microbatch], int(rounds[-1]) + 1)
+
+
+def share_out_in_rounds(
+    parts: Mapping[str, Parts],
+    shares: Shares,
+    num_ranks: int,
+    balance: Balance,
+    *,
+    ranks_per_node: int | None = None,
+    stays: bool = False,
+) -> tuple[Ranks, dict[str, Parts]]:
+    """Cut micro-steps into rounds, and decide which rank encodes each part of a round.
+
+    A round has as many micro-steps as `balance.encode` and the caps allow, and at least one: of that one, phases with a
+    cap keep their ranks.
+
+    Args:
+        parts: encoder phase -> its parts, with ranks in phases that have a cap.
+        stays: parts have the ranks of their samples, and keep them.
+
+    Returns:
+        int32 (num_microbatches,), the round of each micro-step, ascending from 0; and the parts.
+    """
+    number = shares.num_microbatches
+    most = number if balance.encode == "step" else max(1, int(balance.encode))
+    capped = {phase: cap for phase, cap in balance.caps.items() if phase in parts}
+    rounds, found = np.arange(number, dtype=np.int32) // np.int32(most), dict(parts)
+    first = round_ = 0
+    while capped and first < number:
+        for stop in range(min(first + most, number), first, -1):
+            fitted = {}
+            for phase, cap in capped.items():
+                own = _fit_round(
+                    parts[phase], cap, shares, range(first, stop), num_ranks, balance, ranks_per_node, stays
+                )
+                if own is None:
+                    break
+                fitted[phase] = own
+            if len(fitted) == len(capped):
+                break
+        for phase, (members, rank) in fitted.items():
+            found[phase].rank[members] = rank
+        rounds[first:stop] = round_
+        first, round_ = stop, round_ + 1
+    if not stays:
+        where = (by_rounds(shares, rounds), num_ranks, balance)
+        for phase in parts.keys() - capped.keys():
+            found[phase] = share_out_parts(parts[phase], *where, ranks_per_node=ranks_per_node)
+    return rounds, {phase: found[phase] for phase in parts}
+
+
+def _fit_round(
+    parts: Parts,
+    cap: int,
+    shares: Shares,
+    micro_steps: range,
+    num_ranks: int,
+    balance: Balance,
+    ranks_per_node: int | None,
+    stays: bool,
+) -> tuple[Ints, Ranks] | None:
+    """Return the parts of a round and their ranks within the cap; None where that is not possible. One micro-step is
+    returned as it is.
+    """
+    step = shares.microbatch[parts.sample]
+    members = np.flatnonzero((step >= micro_steps.start) & (step < micro_steps.stop))
+    own, one = parts.take(members), Shares(shares.rank, np.zeros_like(shares.microbatch), 1)
+    if len(micro_steps) == 1:
+        return members, own.rank
+    if int(np.minimum(own.positions, cap).sum()) > cap * num_ranks:
+        return None
+    if stays:
+        overfull = len(_overfull(own, np.zeros(len(own), np.int32), cap, num_ranks))
+        return None if overfull else (members, own.rank)
+    fitted = fit_parts(own, cap, one, num_ranks, balance, ranks_per_node=ranks_per_node)
+    return None if fitted is None else (members, fitted.rank)
 
 
 def own_parts(parts: Parts, rank: int, shares: Shares) -> OwnParts:

@@ -16,7 +16,7 @@ from orchdata.balancers.pipeline import order_microbatches
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.html import never_raises
 from orchdata.planning.balance import StepPrice
-from orchdata.planning.parts import OwnParts, Parts, own_parts
+from orchdata.planning.parts import OwnParts, Parts, by_rounds, own_parts
 from orchdata.planning.route import Route, grouped_route
 from orchdata.planning.seen import plan_plot, plan_view
 from orchdata.planning.sharing.packed import NO_PADDING
@@ -53,6 +53,8 @@ class Plan:
         loss_weights: weight of a loss token of each source.
         parts: encoder phase -> its parts and the ranks that encode them, where phases are assigned separately; empty
             where each rank encodes its own samples.
+        rounds: where encoders run once for several micro-steps (`Balance(encode=...)`): int32 (num_microbatches,), the
+            round of each micro-step, ascending from 0. None where each is a round of its own.
         ranges: of windows of concatenated documents: what each sample, a piece of the document `row`, has of it. None
             where samples are whole.
         teams: ranks that share samples; None where every sample is whole.
@@ -78,6 +80,7 @@ class Plan:
     source_loss_tokens: Ints | None = None
     loss_weights: tuple[float, ...] = ()
     parts: Mapping[str, Parts] = field(default_factory=dict)
+    rounds: NDArray[np.int32] | None = None
     ranges: TokenRanges | None = None
     teams: StepTeams | None = None
     _own_parts: dict[tuple[str, int], OwnParts] = field(default_factory=dict, init=False, repr=False)
@@ -142,6 +145,10 @@ class Plan:
             return Pass(seed, "", self.epoch)
         return Pass(seed, self.sources[self.source[at]], int(self.passes[at]))
 
+    def round_of(self, microbatch: int) -> int:
+        """Return the round in which encoders run for a micro-step, from 0: the same on every rank."""
+        return microbatch if self.rounds is None else int(self.rounds[microbatch])
+
     def assignment(self, phase: str) -> NDArray[np.int32]:
         """Return the (first) rank of each sample in `phase`, int32 (n,); -1 where it lacks the phase. Where parts are
         assigned separately, return the rank of each part, int32 (num_parts,).
@@ -192,10 +199,13 @@ class Plan:
         return own
 
     def cells(self, phase: str) -> Ints:
-        """Return the cost of `phase` in each rank's microbatches, with padding: int64 (num_ranks, num_microbatches)."""
+        """Return the cost of `phase` in each rank's microbatches, with padding: int64 (num_ranks, num_microbatches); of
+        an encoder that runs in `rounds`, int64 (num_ranks, num_rounds).
+        """
         if phase in self.parts:
             parts = self.parts[phase]
-            where = (parts.rank, self.microbatch[parts.sample], self.num_ranks, self.num_microbatches)
+            met = self._shares if self.rounds is None else by_rounds(self._shares, self.rounds)
+            where = (parts.rank, met.microbatch[parts.sample], self.num_ranks, met.num_microbatches)
             return loads_by_rank_and_microbatch(parts.costs, *where)
         costs = self.costs[phase] if self.teams is None or phase != "llm" else self.teams.member_costs
         return self._padding(phase).loads(costs, self.llm_positions, self._shares, self.num_ranks)
@@ -207,10 +217,15 @@ class Plan:
 
     def cells_unbalanced(self, phase: str) -> Ints:
         """Return what `cells` would be with samples dealt out in turn, as by torch's DistributedSampler, and cut into
-        as many microbatches, without regard to caps.
+        as many microbatches, and these into the same rounds, without regard to caps.
         """
         sizes = (self.num_ranks, self.num_microbatches)
-        return self._padding(phase).cells_in_turn(self.costs[phase], self.llm_positions, *sizes)
+        cells = self._padding(phase).cells_in_turn(self.costs[phase], self.llm_positions, *sizes)
+        if phase not in self.parts or self.rounds is None:
+            return cells
+        first = np.flatnonzero(np.diff(self.rounds, prepend=-1))
+        in_rounds: Ints = np.add.reduceat(cells, first, axis=1)
+        return in_rounds
 
     def loads_unbalanced(self, phase: str) -> Ints:
         """Return what `loads` would be with samples dealt out in turn."""
@@ -294,6 +309,8 @@ class Plan:
         columns: list[NDArray[Any]] = [self.source, self.row, self.rank, self.microbatch]
         if self.teams is not None:
             columns.append(self.teams.size)
+        if self.rounds is not None:
+            columns.append(self.rounds)
         if self.ranges is not None:
             columns += [self.ranges.first, self.llm_positions]
         for column in [*columns, *(parts.rank for parts in self.parts.values())]:

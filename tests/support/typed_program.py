@@ -107,6 +107,11 @@ def train(batches: od.DataLoader[od.Batch], plan: od.Plan, route: od.Route) -> I
         od.megatron_packed(batch)
         assert_type(batch.teams, tuple[od.Team, ...])
         yield od.exchange(torch.zeros(3, 4), batch.route("image"), requires_grad=True)
+    for step in batches.steps():
+        for group in od.rounds(step, lambda name, media: media.arrays[name], recompute=True):
+            assert_type(group, od.Round)
+            assert_type(next(iter(group)), od.Batch)
+            group.backward()
     assert_type(plan.hash, str)
     print(od.profile(dataset.index(), cost=cost).to_dict())
     profile: od.Profile = dataset.profile(cost=cost, ranks=(8,), seed=1)

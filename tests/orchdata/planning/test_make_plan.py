@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 from albums import Album
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -118,3 +120,60 @@ def test_routes_are_those_of_the_assignments_of_all_ranks(drawn: tuple[dict[str,
         assert plan.encoded("image", rank, microbatch).tolist() == encoded[parts.rank[encoded] == rank].tolist()
         home = plan.rank[parts.sample[arriving]]
         assert plan.arriving("image", rank, microbatch).tolist() == arriving[home == rank].tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(albums(), st.sampled_from(["step", 2, 3]))
+def test_rounds_are_as_long_as_fit_and_costs_count_them(
+    drawn: tuple[dict[str, Any], int, Balance], encode: Any
+) -> None:
+    options, num_ranks, balance = drawn
+    plan = plan_of(Album(**options), num_ranks, replace(balance, encode=encode))
+    number, parts = plan.num_microbatches, plan.parts["image"]
+    most, rounds = number if encode == "step" else encode, np.array([plan.round_of(m) for m in range(number)])
+    lengths = np.bincount(rounds)
+    assert rounds.tolist() == sorted(rounds)
+    assert 1 <= lengths.min() <= lengths.max() <= most
+    loads, positions, counts = np.zeros((3, num_ranks, len(lengths)), np.int64)
+    for of, each in ((loads, parts.costs), (positions, parts.positions), (counts, 1)):
+        np.add.at(of, (parts.rank, rounds[plan.microbatch[parts.sample]]), each)
+    assert plan.cells("image").tolist() == loads.tolist()
+    assert plan.cells_unbalanced("image").shape == loads.shape
+    assert plan.cost(balance.price, PHASES) == loads.max(axis=0).sum() + plan.cells("llm").max(axis=0).sum()
+    cap = balance.caps.get("image")
+    if cap is None:
+        assert len(lengths) == -(-number // most)
+        if balance.scope == "global" and not at_home(plan):
+            assert loads.max() <= -(-loads.sum(axis=0).max() // num_ranks) + parts.costs.max()
+    else:
+        assert ((positions <= cap) | (counts <= 1) | (lengths == 1)).all()
+        if num_ranks == 1:  # One micro-step more does not fit.
+            each = np.bincount(plan.microbatch[parts.sample], parts.positions, number)
+            first = np.cumsum(lengths)[:-1]
+            assert all(positions[0, r] + each[m] > cap for r, m in enumerate(first) if lengths[r] < most)
+
+
+def test_encoders_are_even_over_a_whole_step_and_not_over_its_micro_steps() -> None:
+    balance = Balance(assignment="per_phase", max_tokens=400, oversize="own")
+    by_micro_step, by_step = (
+        plan_of(Album(120, 3), 16, replace(balance, encode=encode)) for encode in ("micro_step", "step")
+    )
+    bound = by_step.lower_bound("image")
+    assert by_step.num_microbatches == by_micro_step.num_microbatches > 2
+    assert by_step.cost(balance.price, ("image",)) <= 1.01 * bound
+    assert by_micro_step.cost(balance.price, ("image",)) > 1.01 * bound
+    assert plan_of(Album(120, 3), 16, replace(balance, encode=1)).hash == by_micro_step.hash != by_step.hash
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"encode": "step"}, "assignment='joint'"),
+        ({"encode": 2, "assignment": "per_phase", "order": "1f1b", "num_stages": 2}, "order='1f1b'"),
+        ({"encode": 0, "assignment": "per_phase"}, "Balance.encode"),
+        ({"encode": "round", "assignment": "per_phase"}, "Balance.encode"),
+    ],
+)
+def test_rounds_need_parts_and_consecutive_micro_steps(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Balance(**options)
