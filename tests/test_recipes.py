@@ -155,11 +155,12 @@ def test_the_recipe_of_special_tokens(vl: VL, tmp_path: Path, monkeypatch: pytes
         small(**inputs)
 
 
-def test_the_recipe_of_encoders_balanced_apart(vl: VL) -> None:
+@pytest.mark.parametrize("call", ["od.hf.encode(model, batch)", "od.hf.rounds(model, step)"])
+def test_the_recipe_of_encoders_balanced_apart(vl: VL, call: str) -> None:
     def run() -> list[float]:
         model = vl.model()
         names = SimpleNamespace(DataLoader=vl.loader, Balance=od.Balance, hf=od.hf)
-        exec(recipe_of("huggingface.md", "od.hf.encode(model, batch)"), {"od": names, "model": model})
+        exec(recipe_of("huggingface.md", call), {"od": names, "model": model})
         return model.losses
 
     check(run, plain_loss(vl))
