@@ -36,13 +36,22 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module", params=[1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def trained(request: pytest.FixtureRequest, shards: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder: Path = tmp_path_factory.mktemp("job")
-    return run_ranks(JOB, shards, json.dumps(list(CASES)), num_ranks=request.param, folder=folder)
+    return run_ranks(JOB, shards, json.dumps(list(CASES)), folder / "saved", num_ranks=request.param, folder=folder)
 
 
 def test_gradients_are_those_of_encoding_every_micro_step(trained: list[dict[str, Any]]) -> None:
     for name, case in CASES.items():
         off = max(rank[name]["off"] for rank in trained)
         assert off > 1e-6 if case.spoilt else off < TOLERANCE, name
+
+
+def test_parts_on_two_meshes_are_clipped_by_one_norm_and_saved_together(trained: list[dict[str, Any]]) -> None:
+    for found in (rank["clipped"] for rank in trained if rank["clipped"]):
+        for norm in (found["norm 2.0"], found["norm inf"]):
+            assert norm["off"] < TOLERANCE
+        assert found["norm 2.0"]["one"] < 0.9  # of one mesh alone
+        assert found["left"] == 0 < found["moved"]
+        assert set(found["steps"]) == {1}
 
 
 def test_encoders_run_once_a_round(trained: list[dict[str, Any]]) -> None:

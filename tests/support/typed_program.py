@@ -112,6 +112,7 @@ def train(batches: od.DataLoader[od.Batch], plan: od.Plan, route: od.Route) -> I
             assert_type(group, od.Round)
             assert_type(next(iter(group)), od.Batch)
             group.backward()
+        assert_type(od.clip_grad_norm_(torch.nn.Linear(2, 2).parameters(), 1.0), torch.Tensor)
     assert_type(plan.hash, str)
     print(od.profile(dataset.index(), cost=cost).to_dict())
     profile: od.Profile = dataset.profile(cost=cost, ranks=(8,), seed=1)
