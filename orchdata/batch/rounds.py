@@ -28,6 +28,10 @@ from orchdata.planning.plan import Plan
 Encode = Callable[[str, MediaBatch], Any]
 Context = Callable[[], AbstractContextManager[Any]]
 
+UNUSED = (
+    "DistributedDataParallel(find_unused_parameters=True) around encoders and LLM takes encoders for unused in rounds, "
+    "and does not reduce their gradients: freeze what is never used, and leave the argument out"
+)
 _OPEN: WeakSet[Plan] = WeakSet()
 """Plans of steps with a round that must be run backward."""
 
@@ -57,7 +61,8 @@ def rounds(
             are frozen is not known before: `backward()` must be called once a gradient has come to a feature.
 
     Raises:
-        ValueError: not the whole step, in its order; `shared` with `recompute`; or an output that is no tensor of the
+        ValueError: not the whole step, in its order; `shared` with `recompute`, or with a DistributedDataParallel that
+            finds unused parameters; or an output that is no tensor of the
             rows that the plan has.
         RuntimeError: the next round is taken before `backward()` of one whose features require a gradient. Leaving the
             loop, by an exception or `break`, gives the round up; so does `close()` of this iterator.
@@ -67,6 +72,8 @@ def rounds(
             "od.rounds(shared=True, recompute=True): one DistributedDataParallel runs no forward after the LLM's last "
             "micro-step until its gradients are reduced: wrap encoders by themselves, or leave recompute out"
         )
+    if shared and getattr(getattr(no_sync, "__self__", None), "find_unused_parameters", False):
+        raise ValueError(UNUSED)
     given = [batch.microbatch for batch in step]
     if not step or given != list(range(step[0].num_microbatches)):
         raise ValueError(f"od.rounds takes all microbatches of a step, an item of loader.steps(); got numbers {given}")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from orchdata.batch.batch import Batch
+from orchdata.batch.rounds import UNUSED
 from orchdata.batch.rounds import rounds as rounds_of
 from orchdata.batch.tensors import MediaBatch
 from orchdata.hf.families import TOWERS
@@ -50,6 +51,8 @@ def rounds(
 
     Raises what `encode` and `od.rounds` raise, and RuntimeError where no loss of a round was run backward.
     """
+    if getattr(model, "find_unused_parameters", False):
+        raise ValueError(UNUSED)
     towers = _Towers(model, step[0], "od.hf.rounds")
     for each in rounds_of(step, towers, recompute=recompute):
         for batch in each:

@@ -65,6 +65,7 @@ def test_encoders_run_once_a_round(trained: list[dict[str, Any]]) -> None:
                     assert step["rounds"] == -(-step["micro_steps"] // most), name
     steps = trained[0]["two ddp"]["steps"]
     assert max(step["micro_steps"] for step in steps) >= 3
+    assert any((each["micro_steps"], each["rounds"]) == (5, 3) for each in trained[0]["one ddp, rounds of 2"]["steps"])
     assert any(1 < step["rounds"] < step["micro_steps"] for step in trained[0]["capped"]["steps"])
     assert any(not step["parts"]["image"] for step in steps)
     assert sum(step["failed"] for rank in trained for step in rank["two ddp"]["steps"]) == 1

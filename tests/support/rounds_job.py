@@ -32,7 +32,7 @@ from examples.model import Block, ModelConfig, ModelOutput, Sizes, fit_to_recipe
 
 SMALL = Sizes(hidden=16, layers=1, ffn=32, num_heads=2)
 CONFIG = fit_to_recipe(ModelConfig(llm=SMALL, image=SMALL, audio=SMALL), RECIPE)
-MAX_TOKENS, IMAGE_CAP = 480, 200  # of all ranks' microbatches
+MAX_TOKENS, IMAGE_CAP = 400, 200  # of all ranks' microbatches
 LAYOUTS = {
     "packed": od.Packed(),
     "padded": od.Padded(),

@@ -27,7 +27,7 @@ class Mode:
     padded: bool = False
     per_phase: bool = False
     microbatches: bool = False
-    rounds: bool = False
+    rounds: str | int = ""
 
     def __str__(self) -> str:
         flags = [name for name in ("microbatches", "rounds") if getattr(self, name)]
@@ -40,7 +40,7 @@ def modes_of(family: Family, num_ranks: int) -> list[Mode]:
     modes = [Mode(padded=padded, microbatches=split) for padded in layouts for split in (False, True)]
     if num_ranks > 1 and family.per_phase:
         modes += [Mode(padded=padded, per_phase=True) for padded in layouts]
-        modes += [Mode(padded=padded, per_phase=True, microbatches=True, rounds=True) for padded in layouts]
+        modes += [Mode(padded=padded, per_phase=True, microbatches=True, rounds="step") for padded in layouts]
     return modes
 
 
@@ -57,7 +57,7 @@ def make_loader(family: Family, model: nn.Module, processor: Any, shards: Sequen
         balance=od.Balance(
             assignment="per_phase" if mode.per_phase else "joint",
             max_tokens=room,
-            encode="step" if mode.rounds else "micro_step",
+            encode=mode.rounds or "micro_step",  # type: ignore[arg-type]
         ),
         num_threads=0,
     )
