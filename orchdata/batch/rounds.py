@@ -62,10 +62,9 @@ def rounds(
 
     Raises:
         ValueError: not the whole step, in its order; `shared` with `recompute`, or with a DistributedDataParallel that
-            finds unused parameters; or an output that is no tensor of the
-            rows that the plan has.
+            finds unused parameters; or an output that is no tensor of the rows that the plan has.
         RuntimeError: the next round is taken before `backward()` of one whose features require a gradient. Leaving the
-            loop, by an exception or `break`, gives the round up; so does `close()` of this iterator.
+            loop, by an exception or `break`, gives the round up, as `Round.drop()` does.
     """
     if shared and recompute:
         raise ValueError(
@@ -93,7 +92,7 @@ def check_rounds(plan: Plan | None, when: str) -> None:
         raise RuntimeError(
             f"{when} before backward() of a round of step {plan.step}, whose features require a gradient: call "
             "group.backward() once, after the loop over its microbatches; without it encoders get no gradient. To give "
-            "a failed step up, leave the loop over od.rounds, or close() that iterator"
+            "a failed step up, leave the loop over od.rounds, or call group.drop()"
         )
 
 
@@ -133,8 +132,8 @@ class Round:
         number = batch.microbatch - self._batches[0].microbatch
         if not 0 <= number < len(self._features) or batch.step != self._batches[0].step:
             raise ValueError(
-                f"{batch!r} is not of this round, of {len(self)} micro-steps of step {self._batches[0].step}, or its "
-                "features were freed by backward()"
+                f"{batch!r} is not of this round, of {len(self)} micro-steps of step {self._batches[0].step}, or the "
+                "round is over, and its features were freed"
             )
         return self._features[number]
 
@@ -145,7 +144,7 @@ class Round:
         Raises RuntimeError before all micro-steps were taken, the second time, and if no row has a gradient.
         """
         if self._is_over:
-            raise RuntimeError("backward() of a round was called twice: encoders would get its gradients twice")
+            raise RuntimeError("backward() of a round that is over was called: encoders would get its gradients twice")
         if not any(leaf.requires_grad for leaves in self._leaves for _, leaf in leaves):
             return
         if self._taken < len(self._batches):
@@ -154,8 +153,7 @@ class Round:
                 "it after the loop over them, or encoders lose the gradients of the others"
             )
         rows, leaves, again = self._rows, self._leaves, self._again
-        self._is_over, self._rows, self._leaves, self._again, self._features = True, [], [], [], []
-        _OPEN.discard(self._batches[0].plan)
+        self.drop()
         with self._context():
             rows = self._encoded_again(again) if self._recomputes else rows
             ends = [pair for pair in zip(rows, leaves, strict=True) if pair[0].requires_grad]
@@ -163,6 +161,11 @@ class Round:
             # One call for all modalities: encoders may share parameters, which DDP reduces once a backward.
             if ends:
                 torch.autograd.backward([end for end, _ in ends], [_gradient(*pair) for pair in ends])
+
+    def drop(self) -> None:
+        """Give the round up, after an error in it: what it holds is freed, and no `backward()` is asked for."""
+        self._is_over, self._rows, self._leaves, self._again, self._features = True, [], [], [], []
+        _OPEN.discard(self._batches[0].plan)
 
     def _encode_first(self, name: str, of_steps: list[MediaBatch]) -> None:
         media = joined(of_steps)
