@@ -16,7 +16,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
 
     For parameters of several meshes, and plain ones among them, for which torch's raises an error. Every rank that has
     a part of a parameter calls it. A plain gradient counts as whole, and the same on every rank, as under
-    DistributedDataParallel.
+    DistributedDataParallel. As torch's, the infinity norm raises RuntimeError on a rank whose shard has no element.
 
     Returns:
         The norm before clipping, a plain tensor (), the same on every rank.
