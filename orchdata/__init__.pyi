@@ -65,6 +65,7 @@ from .post_balancing.loader import post_balance as post_balance
 from .post_balancing.step import PostBatch as PostBatch
 from .profiling.profile import Profile as Profile
 from .profiling.profile import profile as profile
+from .ranks.clip import clip_grad_norm_ as clip_grad_norm_
 from .ranks.exchange import exchange as exchange
 from .ranks.parallel import DataParallel as DataParallel
 from .showing import ShownSamples as ShownSamples

@@ -155,11 +155,12 @@ def test_the_recipe_of_special_tokens(vl: VL, tmp_path: Path, monkeypatch: pytes
         small(**inputs)
 
 
-def test_the_recipe_of_encoders_balanced_apart(vl: VL) -> None:
+@pytest.mark.parametrize("call", ["od.hf.encode(model, batch)", "od.hf.rounds(model, step)"])
+def test_the_recipe_of_encoders_balanced_apart(vl: VL, call: str) -> None:
     def run() -> list[float]:
         model = vl.model()
         names = SimpleNamespace(DataLoader=vl.loader, Balance=od.Balance, hf=od.hf)
-        exec(recipe_of("huggingface.md", "od.hf.encode(model, batch)"), {"od": names, "model": model})
+        exec(recipe_of("huggingface.md", call), {"od": names, "model": model})
         return model.losses
 
     check(run, plain_loss(vl))
@@ -359,8 +360,7 @@ def test_the_loop_of_rounds(shards: list[str]) -> None:
     ours = SimpleNamespace(exchange=od.exchange, rounds=od.rounds, Balance=od.Balance)
     ours.DataLoader = lambda *_, **__: small(shards, balance=balance)[1]
     names = {"od": ours, "encode": encode, "model": model, "dp_group": None, "dataset": None}
-    encoder = SimpleNamespace(no_sync=contextlib.nullcontext)
-    exec(recipe_of("encoders_apart.md", "od.rounds(step"), names | {"encoder": encoder})
+    exec(recipe_of("encoders_apart.md", "od.rounds(step"), names | {"options": {}, "no_sync": contextlib.nullcontext})
     assert calls == ["image", "audio"] * 2  # steps
     assert layers["image"].weight.grad.any()
 

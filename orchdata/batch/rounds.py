@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from itertools import groupby
 from typing import Any
 from weakref import WeakSet
@@ -27,8 +28,12 @@ from orchdata.planning.plan import Plan
 Encode = Callable[[str, MediaBatch], Any]
 Context = Callable[[], AbstractContextManager[Any]]
 
+UNUSED = (
+    "DistributedDataParallel(find_unused_parameters=True) around encoders and LLM takes encoders for unused in rounds, "
+    "and does not reduce their gradients: freeze what is never used, and leave the argument out"
+)
 _OPEN: WeakSet[Plan] = WeakSet()
-"""Plans of steps with a round whose gradients were not used."""
+"""Plans of steps with a round that must be run backward."""
 
 
 def rounds(
@@ -52,26 +57,33 @@ def rounds(
         shared: `no_sync` is of one DistributedDataParallel around encoders and LLM: every round is encoded in it, and
             the caller leaves it for the LLM's last micro-step alone. No parameter may be in both parts.
         recompute: encode without a graph, and again in `backward()`, under the random states and autocast of the first
-            time. A round then keeps no activations; running statistics of norms are updated once.
+            time. A round then keeps no activations; running statistics of norms are updated once. Whether encoders
+            are frozen is not known before: `backward()` must be called once a gradient has come to a feature.
 
     Raises:
-        ValueError: not the whole step, in its order; `shared` with `recompute`; or an output with other rows than the
-            plan has.
-        RuntimeError: the next round is taken before `backward()` of one whose features require a gradient.
+        ValueError: not the whole step, in its order; `shared` with `recompute`, or with a DistributedDataParallel that
+            finds unused parameters; or an output that is no tensor of the rows that the plan has.
+        RuntimeError: the next round is taken before `backward()` of one whose features require a gradient. Leaving the
+            loop, by an exception or `break`, gives the round up, as `Round.drop()` does.
     """
     if shared and recompute:
         raise ValueError(
             "od.rounds(shared=True, recompute=True): one DistributedDataParallel runs no forward after the LLM's last "
             "micro-step until its gradients are reduced: wrap encoders by themselves, or leave recompute out"
         )
+    if shared and getattr(getattr(no_sync, "__self__", None), "find_unused_parameters", False):
+        raise ValueError(UNUSED)
     given = [batch.microbatch for batch in step]
     if not step or given != list(range(step[0].num_microbatches)):
         raise ValueError(f"od.rounds takes all microbatches of a step, an item of loader.steps(); got numbers {given}")
     plan, last = step[0].plan, step[0].plan.round_of(step[-1].microbatch)
-    for number, batches in groupby(step, lambda batch: plan.round_of(batch.microbatch)):
-        context = no_sync if no_sync is not None and (shared or number < last) else nullcontext
-        yield Round(list(batches), encode, context, recompute=recompute)
-        check_rounds(plan, "the next round was taken")
+    try:
+        for number, batches in groupby(step, lambda batch: plan.round_of(batch.microbatch)):
+            context = no_sync if no_sync is not None and (shared or number < last) else nullcontext
+            yield Round(list(batches), encode, context, recompute=recompute)
+            check_rounds(plan, "the next round was taken")
+    finally:
+        _OPEN.discard(plan)
 
 
 def check_rounds(plan: Plan | None, when: str) -> None:
@@ -79,7 +91,8 @@ def check_rounds(plan: Plan | None, when: str) -> None:
     if plan is not None and plan in _OPEN:
         raise RuntimeError(
             f"{when} before backward() of a round of step {plan.step}, whose features require a gradient: call "
-            "group.backward() once, after the loop over its microbatches; without it encoders get no gradient"
+            "group.backward() once, after the loop over its microbatches; without it encoders get no gradient. To give "
+            "a failed step up, leave the loop over od.rounds, or call group.drop()"
         )
 
 
@@ -97,8 +110,7 @@ class Round:
         self._again: list[tuple[str, MediaBatch, Context]] = []
         for name in batches[0].media:
             self._encode_first(name, [batch.media[name] for batch in batches])
-        self._is_open = any(leaf.requires_grad for leaves in self._leaves for _, leaf in leaves)
-        if self._is_open:
+        if any(rows.requires_grad for rows in self._rows):
             _OPEN.add(batches[0].plan)
 
     def __len__(self) -> int:
@@ -114,33 +126,45 @@ class Round:
         """Return modality -> the rows, (num_rows, ...), of the parts that this rank encodes in a micro-step: what
         `od.exchange` sends along `batch.route(modality)`. A tuple of them if `encode` returns several tensors.
 
-        They are leaves: gradients stay in them until `backward()`, which drops them.
+        They are leaves: gradients stay in them until `backward()`, which drops them. Raises ValueError for a microbatch
+        of another round.
         """
-        return self._features[batch.microbatch - self._batches[0].microbatch]
+        number = batch.microbatch - self._batches[0].microbatch
+        if not 0 <= number < len(self._features) or batch.step != self._batches[0].step:
+            raise ValueError(
+                f"{batch!r} is not of this round, of {len(self)} micro-steps of step {self._batches[0].step}, or the "
+                "round is over, and its features were freed"
+            )
+        return self._features[number]
 
     def backward(self) -> None:
         """Run the encoders backward once, from the gradients that the rows of all micro-steps have collected; rows
-        without one count as zeros. Does nothing if no feature requires a gradient.
+        without one count as zeros. Does nothing if no feature requires a gradient. If it fails, the round is over too.
 
-        Raises RuntimeError before all micro-steps were taken, and the second time.
+        Raises RuntimeError before all micro-steps were taken, the second time, and if no row has a gradient.
         """
         if self._is_over:
-            raise RuntimeError("backward() of a round was called twice: encoders would get its gradients twice")
-        if not self._is_open:
+            raise RuntimeError("backward() of a round that is over was called: encoders would get its gradients twice")
+        if not any(leaf.requires_grad for leaves in self._leaves for _, leaf in leaves):
             return
         if self._taken < len(self._batches):
             raise RuntimeError(
                 f"backward() of a round was called after {self._taken} of its {len(self._batches)} micro-steps: call "
                 "it after the loop over them, or encoders lose the gradients of the others"
             )
+        rows, leaves, again = self._rows, self._leaves, self._again
+        self.drop()
         with self._context():
-            rows = self._encoded_again() if self._recomputes else self._rows
+            rows = self._encoded_again(again) if self._recomputes else rows
+            ends = [pair for pair in zip(rows, leaves, strict=True) if pair[0].requires_grad]
+            _check_collected([leaf for _, cut in ends for _, leaf in cut if len(leaf)])
             # One call for all modalities: encoders may share parameters, which DDP reduces once a backward.
-            ends = [pair for pair in zip(rows, self._leaves, strict=True) if pair[0].requires_grad]
-            gradients = [_gradient(*pair) for pair in ends]
-            self._is_over, self._rows, self._leaves, self._again = True, [], [], []
-            self._features = [{} for _ in self._batches]
-            torch.autograd.backward([end for end, _ in ends], gradients)
+            if ends:
+                torch.autograd.backward([end for end, _ in ends], [_gradient(*pair) for pair in ends])
+
+    def drop(self) -> None:
+        """Give the round up, after an error in it: what it holds is freed, and no `backward()` is asked for."""
+        self._is_over, self._rows, self._leaves, self._again, self._features = True, [], [], [], []
         _OPEN.discard(self._batches[0].plan)
 
     def _encode_first(self, name: str, of_steps: list[MediaBatch]) -> None:
@@ -157,16 +181,17 @@ class Round:
             # A leaf each: the gradient of one leaf that is split is as large as all rows, for each of its pieces.
             leaves = [rows.detach()[span] for span in spans]
             if rows.requires_grad or (self._recomputes and rows.is_floating_point()):
-                leaves = [leaf.requires_grad_() for leaf in leaves]
+                for leaf in leaves:
+                    leaf.requires_grad_().register_post_accumulate_grad_hook(partial(_mark, self._batches[0].plan))
             self._rows += [] if self._recomputes else [rows]
             self._leaves.append(list(zip(spans, leaves, strict=True)))
             cut.append(leaves)
         for features, own in zip(self._features, zip(*cut, strict=True), strict=True):
             features[name] = own[0] if isinstance(output, Tensor) else own
 
-    def _encoded_again(self) -> list[Tensor]:
+    def _encoded_again(self, again: list[tuple[str, MediaBatch, Context]]) -> list[Tensor]:
         rows = []
-        for name, media, conditions in self._again:
+        for name, media, conditions in again:
             with torch.enable_grad(), conditions(), _kept_statistics():
                 rows += _rows(name, media, self._encode(name, media))
         return rows
@@ -220,8 +245,13 @@ def _is_empty(media: MediaBatch) -> bool:
 
 
 def _rows(name: str, media: MediaBatch, output: Any) -> list[Tensor]:
-    """Return what `encode` returned as tensors of rows."""
-    tensors = [output] if isinstance(output, Tensor) else list(output)
+    """Return what `encode` returned as tensors of rows. Raises ValueError if it is something else."""
+    tensors = [output] if isinstance(output, Tensor) else list(output) if isinstance(output, tuple | list) else []
+    if not tensors or not all(isinstance(each, Tensor) for each in tensors):
+        raise ValueError(
+            f"encode({name!r}, media) returned {type(output).__name__} without a tensor: return one row for each "
+            "token, (num_rows, ...), or a tuple of such tensors"
+        )
     return [token_rows(name, media, each) if media.mask is not None else each for each in tensors]
 
 
@@ -237,6 +267,18 @@ def _spans(name: str, of_steps: Sequence[MediaBatch], rows: Tensor) -> list[slic
             "token of all parts, in their order"
         )
     return spans
+
+
+def _mark(plan: Plan, _: Tensor) -> None:
+    _OPEN.add(plan)
+
+
+def _check_collected(leaves: Sequence[Tensor]) -> None:
+    if leaves and all(leaf.grad is None for leaf in leaves):
+        raise RuntimeError(
+            "backward() of a round found no gradient in any row that its micro-steps had: run the loss backward in "
+            "each of them before, and exchange features of trained encoders by od.exchange(..., requires_grad=True)"
+        )
 
 
 def _gradient(rows: Tensor, leaves: Sequence[tuple[slice, Tensor]]) -> Tensor:

@@ -6,5 +6,6 @@ from .inputs import Inputs as Inputs
 from .model_cost import cost as cost
 from .scaled_loss import loss as loss
 from .towers import encode as encode
+from .towers import rounds as rounds
 from .training.accelerate import accelerate as accelerate
 from .training.trainer import TrainerMixin as TrainerMixin

@@ -143,7 +143,7 @@ class Progress:
     Attributes:
         start: where the next iteration starts.
         delivered: the position after the step delivered last, or the stream that knows it.
-        plan: of the step delivered last, if it has one, while that lives.
+        plan: of the step delivered last, if it has one, while that lives, and no other start was put.
         drawn: a start, and its position with the random inputs that a state of it has promised.
     """
 
@@ -169,7 +169,7 @@ class Progress:
 
     def put(self, start: Start) -> None:
         """Start the next iteration there; it is also the loader's position now."""
-        self.start, self.delivered = start, start.position
+        self.start, self.delivered, self.plan = start, start.position, None
 
     def lead(self, own: Start, new: Start) -> Start:
         """Move the start for an iteration, with its start or last move `own`, unless something else has moved it.

@@ -1,14 +1,20 @@
 """Run by test_rounds: gradients of encoders that run once a round, against those of encoding every micro-step.
 
-rounds_job.py SHARDS_GLOB CASES
+rounds_job.py SHARDS_GLOB CASES FOLDER
+
+The loop, the wrapping, clipping and checkpoints are blocks of docs/encoders_apart.md.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,16 +24,15 @@ from rank_jobs import FSDP2_RUNS, run_rank
 from shard_factory import RECIPE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 import orchdata as od
-from examples.model import Block, ModelConfig, Sizes, fit_to_recipe, make_cost
+from examples.model import Block, ModelConfig, ModelOutput, Sizes, fit_to_recipe, make_cost
 
 SMALL = Sizes(hidden=16, layers=1, ffn=32, num_heads=2)
 CONFIG = fit_to_recipe(ModelConfig(llm=SMALL, image=SMALL, audio=SMALL), RECIPE)
-MAX_TOKENS, IMAGE_CAP = 480, 200  # of all ranks' microbatches
+MAX_TOKENS, IMAGE_CAP = 400, 200  # of all ranks' microbatches
 LAYOUTS = {
     "packed": od.Packed(),
     "padded": od.Padded(),
@@ -38,34 +43,49 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One way of training. `spoilt` is a control, which must not have the gradients of the others."""
+    """One way of training. `spoilt`: a micro-step's gradients are "lost", or a round's come "twice"."""
 
     wrapper: str | None = None
     encode: str | int = "micro_step"
     layout: str = "packed"
     recompute: bool = False
     capped: bool = False  # images too
-    spoilt: bool = False
+    spoilt: str = ""
 
 
 CASES = {
-    "two ddp": Case("two ddp", "step"),
-    "two ddp, rounds of 2": Case("two ddp", 2, "padded", recompute=True),
-    "one ddp": Case("one ddp", "step", "padded encoders"),
-    "one ddp, rounds of 2": Case("one ddp", 2),
+    "two ddp": Case("two DDP", "step"),
+    "two ddp, rounds of 2": Case("two DDP", 2, "padded", recompute=True),
+    "one ddp": Case("one DDP", "step", "padded encoders"),
+    "one ddp, rounds of 2": Case("one DDP", 2),
     "capped": Case(None, "step", capped=True),
     "to lengths": Case(None, "step", "to lengths"),
-    "spoilt": Case(None, "step", spoilt=True),
+    "lost": Case(None, "step", spoilt="lost"),
+    "twice": Case(None, "step", spoilt="twice"),
 }
 if FSDP2_RUNS:
     CASES |= {
-        "one fsdp2": Case("one fsdp2", "step"),
-        "one fsdp2, recomputed": Case("one fsdp2", 2, recompute=True),
-        "two fsdp2": Case("two fsdp2", 2),
+        "one fsdp2": Case("one FSDP2 root", "step"),
+        "one fsdp2, recomputed": Case("one FSDP2 root", 2, recompute=True),
+        "two fsdp2": Case("two FSDP2 roots", 2),
     }
 
 
-class Encoders(nn.Module):
+def block_of(*words: str) -> str:
+    """The block of Python of the docs that has these words."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "encoders_apart.md").read_text()
+    blocks = [each.partition("```")[0] for each in page.split("```python\n")[1:]]
+    (found,) = [each for each in blocks if all(word in each for word in words)]
+    return found
+
+
+class Part(nn.Module):
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return [module for module in self.modules() if isinstance(module, Block)]
+
+
+class Encoders(Part):
     def __init__(self, model: PaddedLM) -> None:
         super().__init__()
         self.image, self.audio, self.config = model.image, model.audio, model.config
@@ -79,20 +99,21 @@ class Encoders(nn.Module):
         return rows
 
 
-class LM(nn.Module):
+class LM(Part):
     """Each position is trained by itself."""
 
     def __init__(self, model: PaddedLM) -> None:
         super().__init__()
         self.embed, self.head = model.embed, model.head
 
-    def forward(self, batch: od.Batch, features: dict[str, Tensor]) -> Tensor:
+    def forward(self, batch: od.Batch, features: dict[str, Tensor]) -> ModelOutput:
         logits = self.head(batch.merge(self.embed(batch.llm.input_ids), features).tanh().flatten(0, -2))
         of_media = logits[torch.cat([*batch.llm.media_positions.values()])]  # which have no labels
-        return F.cross_entropy(logits, batch.llm.labels.flatten(), reduction="sum") + of_media.square().sum()
+        loss = F.cross_entropy(logits, batch.llm.labels.flatten(), reduction="sum") + of_media.square().sum()
+        return ModelOutput(loss, 0)
 
 
-class Both(nn.Module):
+class Both(Part):
     """Encoders and LLM in one module: one DDP, or one FSDP2 root."""
 
     def __init__(self) -> None:
@@ -105,28 +126,8 @@ class Both(nn.Module):
         rows: Tensor = self.encoders(name, media)
         return rows
 
-    def forward(self, *inputs: Any) -> Tensor:
-        result: Tensor = self.encode(*inputs) if isinstance(inputs[0], str) else self.lm(*inputs)
-        return result
-
-
-def wrap(case: Case, both: Both) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """Return what encodes, what trains, the context of its micro-steps but the last, and options of `od.rounds`."""
-    if case.wrapper == "two ddp":
-        encoders, lm = DistributedDataParallel(both.encoders), DistributedDataParallel(both.lm)
-        return encoders, lm, lm.no_sync, {"no_sync": encoders.no_sync}
-    if case.wrapper == "one ddp":
-        ddp = DistributedDataParallel(both)
-        return ddp, ddp, ddp.no_sync, {"no_sync": ddp.no_sync, "shared": True}
-    if case.wrapper is not None:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        roots = [both] if case.wrapper == "one fsdp2" else [both.encoders, both.lm]
-        for module in [*(module for module in both.modules() if isinstance(module, Block)), *roots]:
-            fully_shard(module, mesh=mesh)
-    if case.wrapper == "one fsdp2":
-        register_fsdp_forward_method(both, "encode")
-        return both.encode, both, nullcontext, {}
-    return both.encoders, both.lm, nullcontext, {}
+    def forward(self, *inputs: Any) -> Any:
+        return self.encode(*inputs) if isinstance(inputs[0], str) else self.lm(*inputs)
 
 
 def make_loader(shards: str, case: Case) -> od.DataLoader:
@@ -163,36 +164,45 @@ def gradients(both: Both, case: Case) -> Iterator[tuple[str, Tensor]]:
 def train(shards: str, case: Case) -> tuple[list[dict[str, Tensor]], list[dict[str, Any]]]:
     """The gradient of each step, and how often encoders ran in it."""
     both, found, counts, calls = Both(), [], [], []
-    run, lm, no_sync, options = wrap(case, both)
+    names: dict[str, Any] = {"both": both, "encoders": both.encoders, "model": both.lm, "nullcontext": nullcontext}
+    names |= {"encode": both.encoders, "no_sync": nullcontext, "options": {}, "dp_group": None, "dataset": None}
+    if case.wrapper is not None:
+        names["mesh"] = init_device_mesh("cpu", (dist.get_world_size(),))
+        exec(block_of(f"# {case.wrapper}\n"), names)
+    wrapped = dict(names)
 
     def encode(name: str, media: Any) -> Any:
         calls.append(name)
-        return run(name, media)
+        rows = wrapped["encode"](name, media)
+        if case.spoilt == "twice":
+            rows.register_hook(lambda gradient: 2 * gradient)
+        return rows
 
-    for step in make_loader(shards, case).steps():
-        calls.clear()
-        for group in od.rounds(step, encode, recompute=case.recompute, **options):
-            for batch in group:
-                rows = dict(group.features(batch))
-                if case.spoilt and batch.microbatch == 1:
-                    rows = {name: each.detach() for name, each in rows.items()}
-                features = {
-                    name: od.exchange(each, batch.route(name), requires_grad=True) for name, each in rows.items()
+    def model(batch: od.Batch, features: dict[str, Tensor]) -> Any:
+        if case.spoilt == "lost" and batch.microbatch == 1:
+            features = {name: each.detach() for name, each in features.items()}
+        return wrapped["model"](batch, features)
+
+    def steps() -> Iterator[Any]:
+        for step in make_loader(shards, case).steps():
+            calls.clear()
+            yield step
+            found.append(dict(gradients(both, case)))
+            plan = step[0].plan
+            counts.append(
+                {
+                    "calls": list(calls),
+                    "rounds": plan.round_of(len(step) - 1) + 1,
+                    "micro_steps": len(step),
+                    "parts": {name: len(parts) for name, parts in plan.parts.items()},
+                    "failed": sum(int((~media.valid).sum()) for batch in step for media in batch.media.values()),
                 }
-                with nullcontext() if batch.is_last_microbatch else no_sync():
-                    (lm(batch, features) * batch.loss_scale).backward()
-            group.backward()
-        found.append(dict(gradients(both, case)))
-        plan = step[0].plan
-        counts.append(
-            {
-                "calls": list(calls),
-                "rounds": plan.round_of(len(step) - 1) + 1,
-                "micro_steps": len(step),
-                "parts": {name: len(parts) for name, parts in plan.parts.items()},
-                "failed": sum(int((~media.valid).sum()) for batch in step for media in batch.media.values()),
-            }
-        )
+            )
+
+    ours = SimpleNamespace(exchange=od.exchange, Balance=od.Balance)
+    ours.DataLoader = lambda *_, **__: SimpleNamespace(steps=steps)
+    ours.rounds = partial(od.rounds, recompute=case.recompute)
+    exec(block_of("od.rounds(step"), names | {"od": ours, "encode": encode, "model": model})
     return found, counts
 
 
@@ -206,7 +216,7 @@ def reference(shards: str, layout: str) -> list[dict[str, Tensor]]:
             for name, media in batch.media.items():
                 rows = both.encode(name, media)[: batch.route(name).num_rows_in or None]
                 features[name] = od.exchange(rows, batch.route(name), requires_grad=True)
-            (both.lm(batch, features) * batch.loss_scale).backward()
+            (both.lm(batch, features).loss_sum * batch.loss_scale).backward()
         found.append(dict(gradients(both, case)))
     return found
 
@@ -220,10 +230,54 @@ def distance(first: list[dict[str, Tensor]], second: list[dict[str, Tensor]]) ->
     )
 
 
-def main(shards: str, cases: str) -> dict[str, Any]:
+def clipped(folder: str) -> dict[str, Any]:
+    """How far parts on two meshes, and a plain one, are from one process: clipped, and saved and loaded."""
+    size, found = dist.get_world_size(), {}
+    meshes = init_device_mesh("cpu", (size,)), init_device_mesh("cpu", (1, size), mesh_dim_names=("a", "b"))
+    for norm_type, width in ((float("inf"), 8), (2.0, 6)):  # 6: a rank of 4 has no row
+        torch.manual_seed(0)
+        whole = nn.ModuleDict({name: nn.Linear(width, width) for name in ("encoders", "model", "plain")}).double()
+        parts = copy.deepcopy(whole)
+        for name, mesh in zip(("encoders", "model"), meshes, strict=True):
+            fully_shard(parts[name], mesh=mesh)
+        inputs = torch.randn(5, width, dtype=torch.float64)
+        for each in (whole, parts):
+            for name in each:
+                each[name](inputs).square().sum().backward()
+        one_mesh = torch.nn.utils.get_total_norm([each.grad for each in whole["model"].parameters()], norm_type)
+        expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0, norm_type)
+        norm = od.clip_grad_norm_(parts.parameters(), 1.0, norm_type)
+        pairs = zip(parts.parameters(), whole.parameters(), strict=True)
+        off = max(float((full(own.grad) - each.grad).abs().max()) for own, each in pairs)
+        found[f"norm {norm_type}"] = {"off": max(off, abs(float(norm / expected) - 1)), "one": float(one_mesh / norm)}
+
+    names = {"torch": torch, "od": od, "folder": folder, "resumes": False, **parts}
+    exec(block_of("od.clip_grad_norm_"), names)
+    names["optimizer"] = optimizer = torch.optim.AdamW(names["parts"].parameters())
+    optimizer.step()
+    exec(block_of("dcp.save"), names)
+    saved = [full(each).clone() for each in names["parts"].parameters()]
+
+    def moved() -> float:
+        now = map(full, names["parts"].parameters())
+        return max(float((each - before).abs().max()) for each, before in zip(now, saved, strict=True))
+
+    optimizer.step()
+    optimizer.zero_grad()
+    found["moved"], names["optimizer"] = moved(), torch.optim.AdamW(names["parts"].parameters())
+    exec(block_of("dcp.save"), names | {"resumes": True})
+    return found | {"left": moved(), "steps": [float(each["step"]) for each in names["optimizer"].state.values()]}
+
+
+def full(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
+    return whole
+
+
+def main(shards: str, cases: str, folder: str) -> dict[str, Any]:
     trained = {name: train(shards, CASES[name]) for name in json.loads(cases)}
     references = {layout: reference(shards, layout) for layout in dict.fromkeys(CASES[name].layout for name in trained)}
-    return {
+    return {"clipped": clipped(folder) if FSDP2_RUNS else None} | {
         name: {
             "off": distance(found, references[CASES[name].layout]),
             "steps": counts,

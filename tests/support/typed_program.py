@@ -112,6 +112,7 @@ def train(batches: od.DataLoader[od.Batch], plan: od.Plan, route: od.Route) -> I
             assert_type(group, od.Round)
             assert_type(next(iter(group)), od.Batch)
             group.backward()
+        assert_type(od.clip_grad_norm_(torch.nn.Linear(2, 2).parameters(), 1.0), torch.Tensor)
     assert_type(plan.hash, str)
     print(od.profile(dataset.index(), cost=cost).to_dict())
     profile: od.Profile = dataset.profile(cost=cost, ranks=(8,), seed=1)
@@ -161,7 +162,7 @@ def hugging_face(processor: Any, model: Any, accelerator: Any, batch: od.Batch) 
     assert_type(od.hf.cost(model), od.CostModel)
     od.DataLoader(dataset, 8, collate_fn=od.hf.Inputs(model.config))
     od.hf.accelerate(loader, accelerator)
-    print(od.hf.image_modality(processor), od.hf.encode, od.hf.loss, od.torchtitan.DataLoader)
+    print(od.hf.image_modality(processor), od.hf.encode, od.hf.rounds, od.hf.loss, od.torchtitan.DataLoader)
 
 
 def plan(index: od.planners.Workload) -> od.planners.RunPlan:
