@@ -62,6 +62,7 @@ from .planning.route import Route as Route
 from .planning.route import make_route as make_route
 from .planning.teams import Teams as Teams
 from .post_balancing.loader import post_balance as post_balance
+from .post_balancing.step import Part as Part
 from .post_balancing.step import PostBatch as PostBatch
 from .profiling.profile import Profile as Profile
 from .profiling.profile import profile as profile

@@ -124,6 +124,15 @@ def train(batches: od.DataLoader[od.Batch], plan: od.Plan, route: od.Route) -> I
     print(route.parts, made)
     for post in od.post_balance([[1], [2]], cost=len):
         assert_type(post, od.PostBatch)
+    per_phase = od.Balance(assignment="per_phase")
+    for post in od.post_balance(
+        [[1], [2]],
+        cost=lambda sample: {"image": sample, "llm": sample},
+        parts=lambda sample: (None, {"image": [od.Part(b"pixels", cost=sample, rows=1)]}),
+        balance=per_phase,
+    ):
+        yield od.exchange(torch.zeros(3, 4), post.routes["image"], requires_grad=True)
+        print(post.parts["image"], post.arriving["image"][:, 2])
 
 
 def failing() -> None:
