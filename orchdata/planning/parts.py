@@ -197,9 +197,17 @@ def share_out_in_rounds(
     most = number if balance.encode == "step" else max(1, int(balance.encode))
     capped = {phase: cap for phase, cap in balance.caps.items() if phase in parts}
     rounds, found = np.arange(number, dtype=np.int32) // np.int32(most), dict(parts)
+    held = {phase: _held(parts[phase], cap, shares) for phase, cap in capped.items()}
     first = round_ = 0
     while capped and first < number:
-        for stop in range(min(first + most, number), first, -1):
+        # Longer rounds hold more than all GPUs may have.
+        room = [held[phase][first] + cap * encoders.num_gpus for phase, cap in capped.items()]
+        fits = [
+            int(np.searchsorted(held[phase], most_held, "right")) - 1
+            for phase, most_held in zip(held, room, strict=True)
+        ]
+        longest = max(first + 1, min(first + most, number, *fits))
+        for stop in range(longest, first, -1):
             fitted = {}
             for phase, cap in capped.items():
                 own = _fit_round(parts[phase], cap, shares, range(first, stop), encoders, stays)
@@ -219,6 +227,15 @@ def share_out_in_rounds(
     return rounds, {phase: found[phase] for phase in parts}
 
 
+def _held(parts: Parts, cap: int, shares: Shares) -> Ints:
+    """Return the positions before each micro-step and in all, int64 (num_microbatches + 1,); a part above the cap fills
+    a GPU.
+    """
+    held = np.zeros(shares.num_microbatches + 1, np.int64)
+    np.add.at(held, shares.microbatch[parts.sample] + 1, np.minimum(parts.positions, cap))
+    return np.cumsum(held)
+
+
 def _fit_round(
     parts: Parts, cap: int, shares: Shares, micro_steps: range, encoders: Encoders, stays: bool
 ) -> tuple[Ints, Ranks] | None:
@@ -230,8 +247,6 @@ def _fit_round(
     own, one = parts.take(members), Shares(shares.rank, np.zeros_like(shares.microbatch), 1)
     if len(micro_steps) == 1:
         return members, own.rank
-    if int(np.minimum(own.positions, cap).sum()) > cap * encoders.num_gpus:
-        return None
     if stays:
         own = replace(own, rank=encoders.home(own, one, own.positions))
         overfull = len(_overfull(own, np.zeros(len(own), np.int32), cap, encoders.num_gpus))
