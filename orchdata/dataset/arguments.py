@@ -282,7 +282,7 @@ def warming_of(arguments: Arguments, options: LoaderOptions) -> Warming:
     return Warming(
         kernel_families(
             options.balance,
-            options.rank.size,
+            options.rank.size * options.rank.num_peers,
             phases=arguments.phases,
             padded=isinstance(layout, Padded),
             fixed=getattr(layout, "length", None) is not None and not getattr(layout, "concatenate", False),
