@@ -1,4 +1,4 @@
-"""Encoders that run once a step, beside once a micro-step: over the bounds; and shared among the peers of a rank."""
+"""Encoders that run once a step, or once a micro-step, over the bounds; and shared among the peers of a rank."""
 
 from __future__ import annotations
 
