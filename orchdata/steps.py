@@ -110,10 +110,16 @@ class OptimizerSteps:
         )
 
     def check_whole(self, trainer: str) -> None:
-        """Raise ValueError for teams and rounds: a trainer that gives `Batch.model_inputs` to a model trains whole
-        sequences, and encodes by micro-step.
+        """Raise ValueError for teams, rounds and peers: a trainer that gives `Batch.model_inputs` to a model trains
+        whole sequences, encodes by micro-step, and averages gradients over data-parallel ranks alone.
         """
         balance = self._runtime.prepared.spec.plan.balance
+        if self._runtime.rank.num_peers > 1:
+            raise ValueError(
+                f"{trainer} averages all gradients over the data-parallel ranks, and encoders that peers share have "
+                "theirs on all peers: leave DataParallel.encoder_dims out, or wrap encoders by themselves in your own "
+                "loop"
+            )
         if balance.encode != "micro_step":
             raise ValueError(
                 f"{trainer} runs the whole model on one microbatch after another, and encoders would not run once for "

@@ -187,6 +187,7 @@ class Pages:
             teams=teams,
             sources=torch.from_numpy(plan.source[samples]) if plan.sources else None,
             fields=fields or {},
+            peer=share.peer,
         )
 
     def _teams(self, share: Share, samples: NDArray[np.int64]) -> tuple[Team, ...]:

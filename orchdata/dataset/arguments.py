@@ -231,7 +231,7 @@ def engine_choice(arguments: Arguments, rank: Rank, *, in_order: bool) -> Engine
         worker_memory=arguments.worker_memory,
         in_order=in_order,
         engine=arguments.engine,
-        num_ranks=rank.size,
+        num_ranks=rank.size * rank.num_peers,
     )
 
 

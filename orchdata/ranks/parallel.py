@@ -114,6 +114,7 @@ class Rank:
         ranks: global numbers of the ranks that run this loader; empty if they are not known.
         peer, num_peers: of `DataParallel.encoder_dims`: the number of this process among those that share the parts of
             its data-parallel rank, row-major in `encoder_dims`, and how many they are.
+        peer_groups: process groups, one after another, that together reach these peers and no others.
     """
 
     rank: int = 0
@@ -127,6 +128,7 @@ class Rank:
     ranks: tuple[int, ...] = ()
     peer: int = 0
     num_peers: int = 1
+    peer_groups: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -240,6 +242,7 @@ def _of_mesh(dp: DataParallel) -> Rank:
         ranks=tuple(sorted(ranks.flatten().tolist())),
         peer=peer,
         num_peers=num_peers,
+        peer_groups=tuple(mesh.get_group(name) for name in dp.encoder_dims),
     )
 
 
