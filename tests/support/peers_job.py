@@ -266,7 +266,7 @@ def what_is_wrong_shows() -> None:
 
 
 @check
-def fsdp2_beside_dtensors() -> None:
+def fsdp2_with_dtensors() -> None:
     if not FSDP2_RUNS:
         return
     of = world((2, 2), "dp tp", ["tp"])
