@@ -4,6 +4,9 @@
                                   --all_to_all_single--------> bytes/s: rows already grouped, left as they come
                                   --all_gather, index_select-> bytes/s: everything everywhere, the rest dropped
 
+On four ranks also as two with two peers each: exchange and gather, against all_to_all_single and all_gather of as many
+rows.
+
 All run in turn in every rank of one gloo job; a repeat takes as long as its slowest rank.
 """
 
@@ -24,14 +27,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.command import run_command
 from benchmarks.launch import end_with_parent, leave, torchrun
 from orchdata.balancers.checks import checked_count
 from orchdata.bench.harness import Result
-from orchdata.planning.route import Route, make_route
+from orchdata.planning.route import Route, grouped_route, make_route
 from orchdata.ranks.exchange import exchange
+from orchdata.ranks.parallel import DataParallel
 
+PEERS = 2
 Seconds = dict[str, tuple[float, ...]]
 
 
@@ -70,6 +76,7 @@ def _results(config: ExchangeBench, num_ranks: int) -> list[Result]:
     seconds: Seconds = run_job("benchmarks.exchange", config, num_ranks)
     moved = int(_tokens(config, num_ranks).sum()) * config.hidden * 2
     size = f"{moved / num_ranks / 2**20:.0f} MiB a rank"
+    paired = "peers" in seconds
 
     def ratio(name: str, of: str, to: str, demand: float | None, note: str) -> Result:
         values = tuple(slow / fast for slow, fast in zip(seconds[to], seconds[of], strict=True))
@@ -92,9 +99,15 @@ def _results(config: ExchangeBench, num_ranks: int) -> list[Result]:
             "parts kept grouped",
         ),
         ratio("  with parts in canonical order", "canonical", "gathered", 2.0 if num_ranks >= 4 else None, ""),
+        *(
+            [ratio("exchange, two peers / the same plainly", "peers", "plain_peers", 0.9, "and all_gather")]
+            if paired
+            else []
+        ),
         rate("exchange, grouped", "grouped", "rows of all ranks"),
         rate("exchange, canonical order", "canonical"),
         rate("its backward", "backward"),
+        *([rate("exchange, two peers", "peers"), rate("its backward", "peers_backward")] if paired else []),
         rate("all_to_all_single", "plain"),
         rate("all-gather-and-drop", "gathered"),
     ]
@@ -149,11 +162,53 @@ def _functions(config: ExchangeBench) -> dict[str, Callable[[], object]]:
         return everything.index_select(0, wanted)
 
     return {
+        **(_with_peers(config, tokens) if dist.get_world_size() >= 2 * PEERS else {}),
         "plain": plain,
         "grouped": lambda: exchange(features, grouped, requires_grad=True),
         "canonical": lambda: exchange(features, canonical, requires_grad=True),
         "backward": lambda: torch.autograd.grad(forward[0], features, gradient, retain_graph=True),
         "gathered": gathered,
+    }
+
+
+def _with_peers(config: ExchangeBench, tokens: np.ndarray) -> dict[str, Callable[[], object]]:
+    num_ranks = dist.get_world_size() // PEERS
+    mesh = init_device_mesh("cpu", (num_ranks, PEERS), mesh_dim_names=("dp", "tp"))
+    dp = DataParallel(mesh, dims=("dp",), encoder_dims=("tp",))
+    across, among = mesh.get_group("dp"), mesh.get_group("tp")
+    rank, peer = dist.get_rank(across), dist.get_rank(among)
+    encoder, home = _assignments(config, tokens)
+    encoder_rank, encoder_peer, home = encoder // PEERS, encoder % PEERS, home // PEERS
+    encoded = np.flatnonzero((encoder_rank == rank) & (encoder_peer == peer))
+    encoded = encoded[np.argsort(home[encoded], kind="stable")]
+    arriving = np.flatnonzero(home == rank)
+    arriving = arriving[np.lexsort((encoder_rank[arriving], encoder_peer[arriving]))]
+    route = grouped_route(
+        rank,
+        num_ranks,
+        receivers=home[encoded],
+        sent=tokens[encoded],
+        senders=encoder_rank[arriving],
+        received=tokens[arriving],
+        peer=peer,
+        num_peers=PEERS,
+        arriving_peers=encoder_peer[arriving],
+    )
+    rows = torch.zeros((route.num_rows_in, config.hidden), dtype=torch.bfloat16).normal_()
+    features = rows.clone().requires_grad_()
+    result = exchange(features, route, group=dp, requires_grad=True)
+    gradient = torch.ones_like(result)
+    send, receive = route.send_rows.tolist(), route.receive_rows.tolist()
+    share = rows.new_empty((-(-route.num_rows_out // PEERS), config.hidden))  # all_gather takes as many of each
+
+    def plain() -> None:
+        dist.all_to_all_single(rows.new_empty((sum(receive), config.hidden)), rows, receive, send, across)
+        dist.all_gather_into_tensor(rows.new_empty((PEERS * len(share), config.hidden)), share, among)
+
+    return {
+        "plain_peers": plain,
+        "peers": lambda: exchange(features, route, group=dp, requires_grad=True),
+        "peers_backward": lambda: torch.autograd.grad(result, features, gradient, retain_graph=True),
     }
 
 

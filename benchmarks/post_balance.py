@@ -4,8 +4,8 @@
                      --post_balance--> loop--> milliseconds a step, and how many more these are
 
 Once with nothing else in the loop, where all of the work shows; and once with a training step that leaves the cores
-alone, where only what is waited for does. All four loops run in turn in every rank of one gloo job; a repeat takes as
-long as its slowest rank.
+alone, where only what is waited for does; there also by phase, with each image as several parts. All loops run in turn
+in every rank of one gloo job; a repeat takes as long as its slowest rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from benchmarks.command import run_command
 from benchmarks.exchange import run_job
 from benchmarks.launch import end_with_parent, leave
 from orchdata.bench.harness import Result
+from orchdata.planning.balance import Balance
 from orchdata.post_balancing.loader import post_balance
+from orchdata.post_balancing.step import Part
 
 # A loop is timed from here on: while the first step of an epoch is loaded, no training step runs that could hide it.
 _UNTIMED_STEPS = 2
@@ -42,6 +44,7 @@ class PostBalanceBench:
         ranks: numbers of gloo ranks, each a job of its own.
         samples_per_rank: that a rank draws in a step.
         image_bytes: median of a sample's pixels; they are lognormal, with a sigma of 1.
+        parts: that an image is cut into, by phase.
         words: median length of a text; also lognormal, with a sigma of 1.
         steps: of a loop, after two that are not timed.
         training_milliseconds: what a training step sleeps, in the loops that have one.
@@ -52,6 +55,7 @@ class PostBalanceBench:
     ranks: tuple[int, ...] = (2, 4, 8)
     samples_per_rank: int = 16
     image_bytes: int = 100 * 1024
+    parts: int = 4
     words: int = 300
     steps: int = 20
     training_milliseconds: float = 50.0
@@ -81,17 +85,36 @@ def _results(config: PostBalanceBench, num_ranks: int, found: dict[str, Any]) ->
     share = 100 * stats["moved_samples"] / stats["samples"]
     mib = stats["moved_bytes"] / steps / 2**20
 
-    def added(of: str) -> tuple[float, ...]:
-        pairs = zip(seconds[f"balanced, {of}"], seconds[f"bare, {of}"], strict=True)
-        return tuple(1000 * (balanced - bare) for balanced, bare in pairs)
+    def added(what: str, to: str, of: str) -> tuple[float, ...]:
+        pairs = zip(seconds[f"{what}, {of}"], seconds[f"{to}, {of}"], strict=True)
+        return tuple(1000 * (more - less) for more, less in pairs)
 
     where = f"{num_ranks} ranks: "
+    by_phase = found["stats_by_phase"]
+    mib_by_phase = by_phase["moved_bytes"] / by_phase["steps"] / 2**20
+    num_parts = f"{config.parts * stats['samples'] // steps} parts a step of all ranks"
     shared = f"{num_ranks} ranks shared {found['cores']} cores"
     hidden = f"a training step sleeps {config.training_milliseconds:g} ms"
     size = f"a step of all ranks, which draw {found['bytes_drawn'] / 2**20:.1f} MiB of pixels"
     return [
-        Result(name=f"{where}post_balance adds to an empty step", unit="ms", values=added("empty"), note=shared),
-        Result(name=f"{where}to a training step", unit="ms", values=added("training"), note=f"{hidden}; {shared}"),
+        Result(
+            name=f"{where}post_balance adds to an empty step",
+            unit="ms",
+            values=added("balanced", "bare", "empty"),
+            note=shared,
+        ),
+        Result(
+            name=f"{where}to a training step",
+            unit="ms",
+            values=added("balanced", "bare", "training"),
+            note=f"{hidden}; {shared}",
+        ),
+        Result(
+            name=f"{where}by phase, adds to that",
+            unit="ms",
+            values=added("by phase", "balanced", "training"),
+            note=num_parts,
+        ),
         Result(name=f"{where}bytes moved", unit="MiB", values=(mib,), note=size),
         Result(name=f"{where}samples moved", unit="%", values=(share,), note=f"of {stats['samples'] // steps} a step"),
         Result(
@@ -99,6 +122,13 @@ def _results(config: PostBalanceBench, num_ranks: int, found: dict[str, Any]) ->
             unit="x",
             values=(stats["imbalance"],),
             note=f"{stats['imbalance_before']:.4g} as drawn",
+        ),
+        Result(name=f"{where}by phase, bytes moved", unit="MiB", values=(mib_by_phase,), note=size),
+        Result(
+            name=f"{where}by phase, largest load / mean",
+            unit="x",
+            values=(by_phase["imbalance"],),
+            note=f"{by_phase['imbalance_before']:.4g} as drawn",
         ),
     ]
 
@@ -124,20 +154,36 @@ def run_rank(settings: str, result: str) -> None:
     lists = _drawn(config, dist.get_rank())
     loader = _Lists(lists, _UNTIMED_STEPS + config.steps)
     balanced = post_balance(loader, cost=lambda sample: len(sample["tokens"]) + sample["image"].size // 768)
+    by_phase = post_balance(
+        loader,
+        cost=lambda sample: {"image": sample["image"].size // 768, "llm": len(sample["tokens"])},
+        parts=lambda sample: (
+            {name: value for name, value in sample.items() if name != "image"},
+            {
+                "image": [
+                    Part(rows, rows.size // 768, len(rows)) for rows in np.array_split(sample["image"], config.parts)
+                ]
+            },
+        ),
+        balance=Balance(assignment="per_phase"),
+    )
     sleep = config.training_milliseconds / 1000
     loops = {
         "bare, empty": lambda: _step_seconds(loader, 0.0),
         "balanced, empty": lambda: _step_seconds(balanced, 0.0),
         "bare, training": lambda: _step_seconds(loader, sleep),
         "balanced, training": lambda: _step_seconds(balanced, sleep),
+        "by phase, training": lambda: _step_seconds(by_phase, sleep),
     }
     seconds = _in_turn(loops, config.repeats)
     drawn = torch.tensor(sum(sample["image"].nbytes for samples in lists for sample in samples) / len(lists))
     dist.all_reduce(drawn)
     if dist.get_rank() == 0:
         found = {"seconds": seconds, "stats": balanced.stats(), "bytes_drawn": drawn.item()}
-        Path(result).write_text(json.dumps({**found, "cores": len(os.sched_getaffinity(0))}))
+        found |= {"stats_by_phase": by_phase.stats(), "cores": len(os.sched_getaffinity(0))}
+        Path(result).write_text(json.dumps(found))
     balanced.close()
+    by_phase.close()
     leave()
 
 

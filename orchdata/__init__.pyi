@@ -10,6 +10,8 @@ from .balancers import PhaseCost as PhaseCost
 from .balancers import TransformerCost as TransformerCost
 from .batch.batch import Batch as Batch
 from .batch.megatron import megatron_packed as megatron_packed
+from .batch.rounds import Round as Round
+from .batch.rounds import rounds as rounds
 from .batch.step_info import StepInfo as StepInfo
 from .batch.tensors import Team as Team
 from .dataloader import DataLoader as DataLoader
@@ -60,9 +62,11 @@ from .planning.route import Route as Route
 from .planning.route import make_route as make_route
 from .planning.teams import Teams as Teams
 from .post_balancing.loader import post_balance as post_balance
+from .post_balancing.step import Part as Part
 from .post_balancing.step import PostBatch as PostBatch
 from .profiling.profile import Profile as Profile
 from .profiling.profile import profile as profile
+from .ranks.clip import clip_grad_norm_ as clip_grad_norm_
 from .ranks.exchange import exchange as exchange
 from .ranks.parallel import DataParallel as DataParallel
 from .ranks.team_attention import TeamAttention as TeamAttention

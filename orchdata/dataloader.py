@@ -281,10 +281,12 @@ class DataLoader(Generic[T_co]):
         On one rank, it contains the state of a map-style data set, an iterable, its iterator or a sampler, if they have
         `state_dict` and `load_state_dict`. Between two epochs, this draws the random inputs of the next one.
 
-        Raises RuntimeError if model inputs with slices of `od.Teams` were taken, and no attention over teams used.
+        Raises RuntimeError if model inputs with slices of `od.Teams` were taken, and no attention over teams used, or
+        inside a round of `od.rounds` whose features require a gradient.
         """
         self._runtime.context.delivery.team_use.check("state_dict() was called")
         self._follow_sampler()
+        self._progress.check_rounds("state_dict() was called")
         return self._runtime.state(self._progress)
 
     def load_state_dict(self, state: dict[str, Any], *, allow: Sequence[str] = ()) -> None:

@@ -110,11 +110,23 @@ class OptimizerSteps:
         )
 
     def check_whole(self, trainer: str) -> None:
-        """Raise ValueError for teams whose sequences the trainer cuts: one that gives `Batch.model_inputs` to a model
-        trains whole sequences.
+        """Raise ValueError for teams whose sequences the trainer cuts, for rounds and for peers: a trainer that gives
+        `Batch.model_inputs` to a model trains whole sequences, encodes by micro-step, and averages gradients over
+        data-parallel ranks alone.
         """
-        teams = self._runtime.prepared.spec.plan.balance.teams
-        if teams is not None and teams.cut == "trainer":
+        balance = self._runtime.prepared.spec.plan.balance
+        if self._runtime.rank.num_peers > 1:
+            raise ValueError(
+                f"{trainer} averages all gradients over the data-parallel ranks, and encoders that peers share have "
+                "theirs on all peers: leave DataParallel.encoder_dims out, or wrap encoders by themselves in your own "
+                "loop"
+            )
+        if balance.encode != "micro_step":
+            raise ValueError(
+                f"{trainer} runs the whole model on one microbatch after another, and encoders would not run once for "
+                f"several, as Balance(encode={balance.encode!r}) plans: leave encode out, or loop with od.rounds"
+            )
+        if balance.teams is not None and balance.teams.cut == "trainer":
             raise ValueError(
                 f"{trainer} trains whole sequences, and each member of a team would train all of a shared one: leave "
                 'cut="trainer" out of od.Teams, or Balance(teams=...)'

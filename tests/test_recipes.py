@@ -155,11 +155,12 @@ def test_the_recipe_of_special_tokens(vl: VL, tmp_path: Path, monkeypatch: pytes
         small(**inputs)
 
 
-def test_the_recipe_of_encoders_balanced_apart(vl: VL) -> None:
+@pytest.mark.parametrize("call", ["od.hf.encode(model, batch)", "od.hf.rounds(model, step)"])
+def test_the_recipe_of_encoders_balanced_apart(vl: VL, call: str) -> None:
     def run() -> list[float]:
         model = vl.model()
         names = SimpleNamespace(DataLoader=vl.loader, Balance=od.Balance, hf=od.hf)
-        exec(recipe_of("huggingface.md", "od.hf.encode(model, batch)"), {"od": names, "model": model})
+        exec(recipe_of("huggingface.md", call), {"od": names, "model": model})
         return model.losses
 
     check(run, plain_loss(vl))
@@ -341,6 +342,27 @@ def test_the_model_of_encoders_balanced_apart(shards: list[str]) -> None:
     with torch.no_grad():
         model.project.weight.normal_()
     assert abs(sum(run()) / sum(apart) - 1) > 1e-3
+
+
+def test_the_loop_of_rounds(shards: list[str]) -> None:
+    layers = torch.nn.ModuleDict({"image": torch.nn.Linear(192, 8), "audio": torch.nn.Linear(16, 8)})
+    embed, calls = torch.nn.Embedding(260, 8), []
+
+    def encode(name: str, media: Any) -> torch.Tensor:
+        calls.append(name)
+        (inputs,) = (media.arrays[each] for each in ("patches", "features") if each in media.arrays)
+        return layers[name](inputs).unflatten(0, (media.num_tokens or 1, -1)).mean(1)
+
+    def model(batch: od.Batch, features: Any) -> Any:
+        return SimpleNamespace(loss_sum=batch.merge(embed(batch.llm.input_ids), features).square().sum())
+
+    balance = od.Balance(assignment="per_phase", max_tokens=150, oversize="own", encode="step")
+    ours = SimpleNamespace(exchange=od.exchange, rounds=od.rounds, Balance=od.Balance)
+    ours.DataLoader = lambda *_, **__: small(shards, balance=balance)[1]
+    names = {"od": ours, "encode": encode, "model": model, "dp_group": None, "dataset": None}
+    exec(recipe_of("encoders_apart.md", "od.rounds(step"), names | {"options": {}, "no_sync": contextlib.nullcontext})
+    assert calls == ["image", "audio"] * 2  # steps
+    assert layers["image"].weight.grad.any()
 
 
 def test_the_sum_of_the_loss(shards: list[str]) -> None:

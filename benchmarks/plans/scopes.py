@@ -127,13 +127,16 @@ def _planned(
     return found, sum(plan.cost_bound(balance.price, samples.phases) for plan in joint), total / num_ranks
 
 
-def plans_of(samples: Samples, balance: Balance, num_ranks: int, size: int, scale: Scale) -> list[Plan]:
+def plans_of(
+    samples: Samples, balance: Balance, num_ranks: int, size: int, scale: Scale, num_peers: int = 1
+) -> list[Plan]:
     spec = PlanSpec(
         costs=samples,
         order=Order(len(samples.llm), shuffle=Shuffle(streams=-(-num_ranks // GROUP_SIZE)), seed=scale.seed),
         batches=GlobalBatches(size=size),
         balance=balance,
         num_ranks=num_ranks,
+        num_peers=num_peers,
     )
     return [make_plan(spec, StepTask(0, step)) for step in range(scale.repeats)]
 

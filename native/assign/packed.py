@@ -80,6 +80,35 @@ def longest_first(
 
 
 @kernel
+def longest_first_in_groups(
+    descending: NDArray[np.int64], group: NDArray[np.int64], num_groups: int, num_members: int
+) -> NDArray[np.int32]:
+    """Give each sample, from the largest, to the least loaded member of its group; ties to the lower count, then to the
+    lower number.
+
+    Args:
+        descending: int64 (num_samples,), costs from the largest.
+        group: int64 (num_samples,), of each.
+        num_members: of each group.
+
+    Returns:
+        int32 (num_samples,): the member of its group that has each sample.
+    """
+    member = np.empty(descending.shape[0], np.int32)
+    loads, counts = np.zeros((num_groups, num_members), np.int64), np.zeros((num_groups, num_members), np.int32)
+    for position in range(descending.shape[0]):
+        of, has = loads[group[position]], counts[group[position]]
+        least = 0
+        for other in range(1, num_members):
+            if of[other] < of[least] or (of[other] == of[least] and has[other] < has[least]):
+                least = other
+        of[least] += descending[position]
+        has[least] += 1
+        member[position] = least
+    return member
+
+
+@kernel
 def recount(
     descending: NDArray[np.int64],
     owner: NDArray[np.int32],

@@ -90,6 +90,8 @@ class Batch:
             member or a binary column, str of a column of text, int, float, bool, list and dict of other columns and of
             keys of records, a list where a sample has numbered fields of that name; None for a sample that lacks the
             field, or that failed.
+        peer: of `DataParallel.encoder_dims`: the peer of its rank whose parts `media` has; text, llm and fields are the
+            same on all peers. 0 without peers.
         inputs: defines the argument names of the model; None for this library's own names.
         unnamed: modalities of a processor where `inputs` is None: its model does not know our names of their arrays.
     """
@@ -111,6 +113,7 @@ class Batch:
     teams: tuple[Team, ...] = ()
     sources: Tensor | None = None
     fields: Mapping[str, list[Any]] = field(default_factory=dict)
+    peer: int = 0
     inputs: ModelInputs | None = field(default=None, compare=False)
     unnamed: tuple[str, ...] = field(default=(), compare=False)
 
@@ -297,7 +300,7 @@ class Batch:
     def mask_failed(self, group: Any = None) -> Batch:
         """Return the same batch, without loss for samples with a part that failed to decode, on any rank.
 
-        Each rank sends the others one byte a part. This is a collective over `group`, the ranks of the routes, on the
+        Each rank sends the others one byte a part. This is a collective over `group`, as `exchange` takes it, on the
         tensors' device: every rank calls it, or none. Under on_error="skip", a DataLoader with a process group (or with
         torch.distributed initialized) has already called it. The planned denominator of the loss does not change.
         Without routes it does nothing.

@@ -57,12 +57,14 @@ class Share:
     Attributes:
         microbatch: its number in the plan.
         index: its index among the microbatches that the rank delivers; a pipeline's order changes it.
+        peer: of the rank, whose parts are encoded.
     """
 
     plan: Plan
     rank: int
     microbatch: int
     index: int
+    peer: int = 0
 
     @property
     def rows(self) -> NDArray[np.int64]:

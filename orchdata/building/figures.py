@@ -66,6 +66,13 @@ class PlannedShare:
     def cells(self) -> dict[str, NDArray[np.int64]]:
         return {phase: self.plan.cells(phase) for phase in self.plan.phases}
 
+    def waits(self, cells: dict[str, NDArray[np.int64]]) -> float:
+        """The price of cells, in the unit of `Plan.waits`."""
+        ranks = self.plan.num_ranks
+        return float(
+            self.price.of([cells[phase] * (self.plan.gpus(phase) // ranks) for phase in self.spec.costs.balanced])
+        )
+
     @cached_property
     def cells_unbalanced(self) -> dict[str, NDArray[np.int64]]:
         return {phase: self.plan.cells_unbalanced(phase) for phase in self.plan.phases}
@@ -73,18 +80,12 @@ class PlannedShare:
     @cached_property
     def step_cost(self) -> float:
         """The price of the step as planned."""
-        balanced = self.spec.costs.balanced
-        return self.even_cost if self.is_alone else float(self.price.of([self.cells[phase] for phase in balanced]))
+        return self.even_cost if self.is_alone else self.waits(self.cells)
 
     @cached_property
     def unbalanced_cost(self) -> float:
         """The price of the step with samples dealt out in turn."""
-        balanced = self.spec.costs.balanced
-        return (
-            self.even_cost
-            if self.is_alone
-            else float(self.price.of([self.cells_unbalanced[phase] for phase in balanced]))
-        )
+        return self.even_cost if self.is_alone else self.waits(self.cells_unbalanced)
 
     @cached_property
     def even_cost(self) -> float:
@@ -236,8 +237,11 @@ def phases(share: PlannedShare) -> dict[str, tuple[float, ...]]:
 
     Under od.Padded the loads of `llm` count padding and the mean does not, so it shows in all three; samples dealt out
     are cut into as many microbatches as the plan has. `imbalance_in_micro_steps`: the largest load of each micro-step
-    (the same microbatch of all ranks) over the mean of all, which counts where ranks wait for each other in each; equal
-    to `imbalance` where a step is one microbatch. `imbalance_unbalanced_in_micro_steps`: the same of samples dealt out.
+    (the same microbatch of all ranks), or round of an encoder, over the mean of all, which counts where ranks wait for
+    each other in each; equal to `imbalance` where a step is one microbatch. `imbalance_unbalanced_in_micro_steps`: the
+    same of samples dealt out.
+
+    Where peers encode, encoder loads are of GPUs; samples dealt out are encoded by every peer of their rank.
 
     Samples are dealt out as torch's DistributedSampler does: the i-th of the global batch to rank i modulo ranks. Those
     of a rank are cut in this order into as many microbatches as the plan has, without regard to caps.
@@ -250,7 +254,7 @@ def phases(share: PlannedShare) -> dict[str, tuple[float, ...]]:
             float(share.cells_unbalanced[phase].sum(axis=1).max()),
             float(cells.sum(axis=1).max()),
             float(plan.lower_bound(phase)),
-            share.totals[phase] / plan.num_ranks,
+            share.totals[phase] / plan.gpus(phase),
             float(cells.max(axis=0).sum()),
             float(share.cells_unbalanced[phase].max(axis=0).sum()),
         )

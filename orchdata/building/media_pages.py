@@ -95,16 +95,16 @@ def own_work(index: Index, rows: Ints, samples: Ints, modality: str) -> MediaWor
 
 
 def planned_work(share: Share, modality: str) -> MediaWork:
-    """Return the work that the plan gives a rank: it encodes parts of any rank's samples."""
-    plan, rank, microbatch = share.plan, share.rank, share.microbatch
+    """Return the work that the plan gives a rank, or one of its peers: it encodes parts of any rank's samples."""
+    plan, rank, microbatch, peer = share.plan, share.rank, share.microbatch, share.peer
     parts = plan.parts[modality]
-    encoded, arriving = plan.encoded(modality, rank, microbatch), plan.arriving(modality, rank, microbatch)
+    encoded, arriving = plan.encoded(modality, rank, microbatch, peer), plan.arriving(modality, rank, microbatch)
     return MediaWork(
         encoded=parts.part[encoded],
         encoded_sample=parts.sample[encoded],
         arriving=parts.part[arriving],
         owner=np.searchsorted(plan.places(rank, microbatch), parts.sample[arriving]),
-        route=plan.route(modality, rank, microbatch),
+        route=plan.route(modality, rank, microbatch, peer),
     )
 
 

@@ -249,6 +249,7 @@ class Pages:
             teams=teams,
             sources=torch.from_numpy(plan.source[samples]) if plan.sources else None,
             fields=fields or {},
+            peer=share.peer,
         )
 
     def _teams(self) -> tuple[Team, ...]:

@@ -40,11 +40,16 @@ class Content(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class BuildSpec:
-    """Everything a rank's steps depend on, apart from their `StepTask`."""
+    """Everything a rank's steps depend on, apart from their `StepTask`.
+
+    Attributes:
+        peer: of the rank, whose parts are encoded.
+    """
 
     plan: PlanSpec
     rank: int
     content: Content
+    peer: int = 0
 
     @property
     def shards(self) -> IndexedShards | None:
@@ -74,4 +79,4 @@ class BuildSpec:
             StorageError: the index cannot be loaded now.
         """
         settle_first_calls()
-        return Builder(self.plan, self.rank, self.content.open(watch or Watch()), allocate)
+        return Builder(self.plan, self.rank, self.content.open(watch or Watch()), allocate, peer=self.peer)

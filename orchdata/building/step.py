@@ -45,10 +45,17 @@ class Builder:
     """
 
     def __init__(
-        self, plan: PlanSpec, rank: int, assembler: Assembler, allocate: Callable[[StepTask], Memory] | None = None
+        self,
+        plan: PlanSpec,
+        rank: int,
+        assembler: Assembler,
+        allocate: Callable[[StepTask], Memory] | None = None,
+        *,
+        peer: int = 0,
     ) -> None:
         self._plan = plan
         self._rank = rank
+        self._peer = peer
         self._assembler = assembler
         pool = BufferPool()
         self._allocate = allocate or (lambda _: pool)
@@ -60,11 +67,11 @@ class Builder:
 
     def start(self, task: StepTask) -> StartedStep:
         """Plan a step. Raises IndexError if it is outside the epoch."""
-        return StartedStep(self._plan, self._rank, self._assembler, task, self._allocate(task))
+        return StartedStep(self._plan, self._rank, self._peer, self._assembler, task, self._allocate(task))
 
     def planned_by(self, plan: PlanSpec) -> Builder:
         """Return a builder of the same samples in steps of another plan, with the same open shards."""
-        return Builder(plan, self._rank, self._assembler)
+        return Builder(plan, self._rank, self._assembler, peer=self._peer)
 
     def load_alone(self, row: int) -> None:
         """Load one sample as a step does, and drop it. Raises what loading raises."""
@@ -86,7 +93,9 @@ class StartedStep:
         num_bytes: memory that its batches take.
     """
 
-    def __init__(self, spec: PlanSpec, rank: int, assembler: Assembler, task: StepTask, memory: Memory) -> None:
+    def __init__(
+        self, spec: PlanSpec, rank: int, peer: int, assembler: Assembler, task: StepTask, memory: Memory
+    ) -> None:
         started = time.perf_counter()
         self._rank = rank
         self._spec = spec
@@ -96,7 +105,7 @@ class StartedStep:
         if num_stages is not None and len(order) > 1:
             order = self.plan.pipeline_order(rank, num_stages).tolist()
         self._assemblies = [
-            assembler.begin(Share(self.plan, rank, microbatch, index)) for index, microbatch in enumerate(order)
+            assembler.begin(Share(self.plan, rank, microbatch, index, peer)) for index, microbatch in enumerate(order)
         ]
         self._ahead = assembler.read_ahead(each for assembly in self._assemblies for each in assembly.wanted())
         self.num_bytes = sum(assembly.num_bytes for assembly in self._assemblies)

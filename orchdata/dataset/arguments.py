@@ -231,7 +231,7 @@ def engine_choice(arguments: Arguments, rank: Rank, *, in_order: bool) -> Engine
         worker_memory=arguments.worker_memory,
         in_order=in_order,
         engine=arguments.engine,
-        num_ranks=rank.size,
+        num_ranks=rank.size * rank.num_peers,
     )
 
 
@@ -282,7 +282,7 @@ def warming_of(arguments: Arguments, options: LoaderOptions) -> Warming:
     return Warming(
         kernel_families(
             options.balance,
-            options.rank.size,
+            options.rank.size * options.rank.num_peers,
             phases=arguments.phases,
             padded=isinstance(layout, Padded),
             fixed=getattr(layout, "length", None) is not None and not getattr(layout, "concatenate", False),

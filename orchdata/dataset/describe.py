@@ -34,6 +34,7 @@ _SAMPLED = 64  # about as many items of a list are compared: they may be large
 def describe_loader(dataset: Any, prepared: PreparedDataset, options: LoaderOptions, dp: Any) -> dict[str, Any]:
     """Return what plans and data of the loader depend on, JSON-safe."""
     costs = prepared.spec.plan.costs
+    peers = dp if isinstance(dp, DataParallel) else DataParallel(None)
     described: dict[str, Any] = {
         "orchdata": orchdata.__version__,
         **prepared.fingerprint,
@@ -50,7 +51,7 @@ def describe_loader(dataset: Any, prepared: PreparedDataset, options: LoaderOpti
         "blank": _digest_of(options.policy.blank_names, len(options.policy.blank_names)),
         "collate_fn": layout_of(options.collate_fn) or options.collate_fn,
         "inputs": options.collate_fn.describe() if isinstance(options.collate_fn, ModelInputs) else None,
-        "replicate": dp.replicate if isinstance(dp, DataParallel) else "broadcast",
+        **{name: getattr(peers, name) for name in ("replicate", "encoder_dims", "averaged", "gradients")},
         "check_plan_every": options.rank.check_plan_every,
     }
     plain: dict[str, Any] = stable(described)

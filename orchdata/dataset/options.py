@@ -115,8 +115,9 @@ class LoaderOptions:
             num_ranks=self.rank.size,
             ranks_per_node=self._ranks_per_node,
             accumulate=self.accumulate,
+            num_peers=self.rank.num_peers,
         )
-        return BuildSpec(plan=plan, rank=self.rank.rank, content=content)
+        return BuildSpec(plan=plan, rank=self.rank.rank, content=content, peer=self.rank.peer)
 
     @property
     def _ranks_per_node(self) -> int | None:
@@ -347,6 +348,16 @@ def refuse_parts(balance: Balance, reason: str) -> None:
         raise ValueError(
             f"Balance.assignment='per_phase' gives ranks parts of samples, but {reason}: it needs an od.ShardDataset "
             "with od.Packed or od.Padded; use assignment='joint'"
+        )
+
+
+def check_peers(balance: Balance, rank: Rank) -> None:
+    """Raise ValueError if peers are to share parts, and each rank encodes its whole samples."""
+    if rank.num_peers > 1 and balance.assignment != "per_phase":
+        raise ValueError(
+            f"DataParallel.encoder_dims shares parts of samples among {rank.num_peers} peers, and Balance.assignment="
+            f"{balance.assignment!r} encodes whole samples on their rank: use od.Balance(assignment='per_phase') with "
+            "an od.ShardDataset and od.Packed or od.Padded, or leave encoder_dims out"
         )
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, default_collate, default_convert
 from orchdata.dataset.arguments import Arguments
 from orchdata.dataset.item_costs.measure import Workers
 from orchdata.dataset.map_style import check_layout, prepare_map_style
-from orchdata.dataset.options import LoaderOptions, PreparedDataset, check_teams, refuse_parts
+from orchdata.dataset.options import LoaderOptions, PreparedDataset, check_peers, check_teams, refuse_parts
 from orchdata.engines.torch_workers import IterableContent
 from orchdata.notices import warn_once
 from orchdata.order.sampler import SamplerOrder
@@ -25,6 +25,7 @@ from orchdata.planning.make_plan import make_plan
 def prepare(arguments: Arguments, options: LoaderOptions) -> PreparedDataset:
     """Prepare the data set without unusable samples. Raises as DataLoader documents."""
     dataset, sampler, batch_sampler = arguments.dataset, arguments.sampler, arguments.batch_sampler
+    check_peers(options.balance, options.rank)
     check_teams(options.balance, options.collate_fn, arguments.in_shards, arguments.dp, options.accumulate)
     if not arguments.in_shards:
         if arguments.quarantine is not None:

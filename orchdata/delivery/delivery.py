@@ -88,7 +88,8 @@ class Delivery:
             )
         together = balance.assignment == "per_phase" or balance.teams is not None
         if together and policy.action == "skip" and not self.receives and is_known:
-            self._failed_parts = FailedParts(rank.dp_groups if rank.size > 1 else ())
+            groups = (*(rank.dp_groups if rank.size > 1 else ()), *rank.peer_groups)
+            self._failed_parts = FailedParts(groups, rank.rank, rank.peer)
 
     @property
     def is_collective(self) -> bool:
@@ -157,7 +158,8 @@ class Delivery:
         try:
             built, waited = self._received(engine, future, task)
             reports = self._failed_parts if built.plan.keeps_shapes else None
-            if reports is None or built.plan.teams is None:
+            counts_later = built.plan.teams is not None or built.plan.num_peers > 1
+            if reports is None or not counts_later:
                 self._count(built, waited, task)
         except Exception as error:
             if self._failed_parts is not None and make_plan(self._spec.plan, task).keeps_shapes:
@@ -167,8 +169,8 @@ class Delivery:
             del future  # as in `deliver`
         if reports is None:
             return built
-        if built.plan.teams is not None:
-            return reports.count_once(built, self._rank, lambda agreed: self._count(agreed, waited, task))
+        if counts_later:
+            return reports.count_once(built, lambda agreed: self._count(agreed, waited, task))
         return replace(built, batches=reports.mask_labels(task.step, built.batches))
 
     def _received(self, engine: Engine, future: Future[BuiltStep], task: StepTask) -> tuple[BuiltStep, float]:

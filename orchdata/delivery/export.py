@@ -29,6 +29,7 @@ _PART = {
     "positions": pa.int64(),
     "tokens": pa.int64(),
     "rank": pa.int32(),
+    "peer": pa.int32(),
 }
 _SCHEMA = pa.schema(
     {
@@ -111,7 +112,9 @@ def _of_step(plan: Plan, spec: BuildSpec, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def _parts_of(plan: Plan, spec: BuildSpec, index: Index) -> pa.ListArray:
-    """Return the parts of each sample, by their position in it, with the ranks that encode them."""
+    """Return the parts of each sample, by their position in it, with the ranks and peers that encode them; peer 0 where
+    there is one, or each encodes all.
+    """
     encoders = list(plan.phases[:-1])
     by_phase = [plan.parts.get(phase) or spec.plan.costs.parts(phase, plan.row) for phase in encoders]
     sample = np.concatenate([np.zeros(0, np.int64), *(parts.sample for parts in by_phase)])
@@ -127,6 +130,8 @@ def _parts_of(plan: Plan, spec: BuildSpec, index: Index) -> pa.ListArray:
         for name, parts in zip(encoders, by_phase, strict=True)
     ]
     rank = np.concatenate([np.zeros(0, np.int32), *ranks])[order]
+    peers = [np.zeros(len(parts), np.int32) if parts.peer is None else parts.peer for parts in by_phase]
+    peer = np.concatenate([np.zeros(0, np.int32), *peers])[order]
     starts = np.array([index.part_range(row).start for row in plan.row.tolist()], np.int64)
     position = (part - starts[sample])[order] if len(part) else part
     columns = [
@@ -135,6 +140,7 @@ def _parts_of(plan: Plan, spec: BuildSpec, index: Index) -> pa.ListArray:
         column("positions"),
         column("tokens"),
         rank,
+        peer,
     ]
     arrays = [pa.array(each, kind) for each, kind in zip(columns, _PART.values(), strict=True)]
     ends = np.cumsum(np.bincount(sample, minlength=len(plan.row)))

@@ -3,8 +3,10 @@
     every step:            the number of failed parts, and whether a rank gave up --all_reduce--> usually none
     if a part failed:      flags of all parts --gather--> those that arrive here --> labels masked
     if a sample failed:    a flag of each shared sample --all_reduce--> blank on every member --> counted once
+    if anything failed:    flags and failures of all peers --gather--> labels masked, failures of the rank counted
 
-Only with on_error="skip", and only with assignment="per_phase" or, the last line, in steps that share samples.
+Only with on_error="skip", and only with assignment="per_phase"; the third line in steps that share samples, the last
+one where peers share parts (`DataParallel.encoder_dims`), in place of the second.
 """
 
 from __future__ import annotations
@@ -21,43 +23,67 @@ import torch.distributed as dist
 from orchdata.batch.batch import Batch
 from orchdata.batch.tensors import IGNORE, counted_labels
 from orchdata.building.step import BuiltStep
+from orchdata.loaders.errors import DataError
 from orchdata.ranks.gathering import gather, small_device
 
 
 class FailedParts:
-    """Masks labels for failed parts, and of shared samples, among the data-parallel ranks. All of them mask the same
-    steps in the same sequence, from the thread that iterates.
+    """Masks labels for failed parts, and of shared samples, among the data-parallel ranks and their peers. All of them
+    mask the same steps in the same sequence, from the thread that iterates.
 
     Args:
         groups: process groups, one after another, that together reach these ranks and no others; none for one rank.
+        rank, peer: of this process.
     """
 
-    def __init__(self, groups: Sequence[Any]) -> None:
-        self._groups = groups
+    def __init__(self, groups: Sequence[Any], rank: int = 0, peer: int = 0) -> None:
+        self._groups, self._rank, self._peer = groups, rank, peer
 
     def mask_labels(self, step: int, batches: Sequence[Batch]) -> list[Batch]:
         """Return a step's microbatches, without loss for samples that have failed parts.
 
         Raises RuntimeError if a rank gave up, with its error, or is lost.
         """
-        if not self._report(step, sum(int((~_valid(batch, name)).sum()) for batch in batches for name in batch.routes)):
+        if not self._report(step, _num_failed(batches)):
             return list(batches)
-        by_rank = list(gather([_flags(batch) for batch in batches], self._groups).values())
-        return [
-            batch.masked({name: _arriving(name, number, route.rank, by_rank) for name, route in batch.routes.items()})
-            for number, batch in enumerate(batches)
-        ]
+        return _masked(batches, list(gather([_flags(batch) for batch in batches], self._groups).values()))
 
-    def count_once(self, built: BuiltStep, rank: int, count: Callable[[BuiltStep], None]) -> BuiltStep:
-        """Return a step that shares samples, with those blank that failed on any member, and without the failures that
-        a lower member counts. `count` counts the others.
+    def count_once(self, built: BuiltStep, count: Callable[[BuiltStep], None]) -> BuiltStep:
+        """Return a step that shares samples, or parts among peers, with what failed elsewhere masked, and with the
+        failures that `count` counts here: each on one member, or those of a rank on each of its peers.
 
         Raises as `mask_labels`, and as `count`.
         """
-        plan, step = built.plan, built.plan.step
-        if not self._report(step, len(built.failures)):
+        step = built.plan.step
+        if not self._report(step, len(built.failures) + _num_failed(built.batches)):
             count(built)
             return built
+        built = self._of_members(built) if built.plan.teams is not None else self._of_peers(built)
+        try:
+            count(built)
+        except Exception as error:
+            self.give_up(step, error)
+            raise
+        self._report(step, 0)
+        return built
+
+    def _of_peers(self, built: BuiltStep) -> BuiltStep:
+        """Return a step with the failures of all peers of the rank, and the labels of failed parts masked."""
+        own = [self._peer, self._rank, [_flags(batch) for batch in built.batches], [f.args for f in built.failures]]
+        everywhere = sorted(gather(own, self._groups).values(), key=lambda each: (each[0], each[1]))
+        # A text is read by all peers of its rank, and fails on all of them.
+        failures = {failure.args: failure for failure in built.failures}
+        for _, rank, _, of_peer in everywhere:
+            for args in of_peer if rank == self._rank else ():
+                failures.setdefault(tuple(args), DataError(*args))
+        batches = _masked(built.batches, [flags for _, _, flags, _ in everywhere])
+        return replace(built, batches=batches, failures=list(failures.values()))
+
+    def _of_members(self, built: BuiltStep) -> BuiltStep:
+        """Return a step with shared samples blank that failed on any member, and without the failures that a lower
+        member counts.
+        """
+        plan, step, rank = built.plan, built.plan.step, self._rank
 
         # The lowest member on which each shared sample failed.
         places = [torch.from_numpy(plan.places(rank, batch.microbatch)) for batch in built.batches]
@@ -79,14 +105,7 @@ class FailedParts:
             if elsewhere[name] < 0:
                 failures.append(failure)
         numbers = [(lowest[at] < plan.num_ranks).nonzero()[:, 0].tolist() for at in places]
-        built = replace(built, batches=list(map(_blanked, built.batches, numbers)), failures=failures)
-        try:
-            count(built)
-        except Exception as error:
-            self.give_up(step, error)
-            raise
-        self._report(step, 0)
-        return built
+        return replace(built, batches=list(map(_blanked, built.batches, numbers)), failures=failures)
 
     def give_up(self, step: int, error: Exception) -> None:
         """Let the other ranks raise too, so that they do not wait for this one."""
@@ -140,12 +159,25 @@ def _flags(batch: Batch) -> Flags:
     }
 
 
+def _num_failed(batches: Sequence[Batch]) -> int:
+    return sum(int((~_valid(batch, name)).sum()) for batch in batches for name in batch.routes)
+
+
+def _masked(batches: Sequence[Batch], by_rank: Sequence[Sequence[Flags]]) -> list[Batch]:
+    """Return microbatches with the labels of failed parts masked; flags as `_arriving` takes them."""
+    return [
+        batch.masked({name: _arriving(name, number, route.rank, by_rank) for name, route in batch.routes.items()})
+        for number, batch in enumerate(batches)
+    ]
+
+
 def _arriving(name: str, number: int, rank: int, by_rank: Sequence[Sequence[Flags]]) -> torch.Tensor:
     """Return which parts of `rank`'s samples are valid, in the order in which they arrive: bool (num_parts,).
 
     Args:
         number: of the microbatch.
-        by_rank: for each rank, the flags of its microbatches.
+        by_rank: for each rank, the flags of its microbatches; where peers share parts, of peer 0 of all ranks, then
+            those of the next peer.
     """
     flags: list[bool] = []
     for sent in by_rank:

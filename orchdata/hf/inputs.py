@@ -320,17 +320,17 @@ class Inputs:
             arguments |= {"shift_labels": labels} if batch.has_slices else {}
         return arguments if batch.routes else arguments | self.media_arguments(batch)
 
-    def tower_arguments(self, batch: Batch, name: str) -> dict[str, Any]:
-        """Return the arguments of the method that encodes a modality."""
+    def tower_arguments(self, media: MediaBatch, name: str) -> dict[str, Any]:
+        """Return the arguments of the method that encodes a modality, per phase."""
         method = inspect.signature(getattr(model_class(self.config), TOWERS[name])).parameters
-        arguments = self._media(batch.media[name], is_dummy=_is_dummy(batch, name))
+        arguments = self._media(media, is_dummy=media.num_tokens == 0)
         return {argument: value for argument, value in arguments.items() if argument in method}
 
     def media_arguments(self, batch: Batch) -> dict[str, Any]:
         """Return the arguments that towers take, of all media."""
         arguments: dict[str, Any] = {}
         for name, media in batch.media.items():
-            arguments |= self._media(media, is_dummy=_is_dummy(batch, name))
+            arguments |= self._media(media, is_dummy=name in batch.llm.dummies)
         return arguments
 
     def _media(self, media: MediaBatch, *, is_dummy: bool) -> dict[str, Any]:
@@ -483,11 +483,6 @@ def _check_lengths(rope: SwitchingRope, model: str, batch: Batch, arguments: Map
     longest = arguments["input_ids"].shape[1] if counted is None else int(counted.max()) + 1
     if rope.changes(longest, batch.llm.lengths):
         raise ValueError(f"{rope.warning(model)}. od.hf.Inputs(config, probe=False) accepts the difference")
-
-
-def _is_dummy(batch: Batch, name: str) -> bool:
-    """Return whether this rank encodes a dummy of a modality."""
-    return batch.media[name].num_tokens == 0 if batch.routes else name in batch.llm.dummies
 
 
 def as_rows(tensor: Tensor) -> Tensor:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from orchdata.batch.batch import Batch
+from orchdata.batch.rounds import UNUSED
+from orchdata.batch.rounds import rounds as rounds_of
+from orchdata.batch.tensors import MediaBatch
 from orchdata.hf.families import TOWERS
 from orchdata.hf.inputs import Inputs
 from orchdata.ranks.exchange import exchange
@@ -30,43 +35,78 @@ def encode(model: Any, batch: Batch, group: Any = None) -> dict[str, Any]:
         ValueError: a batch of another `collate_fn`, or of assignment="joint", whose `model_inputs()` have the media
             themselves; features in other numbers than the plan has.
     """
-    inputs = batch.inputs
-    if not isinstance(inputs, Inputs):
-        raise ValueError("od.hf.encode reads batches of a DataLoader with collate_fn=od.hf.Inputs(config)")
-    if not batch.routes:
-        raise ValueError(
-            "od.hf.encode is for od.Balance(assignment='per_phase'): without it batch.model_inputs() has the media, "
-            "and the model encodes them"
-        )
-    model = getattr(model, "module", model)
-    features: dict[str, Any] = {}
-    for name in batch.media:
-        if name not in inputs.family.part_features:
+    towers = _Towers(model, batch, "od.hf.encode")
+    return {name: towers.arrived(name, towers(name, media), batch, group) for name, media in batch.media.items()}
+
+
+def rounds(
+    model: Any, step: Sequence[Batch], group: Any = None, *, recompute: bool = False
+) -> Iterator[tuple[Batch, dict[str, Any]]]:
+    """Go through a step of `od.Balance(assignment="per_phase", encode=...)`: each batch, on the model's device, and its
+    features, for `model(**batch.model_inputs(), mm_encoder_outputs=features).loss.backward()`.
+
+    Towers run once a round, forward before its first batch and backward when the batch after its last one, or the end
+    of the step, is asked for: go through all of the step. The other arguments are those of `encode` and `od.rounds`. Of
+    a model in DistributedDataParallel, only the LLM's last micro-step is outside of `no_sync()`, as always.
+
+    Raises what `encode` and `od.rounds` raise, and RuntimeError where no loss of a round was run backward.
+    """
+    if getattr(model, "find_unused_parameters", False):
+        raise ValueError(UNUSED)
+    towers = _Towers(model, step[0], "od.hf.rounds")
+    for each in rounds_of(step, towers, recompute=recompute):
+        for batch in each:
+            rows = each.features(batch)
+            yield batch, {name: towers.arrived(name, rows[name], batch, group) for name in rows}
+        each.backward()
+
+
+class _Towers:
+    """(modality, media) -> rows of all feature tensors, (num_rows, sum of their widths): what `od.rounds` calls."""
+
+    def __init__(self, model: Any, batch: Batch, caller: str) -> None:
+        inputs = batch.inputs
+        if not isinstance(inputs, Inputs):
+            raise ValueError(f"{caller} reads batches of a DataLoader with collate_fn=od.hf.Inputs(config)")
+        if not batch.routes:
             raise ValueError(
-                f"{inputs.config.model_type} takes no features of {name} ready made: give them as batch.model_inputs() "
-                "does, under assignment='joint'"
+                f"{caller} is for od.Balance(assignment='per_phase'): without it batch.model_inputs() has the media, "
+                "and the model encodes them"
             )
-        features[name] = _encoded(model, inputs, batch, name, group)
-    return features
+        if others := [name for name in batch.media if name not in inputs.family.part_features]:
+            raise ValueError(
+                f"{inputs.config.model_type} takes no features of {others[0]} ready made: give them as "
+                "batch.model_inputs() does, under assignment='joint'"
+            )
+        self._model, self._inputs = getattr(model, "module", model), inputs
+        self._made: dict[str, Callable[[Tensor], Any]] = {}  # rows -> outputs, as the tower made them
+
+    def __call__(self, name: str, media: MediaBatch) -> Tensor:
+        method = TOWERS[name]
+        _register(self._model, method)
+        outputs = getattr(self._model, method)(**self._inputs.tower_arguments(media, name), return_dict=True)
+        tensors = [outputs.pooler_output, *(getattr(outputs, "deepstack_features", None) or ())]
+        rows = [_flat(each) for each in tensors]
+        shapes = [each.shape[1:] if isinstance(each, Tensor) else None for each in tensors]
+        self._made[name] = partial(_made, type(outputs), shapes, [each.shape[-1] for each in rows])
+        return torch.cat([each.to(rows[0].dtype) for each in rows], dim=-1)
+
+    def arrived(self, name: str, rows: Tensor, batch: Batch, group: Any) -> Any:
+        """Return the tower's outputs for the samples of this rank, from the rows that it has encoded."""
+        rows = exchange(rows, batch.route(name), group=group, requires_grad=rows.requires_grad)
+        # transformers fills places in the order of the sequence; a dummy's features stayed where they were made.
+        rows = rows[batch.llm.media_positions[name].argsort()]
+        rows = torch.cat([rows, rows.new_zeros(batch.llm.dummies.get(name, 0), rows.shape[-1])])
+        return self._made[name](rows)
 
 
-def _encoded(model: Any, inputs: Inputs, batch: Batch, name: str, group: Any) -> Any:
-    method = TOWERS[name]
-    _register(model, method)
-    outputs = getattr(model, method)(**inputs.tower_arguments(batch, name), return_dict=True)
-    layers = list(getattr(outputs, "deepstack_features", None) or ())
-    rows = [_flat(outputs.pooler_output), *map(_flat, layers)]
-    widths = [each.shape[-1] for each in rows]
-    together = torch.cat([each.to(rows[0].dtype) for each in rows], dim=-1)
-    together = exchange(together, batch.route(name), group=group, requires_grad=together.requires_grad)
-    # transformers fills places in the order of the sequence; a dummy's features stayed where they were made.
-    together = together[batch.llm.media_positions[name].argsort()]
-    together = torch.cat([together, together.new_zeros(batch.llm.dummies.get(name, 0), together.shape[-1])])
-    pooled, *others = together.split(widths, dim=-1)
-    outputs.pooler_output = _as(outputs.pooler_output, pooled)
-    if others:
-        outputs.deepstack_features = [_as(layer, each) for layer, each in zip(layers, others, strict=True)]
-    return outputs
+def _made(kind: Any, shapes: Sequence[torch.Size | None], widths: list[int], rows: Tensor) -> Any:
+    """Return outputs of a tower with other rows, in pieces of the shapes of its own; None: in a tuple of pieces."""
+    pooled, *others = (
+        (each,) if shape is None else each.view(-1, *shape) if len(shape) > 1 else each
+        for each, shape in zip(rows.split(widths, dim=-1), shapes, strict=True)
+    )
+    return kind(pooler_output=pooled, **({"deepstack_features": others} if others else {}))
 
 
 def _flat(features: Any) -> Tensor:
@@ -74,13 +114,6 @@ def _flat(features: Any) -> Tensor:
     if isinstance(features, Tensor):
         return features.reshape(-1, features.shape[-1])
     return torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in features])
-
-
-def _as(before: Any, rows: Tensor) -> Any:
-    """Rows in the pieces in which a model gave its own."""
-    if isinstance(before, Tensor):
-        return rows.view(-1, *before.shape[1:]) if before.dim() == 3 else rows
-    return (rows,)
 
 
 def _register(model: Any, method: str) -> None:

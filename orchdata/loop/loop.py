@@ -11,7 +11,9 @@ import os
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol
+from weakref import ref
 
+from orchdata.batch.batch import Batch
 from orchdata.finalizers import User
 from orchdata.loop.position import Position, Progress, Start
 from orchdata.order.steps import Draw
@@ -203,6 +205,8 @@ class LoaderIterator:
 
         # No microbatch is left: get the next step.
         if not self._rest:
+            if self._has_advanced:
+                self.loop.progress.check_rounds("the next step was taken")
             try:
                 batches = next(stream)
             except StopIteration:
@@ -215,6 +219,7 @@ class LoaderIterator:
             if not self._has_advanced:
                 self._has_advanced = True
                 self.loop.advance()
+            self.loop.progress.plan = ref(batches[0].plan) if isinstance(batches[0], Batch) else None
             # The usual step has one microbatch.
             if self._is_plain and len(batches) == 1:
                 self._deliver(stream)

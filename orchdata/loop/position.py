@@ -10,9 +10,12 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
+from weakref import ref
 
+from orchdata.batch.rounds import check_rounds
 from orchdata.order.stateful import StateGetter
 from orchdata.order.steps import Draw
+from orchdata.planning.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -140,18 +143,24 @@ class Progress:
     Attributes:
         start: where the next iteration starts.
         delivered: the position after the step delivered last, or the stream that knows it.
+        plan: of the step delivered last, if it has one, while that lives, and no other start was put.
         drawn: a start, and its position with the random inputs that a state of it has promised.
     """
 
     def __init__(self) -> None:
         self.start = Start(Position())
         self.delivered: Position | Positioned = self.start.position
+        self.plan: ref[Plan] | None = None
         self.drawn: tuple[Start, Position] | None = None
         self._seeded: tuple[Start, int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copy: a position, in place of the running stream that knows it."""
-        return {**vars(self), "delivered": self.position}
+        return {**vars(self), "delivered": self.position, "plan": None}
+
+    def check_rounds(self, when: str) -> None:
+        """Raise RuntimeError if a round of the step delivered last was not run backward."""
+        check_rounds(None if self.plan is None else self.plan(), when)
 
     @property
     def position(self) -> Position:
@@ -160,7 +169,7 @@ class Progress:
 
     def put(self, start: Start) -> None:
         """Start the next iteration there; it is also the loader's position now."""
-        self.start, self.delivered = start, start.position
+        self.start, self.delivered, self.plan = start, start.position, None
 
     def lead(self, own: Start, new: Start) -> Start:
         """Move the start for an iteration, with its start or last move `own`, unless something else has moved it.

@@ -180,7 +180,8 @@ class Layout(Value):
     @property
     def runs(self) -> str:
         """Empty if this library's loader serves it today, else who does, or "not yet"."""
-        return {"shared": "not yet", "own": "Megatron-LM MIMO, not this loader"}.get(self.kind, "")
+        in_pipeline = "not yet" if self.llm.pp > 1 else ""  # encoders on the GPUs of all stages
+        return {"shared": in_pipeline, "own": "Megatron-LM MIMO, not this loader"}.get(self.kind, "")
 
 
 def checked_modules(modules: Sequence[Module], phases: Sequence[str]) -> tuple[Module, ...]:

@@ -242,12 +242,17 @@ def call_of(layout: Layout, workload: Workload, cluster: Cluster) -> str:
         notes = [f"DistributedDataParallel(model, device_mesh={mesh}){zero}"]
     if recomputed := [of.module.name for of in layout.placements if of.recompute and of.module.has_gradients]:
         notes.append(f"full recomputation of {', '.join(recomputed)}")
+    given = {name: getattr(balance, name) for name in ("max_tokens", "assignment", "objective")}
+    options = ", ".join(f"{name}={of!r}" for name, of in given.items() if of != getattr(Balance(), name))
+    dp = "mesh"
+    if layout.kind == "shared":
+        options += ", assignment='per_phase', encode='micro_step'"
+        dp = "od.DataParallel(mesh, encoder_dims=('tp',))"
+        notes.append("the encoders by themselves, on all GPUs; od.exchange(..., group=dp): docs/encoders_apart.md")
     if balance.assignment == "per_phase":
         notes.append("od.exchange inside of forward: docs/encoders_apart.md")
     if layout.gpus < cluster.gpus:
         notes.append(f"{cluster.gpus - layout.gpus} of {cluster.gpus} GPUs stay idle")
-    given = {name: getattr(balance, name) for name in ("max_tokens", "assignment", "objective")}
-    options = ", ".join(f"{name}={of!r}" for name, of in given.items() if of != getattr(Balance(), name))
     amount = workload.global_batch_tokens or workload.global_batch_size or workload.num_samples // workload.num_steps
     size = "global_batch_tokens" if workload.global_batch_tokens else "global_batch_size"
     notes = [f"# {note}\n" for note in notes]
@@ -256,6 +261,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 {"".join(notes)}mesh = init_device_mesh("cuda", {(*dims.values(),)}, mesh_dim_names={(*dims,)})
 loader = od.DataLoader(
-    dataset, cost=cost, {size}={amount}, dp=mesh,
+    dataset, cost=cost, {size}={amount}, dp={dp},
     balance=od.Balance({options}),
 )""".replace("'", '"')

@@ -37,11 +37,15 @@ class Balance:
         assignment: "joint" puts a whole sample on one rank, which fits any model; "per_phase" balances each encoder
             by itself: a rank encodes parts of any sample of its micro-step, and `od.exchange` carries the features to
             the samples. Every micro-step is then balanced by itself, under either objective.
+        encode: per phase, the micro-steps of a round, whose parts are balanced and encoded together: "micro_step", one;
+            "step", all; or their number. `od.rounds` runs the encoders once a round. A part stays in the batch and the
+            route of its sample; only its rank comes from the round.
         objective: "barrier" where ranks wait for each other after each phase, as under FSDP (minimises the sum over
             phases of the largest load, and lets microbatches of the same number cost about the same), "sum" where they
             wait only at the end of the step.
         max_tokens: positions per microbatch and rank: an int caps `llm`, a mapping caps each phase it names.
-            A step has the fewest microbatches that respect it, the same number on every rank.
+            A step has the fewest microbatches that respect it, the same number on every rank. The cap of an encoder
+            holds in each round: rounds are as long as fit, and have at least one micro-step.
         max_samples: most samples one rank may get in a step.
         equal_count: give every rank the same number of samples, give or take one.
         group_size: ranks in a group, as those of a node; by default LOCAL_WORLD_SIZE, as torchrun sets it.
@@ -60,6 +64,7 @@ class Balance:
 
     scope: Scope = "global"
     assignment: AssignmentKind = "joint"
+    encode: Literal["micro_step", "step"] | int = "micro_step"
     objective: Objective = "barrier"
     max_tokens: int | Mapping[str, int] | None = None
     max_samples: int | None = None
@@ -81,6 +86,9 @@ class Balance:
             raise ValueError(f"Balance.order must be None or '1f1b', got {self.order!r}")
         if not isinstance(self.equal_count, bool):
             raise ValueError(f"Balance.equal_count must be True or False, got {self.equal_count!r}")
+        if self.encode != "micro_step" and self.encode != "step":
+            number = checked_count(self.encode, "Balance.encode, if not 'micro_step' or 'step',")
+            object.__setattr__(self, "encode", number if number > 1 else "micro_step")
         for name in ("max_samples", "group_size", "num_stages"):
             if (value := getattr(self, name)) is not None:
                 checked_count(value, f"Balance.{name}")
@@ -102,6 +110,12 @@ class Balance:
                 f"Balance.order and num_stages go together, got order={self.order!r}, num_stages={self.num_stages}"
             )
 
+        if self.encode != "micro_step" and (self.assignment, self.order) != ("per_phase", None):
+            raise ValueError(
+                f"Balance.encode={self.encode!r} encodes consecutive micro-steps together: it needs "
+                f"assignment='per_phase', and order=None, which keeps them consecutive; got "
+                f"assignment={self.assignment!r}, order={self.order!r}"
+            )
         if self.teams is not None:
             if not isinstance(self.teams, Teams):
                 raise ValueError(f"Balance.teams must be an od.Teams or None, got {self.teams!r}")
@@ -148,9 +162,9 @@ class StepPrice:
     """What a step costs, in the unit of its samples' costs.
 
     A micro-step is the m-th microbatch of all ranks. Where ranks wait for each other after each phase of it, a step
-    costs the sum over micro-steps and phases of the largest load of a rank. Where they meet at its end, it costs the
-    largest total of a rank, or the makespan of the slowest pipeline. In a pipeline the first stage has all encoders,
-    every stage has an equal part of the LLM, and backward takes twice the forward.
+    costs the sum over micro-steps and phases of the largest load of a rank; of encoders, over their rounds. Where they
+    meet at its end, it costs the largest total of a rank, or the makespan of the slowest pipeline. In a pipeline the
+    first stage has all encoders, every stage has an equal part of the LLM, and backward takes twice the forward.
 
     Attributes:
         levels_each_phase: each phase is balanced; else their sum.
@@ -171,7 +185,8 @@ class StepPrice:
         """Return the cost of a step.
 
         Args:
-            cells: loads of each phase that counts, encoders before `llm`: int64 (num_ranks, num_microbatches).
+            cells: loads of each phase that counts, encoders before `llm`: int64 (num_ranks, num_microbatches), or of
+                encoders (num_ranks, num_rounds).
         """
         if self.meets_in_micro_steps:
             return sum(int(of_phase.max(axis=0).sum()) for of_phase in cells)

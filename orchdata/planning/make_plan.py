@@ -21,7 +21,7 @@ from orchdata.order.order import SampleOrder
 from orchdata.order.steps import Batches, Begin, GlobalBatches, OrderedSteps, StepTask
 from orchdata.planning.assign import stream_ranks
 from orchdata.planning.balance import Balance
-from orchdata.planning.parts import Parts, fit_parts, share_out_parts
+from orchdata.planning.parts import Encoders, Parts, by_rounds, fit_parts, share_out_in_rounds, share_out_parts
 from orchdata.planning.plan import Plan
 from orchdata.planning.sharing.accumulated import share_out_in
 from orchdata.planning.sharing.shares import Padding, Shares, StepSamples, one_microbatch
@@ -74,6 +74,7 @@ class PlanSpec:
     Attributes:
         ranks_per_node: where parts are assigned separately, consecutive ranks of a node, inside which features travel
             if possible; None if not known. The samples of a step do not depend on it.
+        num_peers: GPUs of a rank that encode, where parts are assigned separately. Samples do not depend on it.
         accumulate: micro-steps of every step, over which samples are spread; 1: as many as the caps need.
         evens_tail: whether the last step of an epoch has as many samples on each rank, with repeats on the last ones.
     """
@@ -84,6 +85,7 @@ class PlanSpec:
     balance: Balance
     num_ranks: int
     ranks_per_node: int | None = None
+    num_peers: int = 1
     accumulate: int = 1
     evens_tail: bool = False
 
@@ -109,6 +111,11 @@ class PlanSpec:
     def steps(self) -> OrderedSteps:
         """The steps of each epoch, if the order knows its samples before they are drawn."""
         return OrderedSteps(batches=self.batches, length=self.order.length)
+
+    @property
+    def encoders(self) -> Encoders:
+        """What encodes, where parts are assigned separately."""
+        return Encoders(self.balance, self.num_ranks, self.num_peers, self.ranks_per_node)
 
     @property
     def num_steps(self) -> int:
@@ -146,6 +153,7 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
     # The rank and microbatch of each sample, and per phase the rank of each part.
     batch = _GlobalBatch(spec, row, costs, positions, stream_rank)
     parts: Mapping[str, Parts] = {}
+    rounds = None
     if repeats:
         shares = one_microbatch(stream_rank)
     elif spec.balance.teams is not None:
@@ -157,7 +165,8 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
     elif spec.balance.assignment == "joint":
         shares = batch.share_out()
     else:
-        shares, parts = batch.share_out_per_phase()
+        shares, on_gpus, rounds = batch.share_out_per_phase()
+        parts = {phase: spec.encoders.named(of) for phase, of in on_gpus.items()}
     return Plan(
         epoch=task.epoch,
         step=task.step,
@@ -174,7 +183,9 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
         stream_rank=stream_rank,
         group_size=spec.balance.group_size,
         ranks_per_node=spec.ranks_per_node,
+        num_peers=spec.num_peers,
         parts=parts,
+        rounds=rounds,
         teams=shares.teams,
         **_of_sources(spec.order, source, _passes(spec.order, task, start, stop), loss_tokens),
     )
@@ -266,8 +277,9 @@ class _GlobalBatch:
             return share_out_in(step, spec.costs.padded, spec.accumulate)
         return spec.costs.padded.share_out(step, num_microbatches)
 
-    def share_out_per_phase(self) -> tuple[Shares, dict[str, Parts]]:
-        """Return the same, and the rank of each part: the fewest microbatches in which encoders keep their caps.
+    def share_out_per_phase(self) -> tuple[Shares, dict[str, Parts], NDArray[np.int32] | None]:
+        """Return the same, in the fewest microbatches in which encoders keep their caps; the GPU of each part; and
+        `Plan.rounds`.
 
         Parts are spread over ranks, so larger micro-steps fit than with parts on the ranks of their samples. The plan
         of whole samples is compared: it is taken with spread parts if it has fewer micro-steps, and unchanged, so that
@@ -276,15 +288,29 @@ class _GlobalBatch:
         spec = self.spec
         unassigned = {phase: spec.costs.parts(phase, self.row) for phase in spec.costs.phases[:-1]}
         shares, parts = self._spread(unassigned)
+        spread = self._in_rounds(shares, parts)
         if len(spec.costs.balanced) > 1:
             whole = self.share_out()
             if whole.num_microbatches < shares.num_microbatches:
-                shares, parts = whole, self._fit(unassigned, whole, or_home=True)
+                shares = whole
+                spread = self._in_rounds(whole, self._fit(unassigned, whole, or_home=True))
             if whole.num_microbatches == shares.num_microbatches:
-                at_home = {phase: replace(of, rank=whole.rank[of.sample]) for phase, of in unassigned.items()}
-                if self._price(whole, at_home) * _STAY <= self._price(shares, parts) * (_STAY + 1):
-                    return whole, at_home
-        return shares, parts
+                home = spec.encoders.home
+                at_home = {phase: replace(of, rank=home(of, whole)) for phase, of in unassigned.items()}
+                stay = self._in_rounds(whole, at_home, stays=True)
+                if self._price(whole, *stay) * _STAY <= self._price(shares, *spread) * (_STAY + 1):
+                    return whole, *stay
+        return shares, *spread
+
+    def _in_rounds(
+        self, shares: Shares, parts: dict[str, Parts], *, stays: bool = False
+    ) -> tuple[dict[str, Parts], NDArray[np.int32] | None]:
+        """Return parts balanced in rounds, and `Plan.rounds`."""
+        spec = self.spec
+        if spec.balance.encode == "micro_step" or not parts:
+            return parts, None
+        rounds, parts = share_out_in_rounds(parts, shares, spec.encoders, stays=stays)
+        return parts, rounds if int(rounds[-1]) + 1 < shares.num_microbatches else None
 
     def _spread(self, unassigned: Mapping[str, Parts]) -> tuple[Shares, dict[str, Parts]]:
         """Balance `llm` by itself, and each encoder over the ranks of each micro-step."""
@@ -298,7 +324,7 @@ class _GlobalBatch:
         shares = self.share_out(["llm"])
         if capped and shares.num_microbatches > 1 and self.spec.accumulate == 1:
             sums = {phase: int(unassigned[phase].positions.sum()) for phase in capped}
-            room = [-(-sums[phase] // (cap * self.spec.num_ranks)) for phase, cap in capped.items()]
+            room = [-(-sums[phase] // (cap * self.spec.encoders.num_gpus)) for phase, cap in capped.items()]
             fewest = max(self.share_out(["llm"], llm).num_microbatches, *room)
             for number in range(fewest, min(fewest + _TRIES, shares.num_microbatches)):
                 candidate = self.share_out(["llm"], llm, number)
@@ -307,12 +333,13 @@ class _GlobalBatch:
                     return candidate, fitted
         return shares, self._fit(unassigned, shares, or_home=True)
 
-    def _price(self, shares: Shares, parts: Mapping[str, Parts]) -> int:
-        """Return what ranks wait for in the phases that are balanced."""
+    def _price(self, shares: Shares, parts: Mapping[str, Parts], rounds: NDArray[np.int32] | None) -> int:
+        """Return what ranks wait for in the phases that are balanced: `Plan.cost`."""
         spec = self.spec
-        where = (spec.num_ranks, shares.num_microbatches)
+        met = shares if rounds is None else by_rounds(shares, rounds)
+        where = (spec.encoders.num_gpus, met.num_microbatches)
         encoders = [
-            loads_by_rank_and_microbatch(of.costs, of.rank, shares.microbatch[of.sample], *where)
+            spec.num_peers * loads_by_rank_and_microbatch(of.costs, of.rank, met.microbatch[of.sample], *where)
             for phase, of in parts.items()
             if phase in spec.costs.balanced
         ]
@@ -320,13 +347,14 @@ class _GlobalBatch:
         return spec.balance.price.of([*encoders, llm])
 
     def _fit(self, unassigned: Mapping[str, Parts], shares: Shares, *, or_home: bool = False) -> dict[str, Parts]:
-        """Assign parts to ranks. A phase is left out if its cap cannot be kept and parts may not stay at home."""
-        balance, node = self.spec.balance, self.spec.ranks_per_node
-        where = (shares, self.spec.num_ranks)
-        fitted = {
-            phase: share_out_parts(parts, *where, balance, ranks_per_node=node)
-            if phase not in balance.caps
-            else fit_parts(parts, balance.caps[phase], *where, balance, ranks_per_node=node, or_home=or_home)
-            for phase, parts in unassigned.items()
-        }
+        """Assign parts to GPUs in each micro-step; those of phases without a cap not yet, if they are balanced in
+        rounds. A phase is left out if its cap cannot be kept and parts may not stay at home.
+        """
+        balance, encoders = self.spec.balance, self.spec.encoders
+        fitted: dict[str, Parts | None] = dict(unassigned)
+        for phase, parts in unassigned.items():
+            if (cap := balance.caps.get(phase)) is not None:
+                fitted[phase] = fit_parts(parts, cap, shares, encoders, or_home=or_home)
+            elif balance.encode == "micro_step":
+                fitted[phase] = share_out_parts(parts, shares, encoders)
         return {phase: parts for phase, parts in fitted.items() if parts is not None}

@@ -4,13 +4,17 @@
     parts of the samples, their costs -+-> part -> encoder rank, in each micro-step -> route from encoder to sample
 
 A micro-step is the m-th microbatch of all ranks. Its parts are those of its samples, and any rank in the scope may
-encode them. A part stays with its sample where that costs nothing. Pure numpy: every rank computes the same.
+encode them. A part stays with its sample where that costs nothing. Under `Balance(encode=...)` the same holds in
+rounds, each some consecutive micro-steps. Where the peers of a rank encode too, parts are balanced over all GPUs,
+those that stay with their samples over the peers of their rank. Every rank computes the same.
 """
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +22,9 @@ from numpy.typing import NDArray
 from orchdata.balancers.assignment import loads_by_rank_and_microbatch
 from orchdata.balancers.packed import balance as balance_packed
 from orchdata.balancers.placement import renamed
+from orchdata.native.assign.packed import longest_first_in_groups
+from orchdata.native.move.minimal_move import relabel
+from orchdata.native.sorting import descending_order
 from orchdata.planning.assign import assign
 from orchdata.planning.balance import Balance
 from orchdata.planning.sharing.shares import Shares
@@ -37,6 +44,7 @@ class Parts:
         tokens: int64 (num_parts,), rows the encoder yields.
         costs: int64 (num_parts,), at least 1.
         rank: int32 (num_parts,), the rank that encodes each.
+        peer: int32 (num_parts,), the peer of that rank that does; None where each rank encodes on one GPU.
     """
 
     sample: Ints
@@ -45,71 +53,119 @@ class Parts:
     tokens: Ints
     costs: Ints
     rank: Ranks
+    peer: Ranks | None = None
 
     def __len__(self) -> int:
         return len(self.part)
 
+    def take(self, index: Ints) -> Parts:
+        """Return some of the parts."""
+        columns: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        taken: dict[str, Any] = {name: of if of is None else of[index] for name, of in columns.items()}
+        return Parts(**taken)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoders:
+    """What encodes parts: `num_peers` GPUs of each of `num_ranks` ranks. While parts are shared out, their `rank` is
+    the number of a GPU, rank * num_peers + peer; `named` gives them both.
+
+    Attributes:
+        ranks_per_node: consecutive ranks of a node, inside which features travel if possible; None if not known.
+    """
+
+    balance: Balance
+    num_ranks: int
+    num_peers: int = 1
+    ranks_per_node: int | None = None
+
+    @property
+    def num_gpus(self) -> int:
+        return self.num_ranks * self.num_peers
+
+    @property
+    def gpus_per_node(self) -> int | None:
+        """Moves between peers cost nothing, so a rank is a node where none is known."""
+        return self.ranks_per_node if self.num_peers == 1 else (self.ranks_per_node or 1) * self.num_peers
+
+    def home(self, parts: Parts, shares: Shares, weights: Ints | None = None) -> Ranks:
+        """Return the GPU of each part if it stays with its sample, int32 (num_parts,): peers share what their rank has
+        in a micro-step by `weights`, int64 (num_parts,); by default the costs.
+        """
+        home = shares.rank[parts.sample]
+        if self.num_peers == 1:
+            return home
+        weights, number = parts.costs if weights is None else weights, shares.num_microbatches
+        group = home.astype(np.int64) * number + shares.microbatch[parts.sample]
+        order, peer = descending_order(weights), np.empty_like(home)
+        sizes = (self.num_ranks * number, self.num_peers)
+        peer[order] = longest_first_in_groups(weights[order], group[order], *sizes)
+        return home * np.int32(self.num_peers) + peer
+
+    def assign(self, costs: Ints, tokens: Ints, home: Ranks) -> Ranks:
+        """Return the GPU of each part, balanced by costs in the scope; few tokens move."""
+        group = self.balance.group_size and self.balance.group_size * self.num_peers
+        balance = replace(
+            self.balance, equal_count=False, max_samples=None, group_size=group
+        )  # the first two count samples
+        node = self.gpus_per_node
+        return assign({"llm": costs}, balance, self.num_gpus, home, sizes=tokens, ranks_per_node=node)
+
+    def renamed(self, gpu: Ranks, tokens: Ints, home: Ranks) -> Ranks:
+        """Return an assignment with GPUs renamed so that few tokens move."""
+        if self.num_peers == 1:
+            return renamed(gpu, home, tokens, self.num_ranks, self.ranks_per_node or 1)
+        relabel(tokens, home, gpu, self.num_gpus)  # a table of all GPUs by all GPUs would be gigabytes
+        return gpu
+
+    def named(self, parts: Parts) -> Parts:
+        """Return parts that have GPUs with their ranks and peers."""
+        if self.num_peers == 1:
+            return parts
+        rank, peer = np.divmod(parts.rank, np.int32(self.num_peers))
+        return replace(parts, rank=rank, peer=peer)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnParts:
-    """What one rank has of `Parts`: for each micro-step, int64 indices of parts.
+    """What one rank, or a peer of it, has of `Parts`: for each micro-step, int64 indices of parts.
 
     Attributes:
         encoded: what it encodes, grouped by the rank that needs it: rows are sent without a copy.
-        arriving: the parts of its samples, grouped by the rank that encodes them: the order in which they arrive.
+        arriving: the parts of the rank's samples, grouped by the peer and then the rank that encodes them: the order in
+            which they arrive.
     """
 
     encoded: list[Ints]
     arriving: list[Ints]
 
 
-def share_out_parts(
-    parts: Parts, shares: Shares, num_ranks: int, balance: Balance, *, ranks_per_node: int | None = None
-) -> Parts:
-    """Decide which rank encodes each part. Every micro-step is balanced by itself.
-
-    Args:
-        shares: of the samples of the global batch.
-        ranks_per_node: consecutive ranks of a node, inside which features travel if possible; None if not known.
-    """
-    home, step = shares.rank[parts.sample], shares.microbatch[parts.sample]
-    of_parts = replace(balance, equal_count=False, max_samples=None)  # these count samples
+def share_out_parts(parts: Parts, shares: Shares, encoders: Encoders) -> Parts:
+    """Decide which GPU encodes each part. Every micro-step is balanced by itself. `shares` are those of the samples."""
+    home, step = encoders.home(parts, shares), shares.microbatch[parts.sample]
     rank = np.empty(len(parts), np.int32)
     for number in range(shares.num_microbatches):
         members = np.flatnonzero(step == number)
         if len(members):
-            costs, tokens = {"llm": parts.costs[members]}, parts.tokens[members]
-            rank[members] = assign(
-                costs, of_parts, num_ranks, home[members], sizes=tokens, ranks_per_node=ranks_per_node
-            )
+            rank[members] = encoders.assign(parts.costs[members], parts.tokens[members], home[members])
     return replace(parts, rank=rank)
 
 
-def fit_parts(
-    parts: Parts,
-    cap: int,
-    shares: Shares,
-    num_ranks: int,
-    balance: Balance,
-    *,
-    ranks_per_node: int | None = None,
-    or_home: bool = False,
-) -> Parts | None:
-    """`share_out_parts` with at most `cap` positions on a rank in a micro-step. Where that is not possible, return
+def fit_parts(parts: Parts, cap: int, shares: Shares, encoders: Encoders, *, or_home: bool = False) -> Parts | None:
+    """`share_out_parts` with at most `cap` positions on a GPU in a micro-step. Where that is not possible, return
     None, or with `or_home` leave the parts of that micro-step with their samples.
 
-    A part above the cap is the only one of its rank in its micro-step.
+    A part above the cap is the only one of its GPU in its micro-step.
     """
-    shared = share_out_parts(parts, shares, num_ranks, balance, ranks_per_node=ranks_per_node)
-    home, step = shares.rank[parts.sample], shares.microbatch[parts.sample]
-    for number in np.unique(_overfull(shared, step, cap, num_ranks)):
+    shared = share_out_parts(parts, shares, encoders)
+    home, step = encoders.home(parts, shares, parts.positions), shares.microbatch[parts.sample]
+    for number in np.unique(_overfull(shared, step, cap, encoders.num_gpus)):
         members = np.flatnonzero(step == number)
         sizes = parts.positions[members]
-        if balance.scope == "global" and int(sizes.max()) <= cap:
+        if encoders.balance.scope == "global" and int(sizes.max()) <= cap:
             with contextlib.suppress(ValueError):
-                within_cap = balance_packed(sizes, num_ranks, max_cost=cap).rank
-                tokens = parts.tokens[members]
-                shared.rank[members] = renamed(within_cap, home[members], tokens, num_ranks, ranks_per_node or 1)
+                within_cap = balance_packed(sizes, encoders.num_gpus, max_cost=cap).rank
+                shared.rank[members] = encoders.renamed(within_cap, parts.tokens[members], home[members])
                 continue
         if not or_home:
             return None
@@ -117,24 +173,107 @@ def fit_parts(
     return shared
 
 
-def own_parts(parts: Parts, rank: int, shares: Shares) -> OwnParts:
-    """Return what `rank` has of `parts`; `shares` are those of the samples of the global batch."""
+def by_rounds(shares: Shares, rounds: Ranks) -> Shares:
+    """Return `shares` with the round, int32 (num_microbatches,), of each micro-step in its place."""
+    return Shares(shares.rank, rounds[shares.microbatch], int(rounds[-1]) + 1)
+
+
+def share_out_in_rounds(
+    parts: Mapping[str, Parts], shares: Shares, encoders: Encoders, *, stays: bool = False
+) -> tuple[Ranks, dict[str, Parts]]:
+    """Cut micro-steps into rounds, and decide which GPU encodes each part of a round.
+
+    A round has as many micro-steps as `balance.encode` and the caps allow, and at least one: of that one, phases with a
+    cap keep their ranks.
+
+    Args:
+        parts: encoder phase -> its parts, with GPUs in phases that have a cap.
+        stays: parts have the ranks of their samples, and keep them.
+
+    Returns:
+        int32 (num_microbatches,), the round of each micro-step, ascending from 0; and the parts.
+    """
+    number, balance = shares.num_microbatches, encoders.balance
+    most = number if balance.encode == "step" else max(1, int(balance.encode))
+    capped = {phase: cap for phase, cap in balance.caps.items() if phase in parts}
+    rounds, found = np.arange(number, dtype=np.int32) // np.int32(most), dict(parts)
+    held = {phase: _held(parts[phase], cap, shares) for phase, cap in capped.items()}
+    first = round_ = 0
+    while capped and first < number:
+        # Longer rounds hold more than all GPUs may have.
+        room = [held[phase][first] + cap * encoders.num_gpus for phase, cap in capped.items()]
+        fits = [
+            int(np.searchsorted(held[phase], most_held, "right")) - 1
+            for phase, most_held in zip(held, room, strict=True)
+        ]
+        longest = max(first + 1, min(first + most, number, *fits))
+        for stop in range(longest, first, -1):
+            fitted = {}
+            for phase, cap in capped.items():
+                own = _fit_round(parts[phase], cap, shares, range(first, stop), encoders, stays)
+                if own is None:
+                    break
+                fitted[phase] = own
+            if len(fitted) == len(capped):
+                break
+        for phase, (members, rank) in fitted.items():
+            found[phase].rank[members] = rank
+        rounds[first:stop] = round_
+        first, round_ = stop, round_ + 1
+    met = by_rounds(shares, rounds)
+    for phase in parts.keys() - capped.keys():
+        its = parts[phase]
+        found[phase] = replace(its, rank=encoders.home(its, met)) if stays else share_out_parts(its, met, encoders)
+    return rounds, {phase: found[phase] for phase in parts}
+
+
+def _held(parts: Parts, cap: int, shares: Shares) -> Ints:
+    """Return the positions before each micro-step and in all, int64 (num_microbatches + 1,); a part above the cap fills
+    a GPU.
+    """
+    held = np.zeros(shares.num_microbatches + 1, np.int64)
+    np.add.at(held, shares.microbatch[parts.sample] + 1, np.minimum(parts.positions, cap))
+    return np.cumsum(held)
+
+
+def _fit_round(
+    parts: Parts, cap: int, shares: Shares, micro_steps: range, encoders: Encoders, stays: bool
+) -> tuple[Ints, Ranks] | None:
+    """Return the parts of a round and their GPUs within the cap; None where that is not possible. One micro-step is
+    returned as it is.
+    """
+    step = shares.microbatch[parts.sample]
+    members = np.flatnonzero((step >= micro_steps.start) & (step < micro_steps.stop))
+    own, one = parts.take(members), Shares(shares.rank, np.zeros_like(shares.microbatch), 1)
+    if len(micro_steps) == 1:
+        return members, own.rank
+    if stays:
+        own = replace(own, rank=encoders.home(own, one, own.positions))
+        overfull = len(_overfull(own, np.zeros(len(own), np.int32), cap, encoders.num_gpus))
+        return None if overfull else (members, own.rank)
+    fitted = fit_parts(own, cap, one, encoders)
+    return None if fitted is None else (members, fitted.rank)
+
+
+def own_parts(parts: Parts, rank: int, peer: int, shares: Shares) -> OwnParts:
+    """Return what `peer` of `rank` has of `parts`; `shares` are those of the samples of the global batch."""
+    peers = np.zeros_like(parts.rank) if parts.peer is None else parts.peer
 
     def by_step(members: Ints, others: Ranks) -> list[Ints]:
         step = shares.microbatch[parts.sample[members]]
-        ordered = members[np.lexsort((others[members], step))]  # stable: the index breaks ties
+        ordered = members[np.lexsort((others[members], peers[members], step))]  # stable: the index breaks ties
         return np.split(ordered, np.cumsum(np.bincount(step, minlength=shares.num_microbatches))[:-1])
 
     home = shares.rank[parts.sample]
     return OwnParts(
-        by_step(np.flatnonzero(parts.rank == rank), home),
+        by_step(np.flatnonzero((parts.rank == rank) & (peers == peer)), home),
         by_step(np.flatnonzero(home == rank), parts.rank),
     )
 
 
-def _overfull(parts: Parts, step: Ranks, cap: int, num_ranks: int) -> Ints:
-    """Return the micro-steps in which several parts together exceed the cap on some rank."""
+def _overfull(parts: Parts, step: Ranks, cap: int, num_gpus: int) -> Ints:
+    """Return the micro-steps in which several parts together exceed the cap on some GPU."""
     num_steps = int(step.max(initial=-1)) + 1
-    positions = loads_by_rank_and_microbatch(parts.positions, parts.rank, step, num_ranks, num_steps)
-    counts = loads_by_rank_and_microbatch(np.ones_like(parts.positions), parts.rank, step, num_ranks, num_steps)
+    positions = loads_by_rank_and_microbatch(parts.positions, parts.rank, step, num_gpus, num_steps)
+    counts = loads_by_rank_and_microbatch(np.ones_like(parts.positions), parts.rank, step, num_gpus, num_steps)
     return np.nonzero((positions > cap) & (counts > 1))[1]

@@ -16,7 +16,7 @@ from orchdata.balancers.pipeline import order_microbatches
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.html import never_raises
 from orchdata.planning.balance import StepPrice
-from orchdata.planning.parts import OwnParts, Parts, own_parts
+from orchdata.planning.parts import OwnParts, Parts, by_rounds, own_parts
 from orchdata.planning.route import Route, grouped_route
 from orchdata.planning.seen import plan_plot, plan_view
 from orchdata.planning.sharing.packed import NO_PADDING, NoPadding
@@ -46,6 +46,7 @@ class Plan:
         stream_rank: int32 (n,), the rank from whose streams each sample is drawn.
         group_size: ranks of a group; None where ranks are not grouped.
         ranks_per_node: consecutive ranks of a node; None if not known.
+        num_peers: GPUs of each rank that encode: each part has a peer of its rank where there are several.
         padded: how `llm` microbatches are padded, and what that costs.
         sources: names of a mixture's sources by `source`; empty where there is none.
         passes: int32 (n,), the pass through its source that each sample belongs to; None without sources.
@@ -53,6 +54,8 @@ class Plan:
         loss_weights: weight of a loss token of each source.
         parts: encoder phase -> its parts and the ranks that encode them, where phases are assigned separately; empty
             where each rank encodes its own samples.
+        rounds: where encoders run once for several micro-steps (`Balance(encode=...)`): int32 (num_microbatches,), the
+            round of each micro-step, ascending from 0. None where each is a round of its own.
         ranges: of windows of concatenated documents: what each sample, a piece of the document `row`, has of it. None
             where samples are whole.
         teams: ranks that share samples; None where every sample is whole.
@@ -72,15 +75,17 @@ class Plan:
     stream_rank: NDArray[np.int32]
     group_size: int | None = None
     ranks_per_node: int | None = None
+    num_peers: int = 1
     padded: Padding = NO_PADDING
     sources: tuple[str, ...] = ()
     passes: NDArray[np.int32] | None = None
     source_loss_tokens: Ints | None = None
     loss_weights: tuple[float, ...] = ()
     parts: Mapping[str, Parts] = field(default_factory=dict)
+    rounds: NDArray[np.int32] | None = None
     ranges: TokenRanges | None = None
     teams: StepTeams | None = None
-    _own_parts: dict[tuple[str, int], OwnParts] = field(default_factory=dict, init=False, repr=False)
+    _own_parts: dict[tuple[str, int, int], OwnParts] = field(default_factory=dict, init=False, repr=False)
 
     def __repr__(self) -> str:
         sizes = f"ranks={self.num_ranks}, samples={len(self.row)}, microbatches={self.num_microbatches}"
@@ -142,6 +147,10 @@ class Plan:
             return Pass(seed, "", self.epoch)
         return Pass(seed, self.sources[self.source[at]], int(self.passes[at]))
 
+    def round_of(self, microbatch: int) -> int:
+        """Return the round in which encoders run for a micro-step, from 0: the same on every rank."""
+        return microbatch if self.rounds is None else int(self.rounds[microbatch])
+
     def assignment(self, phase: str) -> NDArray[np.int32]:
         """Return the (first) rank of each sample in `phase`, int32 (n,); -1 where it lacks the phase. Where parts are
         assigned separately, return the rank of each part, int32 (num_parts,).
@@ -150,18 +159,24 @@ class Plan:
             return self.parts[phase].rank
         return np.where(self.costs[phase] > 0, self.rank, np.int32(-1))
 
-    def encoded(self, phase: str, rank: int, microbatch: int) -> Ints:
-        """Return the indices in `parts[phase]` of what `rank` encodes in a micro-step, in the order of encoding."""
-        return self._own(phase, rank).encoded[microbatch]
+    def encoded(self, phase: str, rank: int, microbatch: int, peer: int = 0) -> Ints:
+        """Return the indices in `parts[phase]` of what `peer` of `rank` encodes in a micro-step, in the order of
+        encoding.
+        """
+        return self._own(phase, rank, peer).encoded[microbatch]
 
-    def arriving(self, phase: str, rank: int, microbatch: int) -> Ints:
-        """Return the indices in `parts[phase]` of parts of `rank`'s samples in a micro-step, in order of arrival."""
-        return self._own(phase, rank).arriving[microbatch]
+    def arriving(self, phase: str, rank: int, microbatch: int, peer: int = 0) -> Ints:
+        """Return the indices in `parts[phase]` of parts of `rank`'s samples in a micro-step, in order of arrival: the
+        same on all of its peers.
+        """
+        return self._own(phase, rank, peer).arriving[microbatch]
 
-    def route(self, phase: str, rank: int, microbatch: int) -> Route:
-        """Return the route of `phase`'s features in a micro-step, from `encoded` to `arriving`, seen from `rank`."""
+    def route(self, phase: str, rank: int, microbatch: int, peer: int = 0) -> Route:
+        """Return the route of `phase`'s features in a micro-step, from `encoded` to `arriving`, seen from `peer` of
+        `rank`.
+        """
         parts = self.parts[phase]
-        encoded, arriving = self.encoded(phase, rank, microbatch), self.arriving(phase, rank, microbatch)
+        encoded, arriving = (of(phase, rank, microbatch, peer) for of in (self.encoded, self.arriving))
         return grouped_route(
             rank,
             self.num_ranks,
@@ -170,6 +185,9 @@ class Plan:
             senders=parts.rank[arriving],
             received=parts.tokens[arriving],
             label=f"{phase}, step {self.step}, micro-step {microbatch}",
+            peer=peer,
+            num_peers=self.num_peers,
+            arriving_peers=None if parts.peer is None else parts.peer[arriving],
         )
 
     def feature_rows(self, phase: str) -> Ints:
@@ -183,34 +201,56 @@ class Plan:
         np.add.at(rows, way, parts.tokens)
         return rows
 
-    def _own(self, phase: str, rank: int) -> OwnParts:
+    def _own(self, phase: str, rank: int, peer: int) -> OwnParts:
         """Return a rank's parts, sorted once for all micro-steps. Several threads may call it: results are equal."""
-        own = self._own_parts.get((phase, rank))
+        own = self._own_parts.get((phase, rank, peer))
         if own is None:
-            own = own_parts(self.parts[phase], rank, self._shares)
-            self._own_parts[phase, rank] = own
+            own = own_parts(self.parts[phase], rank, peer, self._shares)
+            self._own_parts[phase, rank, peer] = own
         return own
 
     def cells(self, phase: str) -> Ints:
-        """Return the cost of `phase` in each rank's microbatches, with padding: int64 (num_ranks, num_microbatches)."""
+        """Return the cost of `phase` in each rank's microbatches, with padding: int64 (num_ranks, num_microbatches).
+
+        Of an encoder in `parts`, int64 (num_ranks * num_peers, num_rounds): the row of a GPU is rank * num_peers +
+        peer, and without `rounds` each microbatch is one.
+        """
         if phase in self.parts:
             parts = self.parts[phase]
-            where = (parts.rank, self.microbatch[parts.sample], self.num_ranks, self.num_microbatches)
+            met = self._shares if self.rounds is None else by_rounds(self._shares, self.rounds)
+            gpu = parts.rank if parts.peer is None else parts.rank * np.int32(self.num_peers) + parts.peer
+            where = (gpu, met.microbatch[parts.sample], self.gpus(phase), met.num_microbatches)
             return loads_by_rank_and_microbatch(parts.costs, *where)
         costs = self.costs[phase] if self.teams is None or phase != "llm" else self.teams.member_costs
         return self._padding(phase).loads(costs, self.llm_positions, self._shares, self.num_ranks)
 
+    def gpus(self, phase: str) -> int:
+        """Return the number of rows of `cells`: ranks, or the GPUs that share the parts of an encoder."""
+        return self.num_ranks * (self.num_peers if phase in self.parts else 1)
+
+    def waits(self, phase: str) -> Ints:
+        """Return `cells` in one unit of time, in which the GPUs of a rank take as long for its LLM as its cost says:
+        where peers encode, one GPU takes `num_peers` times as long for the same cost.
+        """
+        return self.cells(phase) * (self.gpus(phase) // self.num_ranks)
+
     def loads(self, phase: str) -> Ints:
-        """Return the cost of `phase` on each rank, int64 (num_ranks,): the sum of its `cells`."""
+        """Return the cost of `phase` on each rank or encoding GPU, int64 (gpus(phase),): the sum of its `cells`."""
         loads: Ints = self.cells(phase).sum(axis=1)
         return loads
 
     def cells_unbalanced(self, phase: str) -> Ints:
         """Return what `cells` would be with samples dealt out in turn, as by torch's DistributedSampler, and cut into
-        as many microbatches, without regard to caps.
+        as many microbatches, and these into the same rounds, without regard to caps: of `num_ranks` ranks, because
+        each peer encodes all of its rank's.
         """
         sizes = (self.num_ranks, self.num_microbatches)
-        return self._padding(phase).cells_in_turn(self.costs[phase], self.llm_positions, *sizes)
+        cells = self._padding(phase).cells_in_turn(self.costs[phase], self.llm_positions, *sizes)
+        if phase not in self.parts or self.rounds is None:
+            return cells
+        first = np.flatnonzero(np.diff(self.rounds, prepend=-1))
+        in_rounds: Ints = np.add.reduceat(cells, first, axis=1)
+        return in_rounds
 
     def loads_unbalanced(self, phase: str) -> Ints:
         """Return what `loads` would be with samples dealt out in turn."""
@@ -238,24 +278,24 @@ class Plan:
         if self.teams is not None and phase == "llm":
             return self.teams.lower_bound(self.num_ranks)
         if phase in self.parts:
-            return lower_bound(self.parts[phase].costs, self.num_ranks)
+            return lower_bound(self.parts[phase].costs, self.gpus(phase))
         sizes = (self.num_ranks, self.num_microbatches)
         return self._padding(phase).lower_bound(self.costs[phase], self.llm_positions, *sizes)
 
     def cost(self, price: StepPrice, phases: Sequence[str]) -> int:
-        """Return the cost of the step.
+        """Return the cost of the step, by `waits`.
 
         Args:
             phases: those that count, `SampleCosts.balanced`; other phases have units of their own.
         """
-        return price.of([self.cells(phase) for phase in phases])
+        return price.of([self.waits(phase) for phase in phases])
 
     def cost_bound(self, price: StepPrice, phases: Sequence[str]) -> int:
         """Return a bound: no assignment as in `lower_bound` has a smaller `cost`."""
         if self.teams is not None:
             encoders = [self.costs[phase] for phase in phases if phase != "llm"]
             return self.teams.cost_bound(self.num_ranks, encoders, meets=price.meets_in_micro_steps)
-        bounds = [self.lower_bound(phase) for phase in phases]
+        bounds = [self.lower_bound(phase) * (self.gpus(phase) // self.num_ranks) for phase in phases]
         return price.lower_bound([self.costs[phase] for phase in phases], bounds, self.num_ranks)
 
     @property
@@ -304,9 +344,13 @@ class Plan:
         Costs stand for times; only their ratios matter. Every stage has an equal share of the LLM, the first stage has
         all encoders too, and backward takes twice the forward. Where encoders are balanced separately, ranks meet in
         every micro-step: all take the order of the largest costs.
+
+        Raises ValueError where encoders run in rounds, which are of consecutive micro-steps.
         """
-        encoders = [self.cells(phase) for phase in self.phases if phase != "llm"]
+        if self.rounds is not None:
+            raise ValueError("pipeline_order would tear rounds of micro-steps apart: plan with encode='micro_step'")
         llm = self.cells("llm")
+        encoders = [self.waits(phase).reshape(len(llm), -1, llm.shape[1]).max(axis=1) for phase in self.phases[:-1]]
         cells = np.stack([np.sum([np.zeros_like(llm), *encoders], axis=0), llm])
         work = cells.max(axis=1) if self.parts else cells[:, rank]
         forward = np.tile(work[1], (num_stages, 1))
@@ -328,8 +372,12 @@ class Plan:
         columns: list[NDArray[Any]] = [self.source, self.row, self.rank, self.microbatch]
         if self.teams is not None:
             columns.append(self.teams.size)
+        if self.rounds is not None:
+            columns.append(self.rounds)
         if self.ranges is not None:
             columns += [self.ranges.first, self.llm_positions]
-        for column in [*columns, *(parts.rank for parts in self.parts.values())]:
+        columns += [parts.rank for parts in self.parts.values()]
+        columns += [parts.peer for parts in self.parts.values() if parts.peer is not None]
+        for column in columns:
             digest.update(column.astype(column.dtype.newbyteorder("<"), copy=False).tobytes())
         return digest.hexdigest()

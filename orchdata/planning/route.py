@@ -32,6 +32,10 @@ class Route:
         part_route: the same with one row a part; None where each row is a part.
         zeroed: int64, rows that this rank sends as zeros, with a gradient of zeros: those of parts that failed.
         label: its name in errors: "image, step 12, micro-step 0".
+        peer: of this process, among those of `DataParallel.encoder_dims`; the fields above are of the all-to-all among
+            the ranks that have the same peer number.
+        peer_rows: int64 (num_peers,), rows that each peer has after it, in the receiver's order; gathered, they are
+            the rows of the rank's samples. `peer_rows[peer]` is the sum of `receive_rows`. None without peers.
     """
 
     rank: int
@@ -43,6 +47,8 @@ class Route:
     part_route: Route | None = None
     zeroed: Ints | None = None
     label: str = ""
+    peer: int = 0
+    peer_rows: Ints | None = None
 
     @property
     def num_rows_in(self) -> int:
@@ -51,8 +57,8 @@ class Route:
 
     @property
     def num_rows_out(self) -> int:
-        """Rows this rank receives, from itself included."""
-        return int(self.receive_rows.sum())
+        """Rows this rank receives, from itself and its peers included."""
+        return int(self.receive_rows.sum() if self.peer_rows is None else self.peer_rows.sum())
 
     @property
     def parts(self) -> Route:
@@ -60,7 +66,7 @@ class Route:
         return self if self.part_route is None else self.part_route
 
     def reverse(self) -> Route:
-        """The way back, which gradients take."""
+        """The way back through the all-to-all, which gradients take."""
         return replace(
             self,
             send_rows=self.receive_rows,
@@ -69,18 +75,20 @@ class Route:
             receive_order=_inverse(self.send_order),
             part_route=None if self.part_route is None else self.part_route.reverse(),
             zeroed=None,
+            peer_rows=None,
         )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Route):
             return NotImplemented
         return (
-            (self.rank, self.num_ranks, self.label) == (other.rank, other.num_ranks, other.label)
+            (self.rank, self.num_ranks, self.label, self.peer) == (other.rank, other.num_ranks, other.label, other.peer)
             and np.array_equal(self.send_rows, other.send_rows)
             and np.array_equal(self.receive_rows, other.receive_rows)
             and _same(self.send_order, other.send_order)
             and _same(self.receive_order, other.receive_order)
             and _same(self.zeroed, other.zeroed)
+            and _same(self.peer_rows, other.peer_rows)
             and self.part_route == other.part_route
         )
 
@@ -153,23 +161,38 @@ def make_route(
 
 
 def grouped_route(
-    rank: int, num_ranks: int, *, receivers: Ranks, sent: Ints, senders: Ranks, received: Ints, label: str = ""
+    rank: int,
+    num_ranks: int,
+    *,
+    receivers: Ranks,
+    sent: Ints,
+    senders: Ranks,
+    received: Ints,
+    label: str = "",
+    peer: int = 0,
+    num_peers: int = 1,
+    arriving_peers: Ranks | None = None,
 ) -> Route:
     """Return the route of parts that are grouped by receiver and expected by sender: no row is copied to order it.
 
     Args:
-        receivers, sent: (num_encoded,), the rank that needs each part that `rank` encodes, and the rows of the part.
+        receivers, sent: (num_encoded,), the rank that needs each part that `rank` encodes, and the rows of the part; of
+            several peers, what `peer` of `rank` encodes.
         senders, received: (num_expected,), the rank that encodes each part that `rank` expects, and its rows.
+        arriving_peers: (num_expected,), ascending, the peer that encodes each of these; None with one peer.
     """
 
     def by(rows_sent: Ints, rows_received: Ints, part_route: Route | None) -> Route:
+        own = slice(None) if arriving_peers is None else np.asarray(arriving_peers) == peer
         return Route(
             rank=rank,
             num_ranks=num_ranks,
             send_rows=_totals(receivers, rows_sent, num_ranks),
-            receive_rows=_totals(senders, rows_received, num_ranks),
+            receive_rows=_totals(senders[own], rows_received[own], num_ranks),
             part_route=part_route,
             label=label,
+            peer=peer,
+            peer_rows=None if arriving_peers is None else _totals(arriving_peers, rows_received, num_peers),
         )
 
     return by(sent, received, by(np.ones_like(sent), np.ones_like(received), None))

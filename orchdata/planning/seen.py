@@ -23,7 +23,7 @@ def plan_view(plan: Plan) -> str:
     about = [("epoch, step", f"{plan.epoch}, {plan.step}"), ("samples", f"{len(plan.row):,}")]
     about += [("microbatches of a rank", f"{plan.num_microbatches}"), ("hash", plan.hash)]
     tables = [
-        f"<strong>{name}</strong>{_loads(plan.loads_unbalanced(name), plan.loads(name))}"
+        f"<strong>{name}</strong>{_loads(plan.loads_unbalanced(name), plan.loads(name), plan.num_ranks)}"
         for name in plan.phases
         if plan.costs[name].any()
     ]
@@ -31,14 +31,16 @@ def plan_view(plan: Plan) -> str:
     return view(title, pairs(about), *tables)
 
 
-def _loads(before: NDArray[np.int64], after: NDArray[np.int64]) -> str:
+def _loads(before: NDArray[np.int64], after: NDArray[np.int64], num_ranks: int) -> str:
+    before = np.repeat(before, len(after) // len(before))  # where peers encode, each repeats its rank's parts
     mean, largest = max(float(after.mean()), 1e-9), max(int(before.max()), int(after.max()), 1)
     if len(after) > _MOST_RANKS:
         places = np.array(_PERCENTILES)
         before, after = np.percentile(before, places), np.percentile(after, places)
         names = ["least", *(f"{place} %" for place in _PERCENTILES[1:-1]), "largest"]
     else:
-        names = [f"rank {rank}" for rank in range(len(after))]
+        peers = len(after) // num_ranks
+        names = [f"rank {gpu // peers}" + f", peer {gpu % peers}" * (peers > 1) for gpu in range(len(after))]
     rows = [
         (name, *(bar(load / largest, f"{load / mean:.2f}") for load in loads))
         for name, *loads in zip(names, before.tolist(), after.tolist(), strict=True)
@@ -50,8 +52,10 @@ def plan_plot(plan: Plan, axes: Axes | None) -> Axes:
     """Draw the loads of ranks before and after balancing, summed over phases. Return the axes."""
     axes = axes_of(axes)
     ranks = np.arange(plan.num_ranks)
-    before = np.sum([plan.loads_unbalanced(phase) for phase in plan.phases], axis=0)
-    after = np.sum([plan.loads(phase) for phase in plan.phases], axis=0)
+    scale = {phase: plan.gpus(phase) // plan.num_ranks for phase in plan.phases}
+    before = np.sum([plan.loads_unbalanced(phase) * scale[phase] for phase in plan.phases], axis=0)
+    waits = [plan.waits(phase).sum(axis=1).reshape(plan.num_ranks, -1).max(axis=1) for phase in plan.phases]
+    after = np.sum(waits, axis=0)
     mean = max(float(after.mean()), 1e-9)
     axes.bar(ranks - 0.2, before / mean, width=0.4, label="in turn", color="#b0b0b0")
     axes.bar(ranks + 0.2, after / mean, width=0.4, label="planned", hatch="//")

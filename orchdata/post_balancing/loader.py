@@ -10,6 +10,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from orchdata.engines.warm import Warming
 from orchdata.finalizers import Ending, User, call_soon
 from orchdata.loaders.errors import StateError
@@ -17,7 +19,7 @@ from orchdata.planning.balance import Balance, as_balance
 from orchdata.post_balancing.group import LostRanksError, RankGroup
 from orchdata.post_balancing.plan import MoveRule, PostPlan
 from orchdata.post_balancing.prefetch import Prefetcher
-from orchdata.post_balancing.step import Cost, LossTokens, PostBatch, ReadyStep, StepMaker
+from orchdata.post_balancing.step import Cost, LossTokens, PartsOf, PostBatch, ReadyStep, StepMaker
 from orchdata.ranks.parallel import ranks_per_node, resolve_rank
 
 VERSION = 1
@@ -30,6 +32,7 @@ def post_balance(
     loader: Any,
     *,
     cost: Cost,
+    parts: PartsOf | None = None,
     loss_tokens: LossTokens | None = None,
     group: Any = None,
     balance: str | Balance = "global",
@@ -47,7 +50,12 @@ def post_balance(
         loader: any iterable of lists of samples; that thread iterates it again in each epoch (a generator has one).
             Samples are torch tensors on the CPU, numpy arrays, bytes, str, numbers, None, and dicts, lists and tuples
             of them; moved ones arrive contiguous, and bytearrays and memoryviews as bytes.
-        cost: sample -> integer, or a mapping of integers by phase; their sum is balanced; 0 counts as 1.
+        cost: sample -> integer, or a mapping of integers by phase; their sum is balanced; 0 counts as 1. Per phase,
+            such a mapping, with each phase and 0 where the sample lacks it; "llm" is the one that has the samples, and
+            of the others the costs of their parts count.
+        parts: for `od.Balance(assignment="per_phase")`, which balances each phase by itself: sample -> (its rest,
+            {phase: [od.Part(object, cost, rows), ...]}). The rest moves to the rank that trains it, and each object
+            to the one that encodes it; `PostBatch` says how features come back. A step is one micro-step.
         loss_tokens: sample -> integer, the number of labels in its loss; without it each sample counts as one, and
             `loss_scale` gives a mean over samples.
         group: process group or one-dimensional DeviceMesh of data-parallel ranks; default torch.distributed's world,
@@ -55,7 +63,8 @@ def post_balance(
         balance: "none", "grouped", "grid", "global", or an `od.Balance` with scope and group_size; the default group
             size is the ranks of a node (LOCAL_WORLD_SIZE), else all: give it for a group whose ranks are not those of
             whole nodes.
-        gain: minimum share of the makespan that moving must save; in a step below it nothing moves.
+        gain: minimum share of the step's price that moving must save; in a step below it nothing moves. The price is
+            the sum over phases of the largest load.
         timeout: seconds that a rank waits for the others; default the timeout of `group`. It must cover the longest
             pause of a single rank's training loop.
 
@@ -64,9 +73,8 @@ def post_balance(
         TypeError: the loader is not iterable, or a cost is not callable.
         RuntimeError: other ranks did not call post_balance within the timeout.
     """
-    functions = {"cost": cost} if loss_tokens is None else {"cost": cost, "loss_tokens": loss_tokens}
-    for name, given in functions.items():
-        if not callable(given):
+    for name, given in {"cost": cost, "loss_tokens": loss_tokens, "parts": parts}.items():
+        if not callable(given) and (given is not None or name == "cost"):
             raise TypeError(f"{name} must be callable with a sample, got {given!r}")
     if not hasattr(loader, "__iter__"):
         raise TypeError(f"loader must be an iterable of lists of samples, got {type(loader).__name__}")
@@ -78,13 +86,15 @@ def post_balance(
     if ranks.size > 1 and ranks.group is None:
         raise ValueError(f"samples move in a process group: group={group!r} names none")
     rule = _rule(as_balance(balance), ranks.size, float(gain))
+    if (rule.balance.assignment == "per_phase") != (parts is not None):
+        raise ValueError("parts= and Balance(assignment='per_phase') go together: give both, or neither")
     Warming(["moves"] if ranks.size > 1 else []).wait()
     try:
         rank_group = RankGroup(ranks.group, timeout)
         _check_alike(rank_group, rule, counts_tokens=loss_tokens is not None)
     except LostRanksError as error:
         raise RuntimeError(f"all {ranks.size} ranks must call post_balance together, some did not: {error}") from None
-    return PostBalanced(loader, cost, loss_tokens, rank_group, rule)
+    return PostBalanced(loader, cost, loss_tokens, parts, rank_group, rule)
 
 
 class PostBalanced:
@@ -95,11 +105,18 @@ class PostBalanced:
     """
 
     def __init__(
-        self, loader: Any, cost: Cost, loss_tokens: LossTokens | None, rank_group: RankGroup, rule: MoveRule
+        self,
+        loader: Any,
+        cost: Cost,
+        loss_tokens: LossTokens | None,
+        parts: PartsOf | None,
+        rank_group: RankGroup,
+        rule: MoveRule,
     ) -> None:
         self._loader = loader
         self._cost = cost
         self._loss_tokens = loss_tokens
+        self._parts = parts
         self._rank_group = rank_group
         self._rule = rule
         self._iterations = 0
@@ -124,6 +141,7 @@ class PostBalanced:
             self._loader,
             self._cost,
             self._loss_tokens,
+            self._parts,
             self._rank_group,
             self._rule,
             iteration=self._iterations,
@@ -233,11 +251,11 @@ class PostStats:
             steps=1,
             samples=len(plan.costs),
             below_gain=plan.below_gain,
-            moved_samples=len(plan.moved),
+            moved_samples=int(np.count_nonzero(plan.rank != plan.owner)),
             moved_bytes=int(plan.sizes[plan.moved].sum()),
         )
-        self._loads["before"] += int(plan.loads_before.max())
-        self._loads["after"] += int(plan.loads.max())
+        self._loads["before"] += int(plan.loads_before.max(axis=1).sum())
+        self._loads["after"] += int(plan.loads.max(axis=1).sum())
         self._loads["total"] += int(plan.loads.sum())
         self._counts["ranks"] = plan.num_ranks
 
@@ -245,8 +263,9 @@ class PostStats:
         """Return plain values, over all ranks unless noted.
 
         `received`: samples that this rank got. `below_gain`: steps in which moving would have gained too little.
-        `moved_samples`, `moved_bytes`: what changed its rank. `imbalance_before`, `imbalance`: the sum over
-        steps of the largest load over that of the mean load, as drawn and as delivered. `milliseconds`, per step on
+        `moved_samples`, `moved_bytes`: what changed its rank; bytes are those of parts too. `imbalance_before`,
+        `imbalance`: the sum over steps and phases of the largest load over that of the mean load, as drawn and as
+        delivered. `milliseconds`, per step on
         this rank: `waiting` is the time that the training loop waited. The others are times of the thread: `fetching`
         in the loader, `planning` and `moving` with the other ranks, including the wait for them.
         """
@@ -276,8 +295,8 @@ def _rule(balance: Balance, num_ranks: int, gain: float) -> MoveRule:
     for name in ("max_tokens", "order", "equal_count", "max_samples", "teams"):
         if getattr(balance, name):
             raise ValueError(f"Balance.{name} is for a DataLoader: post_balance shares out costs alone")
-    if balance.assignment == "per_phase":
-        raise ValueError("Balance.assignment='per_phase' is for a DataLoader: post_balance moves whole samples")
+    if balance.encode != "micro_step":
+        raise ValueError("Balance.encode is for a DataLoader: a step of post_balance is one micro-step")
     node = min(ranks_per_node() or num_ranks, num_ranks)
     if balance.scope in ("grouped", "grid"):
         balance = replace(balance, group_size=balance.group_size or node)

@@ -1,16 +1,19 @@
 """Steps of post_balance: each rank draws its samples, all compute the same plan, and samples move.
 
-On the wire, for each step: five int64 from every rank (its action, iteration, step, number of samples, hash of the last
-plan) and three for each of its first 64 samples (cost, loss tokens, bytes); if a rank has more samples, three for each
-sample of all ranks, padded to the longest list; then the bytes of the samples that move.
+On the wire, for each step: seven int64 from every rank (its action, iteration, step, number of samples, hash of the
+last plan, number of parts, number of phases that are new) and three for each of its first 64 samples (cost, loss
+tokens, bytes); if a rank has more samples, three for each sample of all ranks, padded to the longest list; the names of
+phases, if some are new; five for each part (phase, sample, cost, rows, bytes), padded; then the bytes of the objects
+that move.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import operator
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import pairwise
@@ -19,8 +22,10 @@ from typing import Any
 import numpy as np
 
 from orchdata.loaders.errors import StepError
+from orchdata.planning.parts import Parts
+from orchdata.planning.route import Route
 from orchdata.post_balancing.group import Bytes, Ints, LostRanksError, RankGroup, unpadded
-from orchdata.post_balancing.plan import MoveRule, PostPlan, make_post_plan
+from orchdata.post_balancing.plan import MoveRule, PostPlan, Ranks, make_post_plan
 from orchdata.ranks.wire import Message, describe, read
 
 Cost = Callable[[Any], int | Mapping[str, int]]
@@ -28,6 +33,7 @@ LossTokens = Callable[[Any], int]
 
 # Rows sent together with the action. A constant, so that even ranks with different settings can report that.
 _FIRST_ROWS = 64
+_HEADER = 7
 
 
 class _Action(IntEnum):
@@ -40,16 +46,43 @@ class _Action(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """What `post_balance(parts=...)` says of a part of a sample, as of one image.
+
+    Attributes:
+        object: what its encoder takes: it moves to the rank that encodes it, and is of the types that samples are of.
+        cost: of encoding it, an integer; 0 counts as 1.
+        rows: features that the encoder yields for it.
+    """
+
+    object: Any
+    cost: int
+    rows: int
+
+
+PartsOf = Callable[[Any], tuple[Any, Mapping[str, Sequence[Part]]]]
+
+
+@dataclass(frozen=True, slots=True)
 class PostBatch:
     """One rank's samples of one step.
 
+    Per phase, every rank encodes `parts` of each phase, joined in their order, or a dummy where it has none. Then
+    `od.exchange(features, batch.routes["image"], requires_grad=True)` returns the features of the parts of `samples`,
+    in the order of `arriving["image"]`. All ranks have the same phases: those that a cost has named so far.
+
     Attributes:
-        samples: samples of this rank, by the rank that drew them, then in the order drawn; possibly none.
+        samples: samples of this rank, by the rank that drew them, then in the order drawn; possibly none. Per phase,
+            what `parts=` left of them.
         loss_scale: number of ranks / max(1, loss tokens of the step over all ranks). Summed losses times this, with
             gradients averaged over the ranks, give the mean over all loss tokens (over samples, without `loss_tokens`).
         step: number of the step in this epoch, from 0.
         global_loss_tokens: loss tokens of the step over all ranks; its samples, without `loss_tokens`.
         plan: the rank that drew and the rank that got each sample, the same on every rank.
+        parts: phase -> objects that this rank encodes, in the order of encoding.
+        routes: phase -> the route of its features.
+        arriving: phase -> int64 (num_parts, 3), for each part of `samples`, in the order in which features arrive: the
+            index of its sample in `samples`, its number among the sample's parts of the phase, and its rows.
     """
 
     samples: list[Any]
@@ -57,6 +90,9 @@ class PostBatch:
     step: int
     global_loss_tokens: int
     plan: PostPlan
+    parts: Mapping[str, list[Any]] = field(default_factory=dict)
+    routes: Mapping[str, Route] = field(default_factory=dict)
+    arriving: Mapping[str, Ints] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +113,12 @@ class ReadyStep:
 
 @dataclass(slots=True)
 class _Drawn:
-    """The contribution of this rank to a step."""
+    """The contribution of this rank to a step; of parts, the index of each one's sample too."""
 
     action: _Action
     samples: list[Any] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
+    parts: dict[str, list[tuple[int, Part]]] = field(default_factory=dict)
+    messages: dict[str, list[Message]] = field(default_factory=dict)
     table: Ints = field(default_factory=lambda: np.zeros((0, 3), np.int64))
     error: Exception | None = None
 
@@ -91,7 +128,9 @@ class StepMaker:
 
     Args:
         loader: iterated in the thread that builds steps.
-        cost, loss_tokens: cost and loss tokens of a sample; a mapping of costs by phase counts as its sum.
+        cost, loss_tokens: cost and loss tokens of a sample; without `parts` a mapping of costs by phase counts as its
+            sum.
+        parts: per phase: rest and parts of a sample; else None.
         group: the ranks that build steps together.
         rule: when samples move.
         iteration: number of this iteration, the same on every rank.
@@ -104,6 +143,7 @@ class StepMaker:
         loader: Any,
         cost: Cost,
         loss_tokens: LossTokens | None,
+        parts: PartsOf | None,
         group: RankGroup,
         rule: MoveRule,
         *,
@@ -116,6 +156,8 @@ class StepMaker:
         self._loader = loader
         self._cost = cost
         self._loss_tokens = loss_tokens
+        self._parts = parts
+        self._phases: list[str] = []  # of encoders; the same on every rank, after the names are exchanged
         self._rule = rule
         self._iteration = iteration
         self.step = step
@@ -171,26 +213,32 @@ class StepMaker:
                 f"the loader must yield lists of samples, got a {type(samples).__name__}: collate after post_balance"
             )
         drawn = _Drawn(_Action.DRAWING, samples=list(samples), table=np.zeros((len(samples), 3), np.int64))
+        for index, sample in enumerate(samples):
+            cost = self._cost(sample)
+            tokens = 1 if self._loss_tokens is None else _count(self._loss_tokens(sample), "loss_tokens")
+            if self._parts is not None:
+                drawn.samples[index], parts = self._parts(sample)
+                cost = _add_parts(drawn.parts, index, cost, parts)
+            drawn.table[index, :2] = max(1, _total(cost)), tokens
         if self._movable:
-            drawn.messages = [describe(sample) for sample in samples]
-            drawn.table[:, 2] = [message.num_bytes for message in drawn.messages]
-        for row, sample in zip(drawn.table, samples, strict=True):
-            row[0] = max(1, _total(self._cost(sample)))
-            row[1] = 1 if self._loss_tokens is None else _count(self._loss_tokens(sample), "loss_tokens")
+            drawn.messages = {phase: [describe(part.object) for _, part in own] for phase, own in drawn.parts.items()}
+            drawn.messages["llm"] = [describe(sample) for sample in drawn.samples]
+            drawn.table[:, 2] = [message.num_bytes for message in drawn.messages["llm"]]
         return drawn
 
     def _take_state(self) -> None:
         if hasattr(self._loader, "state_dict"):
             self.state = copy.deepcopy(self._loader.state_dict())
 
-    def _agree(self, drawn: _Drawn) -> tuple[Ints, Ints] | None:
+    def _agree(self, drawn: _Drawn) -> tuple[Ints, Ints, Ints, Ints] | None:
         """Send the others the action and rows of this rank. Return the number of samples of each rank, and all rows;
-        None at the end.
+        the same of parts; None at the end.
         """
-        own = np.zeros(5 + 3 * _FIRST_ROWS, np.int64)
+        own = np.zeros(_HEADER + 3 * _FIRST_ROWS, np.int64)
         own[:5] = drawn.action, self._iteration, self.step, len(drawn.samples), self._last_hash
+        own[5:7] = sum(map(len, drawn.parts.values())), len(drawn.parts.keys() - set(self._phases))
         first = drawn.table[:_FIRST_ROWS].ravel()
-        own[5 : 5 + len(first)] = first
+        own[_HEADER : _HEADER + len(first)] = first
         gathered = self.group.gather(own)
         # A rank that cannot continue ends the step on all ranks.
         actions = gathered[:, 0]
@@ -218,48 +266,126 @@ class StepMaker:
         # All rows, in a second gather if some rank has many.
         counts = gathered[:, 3]
         if counts.max() > _FIRST_ROWS:
-            return counts, self.group.gather_rows(drawn.table, counts)
-        return counts, unpadded(gathered[:, 5:].reshape(self.group.size, _FIRST_ROWS, 3), counts)
+            table = self.group.gather_rows(drawn.table, counts)
+        else:
+            table = unpadded(gathered[:, _HEADER:].reshape(self.group.size, _FIRST_ROWS, 3), counts)
+        if gathered[:, 6].any():
+            for text in self.group.gather_texts(json.dumps(list(drawn.parts))):
+                self._phases += [phase for phase in json.loads(text) if phase not in self._phases]
+        return counts, table, gathered[:, 5], self.group.gather_rows(self._part_rows(drawn), gathered[:, 5])
+
+    def _part_rows(self, drawn: _Drawn) -> Ints:
+        """Return int64 (num_parts, 5): phase, sample, cost, rows and bytes of each part of this rank."""
+        rows = [
+            (number, index, part.cost, part.rows, drawn.messages[phase][at].num_bytes if self._movable else 0)
+            for number, phase in enumerate(self._phases)
+            for at, (index, part) in enumerate(drawn.parts.get(phase, ()))
+        ]
+        return np.array(rows, np.int64).reshape(-1, 5)
 
     def _failure(self, actions: Ints, error: Exception | None) -> StepError:
         texts = self.group.gather_texts("" if error is None else _name(error))
         rank = self.group.rank if error is not None else int(np.argmax(actions == _Action.FAILED))
         return StepError(f"rank {rank} failed at step {self.step}: {texts[rank]}", self.step, rank)
 
-    def _share(self, drawn: _Drawn, counts: Ints, table: Ints, started: float, fetched: float) -> ReadyStep:
-        owner = np.repeat(np.arange(self.group.size, dtype=np.int32), counts)
-        plan = make_post_plan(table[:, 0], table[:, 2], owner, self.group.size, self._rule)
+    def _share(
+        self,
+        drawn: _Drawn,
+        counts: Ints,
+        table: Ints,
+        part_counts: Ints,
+        part_rows: Ints,
+        started: float,
+        fetched: float,
+    ) -> ReadyStep:
+        ranks = np.arange(self.group.size, dtype=np.int32)
+        owner, sizes, parts = np.repeat(ranks, counts), [table[:, 2]], None
+        if self._parts is not None:
+            part_rows[:, 1] += np.repeat(np.cumsum(counts) - counts, part_counts)  # index in the step, not in the list
+            of_phases = [part_rows[part_rows[:, 0] == number] for number in range(len(self._phases))]
+            parts = {phase: _parts_of(rows, owner) for phase, rows in zip(self._phases, of_phases, strict=True)}
+            sizes += [rows[:, 4] for rows in of_phases]
+        plan = make_post_plan(table[:, 0], np.concatenate(sizes), owner, self.group.size, self._rule, parts)
         planned = time.perf_counter()
-        loss_tokens = int(table[:, 1].sum())
-        samples = self._moved(drawn, plan)
-        batch = PostBatch(samples, self.group.size / max(1, loss_tokens), self.step, loss_tokens, plan)
+        batch = self._batch(plan, self._moved(drawn, plan), int(table[:, 1].sum()))
         self.step += 1
         self._last_hash = int(plan.hash, 16) >> 1
         moved = time.perf_counter()
         seconds = {"fetching": fetched - started, "planning": planned - fetched, "moving": moved - planned}
         return ReadyStep(batch, self._exhausted, self.state, seconds)
 
-    def _moved(self, drawn: _Drawn, plan: PostPlan) -> list[Any]:
-        """Exchange samples, and return those of this rank after the move."""
-        own = self.group.rank
-        if plan.rank is plan.owner or not (plan.rank != plan.owner).any():
-            return drawn.samples
-        first = int(np.searchsorted(plan.owner, own))
+    def _batch(self, plan: PostPlan, objects: dict[int, Any], loss_tokens: int) -> PostBatch:
+        """Return the batch of this rank, which has `objects`, by their index in the plan."""
+        rank, places = self.group.rank, plan.places(self.group.rank)
+        encoded, routes, arriving, start = {}, {}, {}, len(plan.rank)
+        for phase, parts in plan.parts.items():
+            own = plan.own_parts(phase, rank)
+            encoded[phase] = [objects[start + index] for index in own.encoded[0].tolist()]
+            routes[phase] = plan.route(phase, rank, own, f"{phase}, step {self.step}")
+            coming = own.arriving[0]
+            at = np.searchsorted(places, parts.sample[coming])
+            arriving[phase] = np.stack([at, parts.part[coming], parts.tokens[coming]], axis=1)
+            start += len(parts)
+        return PostBatch(
+            [objects[index] for index in places.tolist()],
+            self.group.size / max(1, loss_tokens),
+            self.step,
+            loss_tokens,
+            plan,
+            encoded,
+            routes,
+            arriving,
+        )
+
+    def _moved(self, drawn: _Drawn, plan: PostPlan) -> dict[int, Any]:
+        """Exchange objects, and return those of this rank after the move, by their index in the plan."""
+        own, owner, rank, sizes = self.group.rank, plan.object_owner, plan.object_rank, plan.sizes
+        here = np.flatnonzero(owner == own)
+        drawn_parts = [drawn.parts.get(phase, []) for phase in plan.parts]
+        objects = [*drawn.samples, *(part.object for of_phase in drawn_parts for _, part in of_phase)]
+        kept = {at: each for at, each in zip(here.tolist(), objects, strict=True) if rank[at] == own}
+        if not len(plan.moved):
+            return kept
         leaving, arriving = plan.leaving(own), plan.arriving(own)
         to_each, from_each = np.zeros((2, plan.num_ranks), np.int64)
-        np.add.at(to_each, plan.rank[leaving], plan.sizes[leaving])
-        np.add.at(from_each, plan.owner[arriving], plan.sizes[arriving])
+        np.add.at(to_each, rank[leaving], sizes[leaving])
+        np.add.at(from_each, owner[arriving], sizes[arriving])
+        messages = [message for phase in ("llm", *plan.parts) for message in drawn.messages.get(phase, ())]
         outgoing: Bytes = np.empty(int(to_each.sum()), np.uint8)
-        for index, (start, stop) in zip(leaving, _spans(plan.sizes[leaving]), strict=True):
-            drawn.messages[index - first].write_to(outgoing[start:stop])
+        for place, (start, stop) in zip(np.searchsorted(here, leaving), _spans(sizes[leaving]), strict=True):
+            messages[place].write_to(outgoing[start:stop])
         incoming = self.group.exchange(outgoing, to_each.tolist(), from_each.tolist())
-        arrived = {
-            int(index): read(incoming[start:stop])
-            for index, (start, stop) in zip(arriving, _spans(plan.sizes[arriving]), strict=True)
+        spans = _spans(sizes[arriving])
+        return kept | {
+            at: read(incoming[start:stop]) for at, (start, stop) in zip(arriving.tolist(), spans, strict=True)
         }
-        return [
-            arrived[index] if index in arrived else drawn.samples[index - first] for index in plan.places(own).tolist()
-        ]
+
+
+def _add_parts(
+    found: dict[str, list[tuple[int, Part]]], index: int, cost: Any, parts: Mapping[str, Sequence[Part]]
+) -> int:
+    """Add the parts of a sample to those `found`, in all phases that its cost names. Return its cost in `llm`."""
+    if not isinstance(cost, Mapping) or "llm" not in cost:
+        raise TypeError(f"with parts=, cost must return a mapping of phases with 'llm' among them, got {cost!r}")
+    encoders = [phase for phase in cost if phase != "llm"]
+    for phase in parts.keys() - set(encoders):
+        raise ValueError(f"parts has the phase {phase!r}, but cost names the encoders {encoders}")
+    for phase in encoders:
+        own = found.setdefault(str(phase), [])
+        if cost[phase] and not parts.get(phase):
+            raise ValueError(f"phase {phase!r} costs {cost[phase]}, but parts has none of it: 0 means none")
+        for part in parts.get(phase, ()):
+            part_cost = _count(part.cost, f"parts, for the cost of a part of phase {phase!r},")
+            rows = _count(part.rows, f"parts, for the rows of a part of phase {phase!r},")
+            own.append((index, Part(part.object, max(1, part_cost), rows)))
+    return _count(cost["llm"], "cost of phase 'llm'")
+
+
+def _parts_of(rows: Ints, owner: Ranks) -> Parts:
+    """Return the parts of a phase, on the ranks that drew them; rows as of `StepMaker._part_rows`."""
+    _, sample, cost, num_rows, _ = rows.T
+    number = np.arange(len(sample)) - np.searchsorted(sample, sample)
+    return Parts(sample=sample, part=number, positions=num_rows, tokens=num_rows, costs=cost, rank=owner[sample])
 
 
 def _spans(sizes: Ints) -> Iterator[tuple[int, int]]:

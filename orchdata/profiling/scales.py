@@ -138,7 +138,8 @@ def make_scale(
 
 def _scoped(spec: PlanSpec, scope: Scope, assignment: AssignmentKind, group_size: int) -> PlanSpec:
     size = group_size if scope in _NEAR else None
-    balance = replace(spec.balance, scope=scope, assignment=assignment, group_size=size)
+    encode = spec.balance.encode if assignment == "per_phase" else "micro_step"
+    balance = replace(spec.balance, scope=scope, assignment=assignment, encode=encode, group_size=size)
     return replace(spec, balance=balance, ranks_per_node=group_size if assignment == "per_phase" else None)
 
 

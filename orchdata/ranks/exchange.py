@@ -3,6 +3,9 @@
     features --start--> reverse route remembered, all-to-all under way --wait--> features of this rank's samples
     gradient <--wait--- all-to-all of the reverse route under way     <--start-- gradient of those
 
+Where peers share a rank's parts, a gather among them follows the all-to-all, and its reverse comes before the reverse
+all-to-all (see `peers.py`).
+
 The route contains every split size (see `route.py`), so ranks need not agree on sizes at run time. Forward and backward
 are both collectives: every rank of the group must take part in each, in the same sequence.
 """
@@ -11,7 +14,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
@@ -23,10 +27,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from orchdata.planning.route import Route
-from orchdata.ranks.parallel import served_devices
+from orchdata.ranks.parallel import DataParallel, served_devices
+from orchdata.ranks.peers import Links, links_of
 
 if TYPE_CHECKING:
-    Group = dist.ProcessGroup | None
+    Group = dist.ProcessGroup | DataParallel | None
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -80,8 +85,11 @@ def exchange(
             ones included (this is not checked; gloo ends a process that receives more than it expects). If the route
             takes no row from this rank, its rows are a dummy's: they are not sent, and their gradient is zero.
         route: of this rank, from `make_route`.
-        group: the process group that the route's ranks count in; default: all. A route of one rank needs no
-            torch.distributed, and no message is sent.
+        group: the process group that the route's ranks count in, or the DataParallel that the loader was given, which
+            a route with peers needs; default: all. A route of one rank needs no torch.distributed, and no message is
+            sent. With peers, the gradient of features is made one that fits encoders whose gradients are averaged over
+            all ranks and peers: taken once where peers have the whole gradient, summed where each has a part, and
+            multiplied by (ranks and peers) / (ranks in `DataParallel.averaged`). Nothing else is to be multiplied.
         requires_grad: whether the result requires a gradient. It must be the same on every rank, and is never taken
             from `features`. Without grad mode the result requires none.
         async_op: return a handle immediately; its `wait()` returns the result. Until then the features must not be
@@ -91,28 +99,31 @@ def exchange(
         (num_rows_out, ...), a new tensor in the receiver's order; or a handle.
 
     Raises:
-        ValueError: features do not fit the route, the route is of another group or rank, integers cannot require a
-            gradient, or the backend does not serve the device. Only this rank raises it: the others fail at the group's
-            timeout.
+        ValueError: features do not fit the route, the route is of another group, rank or peer, integers cannot require
+            a gradient, or the backend does not serve the device. Only this rank raises it: the others fail at the
+            group's timeout. In backward, on every rank: gradients are the same on the peers of some ranks and differ in
+            others, or are not as before, or not as `DataParallel.gradients` says.
         RuntimeError: inside a checkpointed region, which would run the collective again in backward; features changed
             before `wait()`; or another rank died or did not take part within the group's timeout.
     """
     _check_no_recomputation(route)
     _check_features(features, route, requires_grad)
-    _check_group(features, route, group)
-    handle = ExchangeHandle(features, route, group, requires_grad)
+    links = links_of(group) if isinstance(group, DataParallel) else Links(group)
+    _check_group(features, route, links)
+    handle = ExchangeHandle(features, route, links, requires_grad)
     return handle if async_op else handle.wait()
 
 
 class ExchangeHandle:
     """An exchange under way, from `exchange(..., async_op=True)`."""
 
-    def __init__(self, features: Tensor, route: Route, group: Group, requires_grad: bool) -> None:
-        self._flight = _Flight(route, group)
+    def __init__(self, features: Tensor, route: Route, links: Links, requires_grad: bool) -> None:
+        has_backward = requires_grad and torch.is_grad_enabled()
+        self._flight = _Flight(route, links, links.position() if has_backward else -1)
         self._watched = None if features.is_inference() else (features, features._version)
         self._ticket: Tensor | None = None
         self._result: Tensor | None = None
-        if requires_grad and torch.is_grad_enabled():
+        if has_backward:
             # The anchor makes the result require a gradient whether or not the features do.
             anchor = torch.empty(0, device=features.device, requires_grad=True)
             self._ticket = _Start.apply(features, anchor, self._flight)  # type: ignore[no-untyped-call]
@@ -147,49 +158,65 @@ Direction = Literal["forward", "backward"]
 
 @dataclass
 class _Move:
-    """Rows under way: the tensors that `work` reads and writes must live until it is done."""
+    """Rows under way: the tensors that `work` reads and writes must live until it is done. `received` is a part of
+    `whole`, which has place for the rows of all peers.
+    """
 
     sent: Tensor
     received: Tensor
+    whole: Tensor
     work: Any
 
 
 class _Flight:
     """The collectives of one exchange, each started and finished by different nodes of the graph."""
 
-    def __init__(self, route: Route, group: Group) -> None:
+    def __init__(self, route: Route, links: Links, position: int) -> None:
         self.route = route
-        self._group = group
+        self._links, self._position = links, position
         self._moves: dict[Direction, _Move] = {}
 
     def start(self, rows: Tensor, direction: Direction) -> None:
-        route = self._way(direction)
+        route, links = self._way(direction), self._links
         if direction == "forward":
             rows = _without(rows, self.route)
+        else:
+            with self._errors(direction):
+                rows = links.combined(rows, self.route, self._position, _name(self.route))
         sent = _ordered(rows[: route.num_rows_in], route.send_order).contiguous()
-        received = sent.new_empty((route.num_rows_out, *sent.shape[1:]))
-        work = None
+        whole = sent.new_empty((route.num_rows_out, *sent.shape[1:]))
+        received, work = whole[links.own(route)], None
         if route.num_ranks == 1:
             received.copy_(sent)
         else:
+            splits = route.receive_rows.tolist(), route.send_rows.tolist()
             try:
-                work = dist.all_to_all_single(
-                    received, sent, route.receive_rows.tolist(), route.send_rows.tolist(), self._group, async_op=True
-                )
+                work = dist.all_to_all_single(received, sent, *splits, links.group, async_op=True)
             except RuntimeError as error:
                 raise RuntimeError(f"{self._name(direction)} could not start: {error}") from error
-        self._moves[direction] = _Move(sent, received, work)
+        self._moves[direction] = _Move(sent, received, whole, work)
 
     def finish(self, direction: Direction) -> Tensor:
-        move = self._moves.pop(direction)
-        if move.work is not None:
-            try:
+        move, route = self._moves.pop(direction), self._way(direction)
+        with self._errors(direction):
+            if move.work is not None:
                 move.work.wait()
-            except RuntimeError as error:
-                raise RuntimeError(f"{self._name(direction)} failed: {_CAUSES[direction]}. {error}") from error
-        received = move.received
-        del move  # Frees the sent rows before rows are reordered.
-        return _ordered(received, self._way(direction).receive_order)
+            received, whole = move.received, move.whole
+            del move  # Frees the sent rows before rows are reordered.
+            ordered = _ordered(received, route.receive_order)
+            if route.peer_rows is None:
+                return ordered
+            if ordered is not received:
+                received.copy_(ordered)
+            self._links.gather(whole, route)
+        return whole
+
+    @contextmanager
+    def _errors(self, direction: Direction) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(f"{self._name(direction)} failed: {_CAUSES[direction]}. {error}") from error
 
     def _way(self, direction: Direction) -> Route:
         return self.route if direction == "forward" else self.route.reverse()
@@ -274,7 +301,14 @@ def _check_features(features: Tensor, route: Route, requires_grad: bool) -> None
         )
 
 
-def _check_group(features: Tensor, route: Route, group: Group) -> None:
+def _check_group(features: Tensor, route: Route, links: Links) -> None:
+    group = links.group
+    num_peers = 1 if route.peer_rows is None else len(route.peer_rows)
+    if num_peers != links.num_peers:
+        raise ValueError(
+            f"{_name(route)}: the route is of {num_peers} peers, and the group has {links.num_peers}: pass the "
+            "od.DataParallel that the loader was given, od.exchange(..., group=dp)"
+        )
     if route.num_ranks == 1 and group is None:
         return
     if not (dist.is_available() and dist.is_initialized()):
@@ -287,13 +321,18 @@ def _check_group(features: Tensor, route: Route, group: Group) -> None:
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     if rank < 0:
         raise ValueError(f"{_name(route)}: this process does not belong to the group")
+    if route.peer != links.peer:
+        raise ValueError(
+            f"{_name(route)}: the route is of peer {route.peer}, and this process is peer {links.peer}: each peer "
+            "encodes the parts of its own batch, so do not send one peer's batch to the others"
+        )
     if (size, rank) != (route.num_ranks, route.rank):
         raise ValueError(
             f"{_name(route)}: the route is of rank {route.rank} of {route.num_ranks}, the process is rank {rank} of "
             f"{size} in the group: pass the group that the loader was given"
         )
     served = served_devices(group)
-    if size > 1 and features.device.type not in served:
+    if size * num_peers > 1 and features.device.type not in served:
         raise ValueError(
             f"{_name(route)}: the features are on {features.device}, the group's backend serves {', '.join(served)}: "
             "move them, or pass a group for their device"

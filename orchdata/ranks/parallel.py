@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import prod
 from typing import Any, Literal, get_args
@@ -15,6 +16,7 @@ from orchdata.balancers.checks import checked_count
 DIMS = ("dp_replicate", "dp_shard")
 
 Replicate = Literal["read", "broadcast"]
+Gradients = Literal["equal", "partial"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,28 +28,73 @@ class DataParallel:
         dims: names of data-parallel dims; those that the mesh lacks are ignored. Together they count as one dim,
             row-major in the mesh's order. Ranks that differ only in other dims (tensor, context, pipeline) are peers.
         replicate: "broadcast": one peer of each data-parallel rank, at 0 in all other dims, builds the steps and sends
-            them to its peers on the CPU; "read": every peer builds them itself.
+            them to its peers on the CPU; "read": every peer builds them itself. Default: "read" with `encoder_dims`.
         ranks_per_node: data-parallel ranks of a node: the groups of balance="grouped" and "grid"; if it divides the
             number of ranks, assignment="per_phase" prefers to send features within a node. Default: from
             LOCAL_WORLD_SIZE, as torchrun sets it.
         check_plan_every: compare plan hashes over all ranks of the mesh before an iteration's first step, and before
             every `check_plan_every`-th step after it; 0: never.
+        encoder_dims: names of further dims over which encoders are data-parallel: each of these peers encodes some of
+            the parts of its rank, and `od.exchange(group=...)`, given this value, gathers their features.
+        averaged: dims over which gradients of the LLM are averaged; default: `dims`. () where the gradients of LLM and
+            encoders are summed.
+        gradients: of dims in `encoder_dims`, whether the gradients of features are the same on their peers ("equal", as
+            under tensor parallelism) or parts of a sum ("partial", as under context parallelism). Those of the other
+            dims are found out in the first backward.
     """
 
     mesh: Any
     dims: tuple[str, ...] = DIMS
-    replicate: Replicate = "broadcast"
+    replicate: Replicate | None = None
     ranks_per_node: int | None = None
     check_plan_every: int = 0
+    encoder_dims: tuple[str, ...] = ()
+    averaged: tuple[str, ...] | None = None
+    gradients: Mapping[str, Gradients] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.dims, str) or not self.dims or not all(isinstance(name, str) for name in self.dims):
             raise ValueError(f"DataParallel.dims must be names of mesh dims, as ('dp',), got {self.dims!r}")
-        if self.replicate not in get_args(Replicate):
+        if self.replicate not in (None, *get_args(Replicate)):
             raise ValueError(f"DataParallel.replicate must be 'read' or 'broadcast', got {self.replicate!r}")
+        if self.replicate is None:
+            object.__setattr__(self, "replicate", "read" if self.encoder_dims else "broadcast")
+        elif self.encoder_dims and self.replicate == "broadcast":
+            raise ValueError(
+                "DataParallel.encoder_dims has each peer read what it encodes, and replicate='broadcast' would send "
+                "all peers the same: leave replicate out"
+            )
+        self._check_encoder_dims()
         if self.ranks_per_node is not None:
             checked_count(self.ranks_per_node, "DataParallel.ranks_per_node")
         checked_count(self.check_plan_every, "DataParallel.check_plan_every", 0)
+
+    def _check_encoder_dims(self) -> None:
+        names = self.encoder_dims
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"DataParallel.encoder_dims must be names of mesh dims, as ('tp',), got {names!r}")
+        if not names:
+            if self.averaged is not None or self.gradients:
+                raise ValueError("DataParallel.averaged and gradients are of peers that encode: give encoder_dims too")
+            return
+        of_mesh = getattr(self.mesh, "mesh_dim_names", None) or ()
+        if wrong := [name for name in names if name in self.dims or name not in of_mesh]:
+            raise ValueError(
+                f"DataParallel.encoder_dims are dims of the mesh that are not data-parallel; {wrong} are not: it has "
+                f"{of_mesh}, and dims={self.dims}"
+            )
+        if pipelines := [name for name in names if name in ("pp", "pipeline")]:
+            raise ValueError(
+                f"DataParallel.encoder_dims has {pipelines}: stages of a pipeline run different layers, and only the "
+                "first needs features; name tensor- and context-parallel dims"
+            )
+        if wrong := [name for name in self.averaged or () if name not in (*self.dims, *names)]:
+            raise ValueError(f"DataParallel.averaged has {wrong}, which are neither in dims nor in encoder_dims")
+        for name, value in self.gradients.items():
+            if name not in names or value not in get_args(Gradients):
+                raise ValueError(
+                    f"DataParallel.gradients names dims of encoder_dims as equal or partial, got {name!r}: {value!r}"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +115,9 @@ class Rank:
         column: global numbers of the data-parallel ranks, in their order, at this process's place in the mesh's other
             dims; empty without torch.distributed.
         peer_dims: names of these other dims.
+        peer, num_peers: of `DataParallel.encoder_dims`: the number of this process among those that share the parts of
+            its data-parallel rank, row-major in `encoder_dims`, and how many they are.
+        peer_groups: process groups, one after another, that together reach these peers and no others.
     """
 
     rank: int = 0
@@ -81,6 +131,9 @@ class Rank:
     ranks: tuple[int, ...] = ()
     column: tuple[int, ...] = ()
     peer_dims: tuple[str, ...] = ()
+    peer: int = 0
+    num_peers: int = 1
+    peer_groups: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -177,6 +230,9 @@ def _of_mesh(dp: DataParallel) -> Rank:
         raise ValueError(
             f"dp is a mesh of the ranks {mesh.mesh.tolist()}; this process, rank {dist.get_rank()}, is not among them"
         )
+    peer, num_peers = 0, 1
+    for name in dp.encoder_dims:
+        peer, num_peers = peer * mesh[name].size() + mesh.get_local_rank(name), num_peers * mesh[name].size()
     shared: tuple[tuple[int, ...], ...] = ()
     if dp.replicate == "broadcast" and ranks.shape[1] > 1:
         if ranks.numel() != dist.get_world_size():
@@ -196,6 +252,9 @@ def _of_mesh(dp: DataParallel) -> Rank:
         ranks=tuple(sorted(ranks.flatten().tolist())),
         column=tuple(ranks[:, mine[0, 1]].tolist()),
         peer_dims=tuple(names[dim] for dim in peers if mesh.size(dim) > 1),
+        peer=peer,
+        num_peers=num_peers,
+        peer_groups=tuple(mesh.get_group(name) for name in dp.encoder_dims),
     )
 
 

@@ -1,7 +1,7 @@
 """Samples as bytes and back, without pickle.
 
 A message is 16 bytes (a mark, the length of the header), a JSON header that describes the sample as a tree, and the
-tree's buffers in its order, each at a multiple of 64 bytes. Nothing in it is executed, and every length is checked
+tree's buffers in its order, each at a multiple of 16 bytes. Nothing in it is executed, and every length is checked
 before it is used.
 
     None, bool, int, float, str   JSON values; integers beyond 64 bits in hexadecimal
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.errors import OrchdataError
 
-ALIGNMENT = 64
+ALIGNMENT = 16  # enough for every dtype
 _MARK = 0x3157_4454_4144_4352
 _PREFIX_BYTES = 16
 _MAX_DEPTH = 64
@@ -50,7 +50,7 @@ class Message:
     Attributes:
         header: JSON, UTF-8.
         buffers: in the order of the tree.
-        num_bytes: of the whole message, a multiple of 64.
+        num_bytes: of the whole message, a multiple of 16.
     """
 
     header: bytes

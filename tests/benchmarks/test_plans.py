@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.balance.cases import Scale
-from benchmarks.plans import run, scopes
+from benchmarks.plans import rounds, run, scopes
 from benchmarks.plans.mixes import mixes
 from benchmarks.plans.scopes import COLUMNS
 from orchdata.bench.harness import WideTable, make_report
@@ -26,6 +26,16 @@ def test_every_mix_is_planned_in_every_scope(monkeypatch: pytest.MonkeyPatch) ->
         ratio = dict(zip(COLUMNS, row[1:], strict=False))
         assert all(isinstance(value, float) and value >= 1.0 for value in ratio.values())
         assert ratio["joint"] <= ratio["by sums"]  # type: ignore[operator]
+
+
+def test_peers_that_share_take_less_than_peers_that_repeat() -> None:
+    scale = Scale(repeats=1, shrink=32)
+    table, *results = rounds.peers(scale, 16_384, 2)
+    assert isinstance(table, WideTable)
+    for _, repeats, _, shared, by_step, bound in table.rows:
+        assert 1 <= bound <= by_step <= 1.1 * shared < 1.1 * repeats  # type: ignore[operator]
+    of_rounds = rounds.rounds(scale, 16_384)
+    json.dumps(make_report("plans", run.PlansBench(), [table, *results, *of_rounds]).to_dict(), allow_nan=False)
 
 
 def test_the_simple_way_by_hand() -> None:

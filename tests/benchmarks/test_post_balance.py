@@ -19,5 +19,7 @@ def test_bench_of_post_balance() -> None:
     assert 0 < found["2 ranks: samples moved"].median < 100
     assert found["2 ranks: samples moved"].note == "of 12 a step"  # 6 of each of 2 ranks
     assert 1.0 <= found["2 ranks: largest load / mean"].median < 1.5
+    assert found["2 ranks: by phase, adds to that"].note == "48 parts a step of all ranks"  # 4 of each sample
+    assert found["2 ranks: by phase, bytes moved"].median > 0
     with pytest.raises(ValueError, match="steps and repeats must be at least 1, got 0 and 10"):
         post_balance.run(post_balance.PostBalanceBench(steps=0))

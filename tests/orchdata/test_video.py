@@ -62,6 +62,28 @@ def loader(shard: str, **options: Any) -> od.DataLoader:
     return od.DataLoader(dataset, **{"global_batch_size": 6, "num_threads": 0} | options)
 
 
+def test_a_round_has_the_clips_of_its_micro_steps_one_after_another(shard: str) -> None:
+    def encode(name: str, media: Any) -> torch.Tensor:
+        shape = media.grid_hw if name == "image" else media.grid_thw
+        of_rows = torch.repeat_interleave(shape.prod(1), media.cu_seqlens.diff())[:, None]
+        return weights[name] * (media.patches.double() * of_rows).unflatten(0, (-1, 4)).mean(1)
+
+    weights = {name: torch.ones((), dtype=torch.float64, requires_grad=True) for name in ("image", "video")}
+    balance = od.Balance(assignment="per_phase", max_tokens=100, oversize="own", encode="step")
+    for step in loader(shard, balance=balance).steps():
+        assert len(step) > 1
+        for group in od.rounds(step, encode):
+            for batch in group:
+                for name, media in batch.media.items():
+                    own = encode(name, media)[: media.num_tokens]
+                    assert torch.equal(group.features(batch)[name], own)
+                    for rows, sign in ((own, -1), (group.features(batch)[name], 1)):
+                        (sign * rows.square().sum()).backward()
+            largest = max(weight.grad.abs() for weight in weights.values())
+            group.backward()
+    assert max(weight.grad.abs() for weight in weights.values()) < 1e-12 * largest
+
+
 def numbers(batch: od.Batch) -> list[list[int]]:
     """Which pictures of its clip each video of a batch holds."""
     media = batch.media["video"]

@@ -74,6 +74,10 @@ def coming_from_loaders() -> dict[str, Any]:
         "urls": "texts/a.tar",
         "tokenize": lambda sample: {"tokens": list(sample[0].encode())},
         "loss_sum": lambda samples: weight * sum(len(sample["tokens"]) for sample in samples),
+        "torch": torch,
+        "a_dummy": torch.zeros(1, 4),
+        "albums": [[{"tokens": [1, 2], "images": [torch.ones(rows, 4) for rows in (3, 5)]}]],
+        "encoder": torch.nn.Linear(4, 2),
     }
 
 

@@ -151,14 +151,14 @@ def reference(name: str, model: Any, samples: Sequence[dict[str, Any]], labels: 
     return Measured(loss_sum, tokens, gradients_of(model))
 
 
-def loader(name: str, model: Any, shard: str, *, per_phase: bool = False, padded: bool = False) -> od.DataLoader:
+def loader(name: str, model: Any, shard: str, *, balance: Any = None, padded: bool = False) -> od.DataLoader:
     dataset = od.ShardDataset(shard, recipe=recipe_of(name))
     return od.DataLoader(
         dataset,
         global_batch_size=len(dataset.index()),
         collate_fn=od.hf.Inputs(model.config, padded=padded),
         cost=od.hf.cost(model.config, video_patches=24),
-        balance=od.Balance(assignment="per_phase" if per_phase else "joint"),
+        balance=balance,
         num_threads=0,
     )
 

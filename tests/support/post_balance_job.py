@@ -15,14 +15,17 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from rank_jobs import run_rank, store_on_rank_0
 
+import orchdata as od
 from orchdata.planning.balance import Balance
 from orchdata.post_balancing.loader import PostBalanced, post_balance
+from orchdata.ranks.wire import describe
 
 TIMEOUT_SECONDS = 180  # far more than a loaded machine takes to see that a rank has died
 LONG_COUNTS = (70, 3, 64, 65), (2, 1, 64, 80), (0, 2, 64, 130)  # of each rank
@@ -284,6 +287,118 @@ def forked(rank: int, size: int) -> dict[str, Any]:
         os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return {"code": code, "steps": len(seen_of(balanced[0]))}
+
+
+# --- per phase
+
+
+def make_album(rank: int, step: int, index: int) -> dict[str, Any]:
+    """Text, images as tensors and clips as dicts of bytes, each with a name; in step 1 no rank has clips."""
+    random = np.random.default_rng([rank, step, index])
+    key = f"{rank}-{step}-{index}"
+    images = [torch.from_numpy(random.random((height, 3))) for height in random.integers(1, 40, random.integers(4))]
+    clips = [{"raw": random.bytes(int(length)), "at": [0.5]} for length in random.integers(1, 90, random.integers(3))]
+    album = {"key": key, "text": torch.arange(int(random.integers(1, 90)))}
+    album["image"] = [[f"image {key} {number}", image] for number, image in enumerate(images)]
+    album["audio"] = [[f"audio {key} {number}", clip] for number, clip in enumerate(clips if step != 1 else [])]
+    return album
+
+
+def make_albums(rank: int) -> list[list[dict[str, Any]]]:
+    """Lists of albums; rank 0 has none in step 0, so others tell it the names of phases."""
+    return [[make_album(rank, step, index) for index in range(0 if rank == step == 0 else 6)] for step in range(4)]
+
+
+def cut_album(album: dict[str, Any]) -> tuple[Any, dict[str, list[od.Part]]]:
+    images = [od.Part(image, cost=len(image[1]), rows=len(image[1])) for image in album["image"]]
+    clips = [od.Part(clip, cost=len(clip[1]["raw"]), rows=2) for clip in album["audio"]]
+    return {"key": album["key"], "text": album["text"]}, {"image": images, "audio": clips}
+
+
+def cost_of_album(album: dict[str, Any]) -> dict[str, int]:
+    encoders = {phase: sum(part.cost for part in own) for phase, own in cut_album(album)[1].items()}
+    return encoders | {"llm": len(album["text"])}
+
+
+def by_phase(rank: int, **options: Any) -> PostBalanced:
+    options = {"balance": Balance(assignment="per_phase"), "gain": 0, "timeout": TIMEOUT_SECONDS, **options}
+    return post_balance(make_albums(rank), cost=cost_of_album, parts=cut_album, **options)
+
+
+def per_phase(rank: int, size: int) -> list[dict[str, Any]]:
+    """What this rank got; its features are a number for each part's name, in all of its rows."""
+    found = []
+    for batch in by_phase(rank):
+        albums = {album["key"]: album for other in range(size) for album in make_albums(other)[batch.step]}
+        wanted = {part[0]: part[1] for album in albums.values() for part in album["image"] + album["audio"]}
+        intact = all(torch.equal(rest["text"], albums[rest["key"]]["text"]) for rest in batch.samples)
+        came = True
+        for phase, own in batch.parts.items():
+            for name, part in own:
+                intact &= torch.equal(part, wanted[name]) if phase == "image" else part == wanted[name]
+            rows = [(name, len(part) if phase == "image" else 2) for name, part in own] or [("dummy", 1)]
+            features = torch.cat([torch.full((num_rows,), crc32(name.encode())) for name, num_rows in rows])
+            features = od.exchange(features, batch.routes[phase], requires_grad=False)
+            names = [
+                (f"{phase} {batch.samples[sample]['key']} {number}", num_rows)
+                for sample, number, num_rows in batch.arriving[phase].tolist()
+            ]
+            came &= features.tolist() == [crc32(name.encode()) for name, num_rows in names for _ in range(num_rows)]
+        whole = sum(describe(album).num_bytes for album in albums.values()) + 64 * len(wanted)
+        found.append(
+            {
+                "keys": [rest["key"] for rest in batch.samples],
+                "parts": {phase: [name for name, _ in own] for phase, own in batch.parts.items()},
+                "intact": intact,
+                "came": came,
+                "hash": batch.plan.hash,
+                "bytes": [int(batch.plan.sizes.sum()), whole],
+                "wanted": [sorted(albums), sorted(wanted)],
+            }
+        )
+    return found
+
+
+def gradients(rank: int, size: int) -> dict[str, float]:
+    """The largest difference of the encoder's gradient from that of one rank, over the largest gradient; and the same
+    where features are taken to arrive in the order of samples.
+    """
+    encoder = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4).requires_grad_()
+
+    def loss_of(album: dict[str, Any], number: int, features: torch.Tensor) -> torch.Tensor:
+        return (features.sum(dim=0) * (number + 1)).tanh().sum() * len(album["text"])
+
+    def gradient_of(losses: list[torch.Tensor]) -> torch.Tensor:
+        (gradient,) = torch.autograd.grad(torch.stack(losses).sum(), encoder)
+        return gradient
+
+    averaged: dict[bool, torch.Tensor] = {}
+    for in_order in (True, False):
+        losses = []
+        for batch in by_phase(rank):
+            images = [image for _, image in batch.parts["image"]] or [torch.zeros(1, 3, dtype=torch.float64)]
+            rows = od.exchange(torch.cat(images) @ encoder, batch.routes["image"], requires_grad=True)
+            came = batch.arriving["image"]
+            names = came.tolist() if in_order else sorted(came.tolist())
+            for (sample, number, _), own in zip(names, rows.split(came[:, 2].tolist()), strict=True):
+                losses.append(loss_of(batch.samples[sample], number, own) * batch.loss_scale)
+            losses.append(rows[:0].sum())
+        averaged[in_order] = gradient_of(losses)
+        dist.all_reduce(averaged[in_order])
+        averaged[in_order] /= size
+    alone = []
+    for step in range(4):
+        albums = [album for other in range(size) for album in make_albums(other)[step]]
+        for album in albums:
+            alone += [
+                loss_of(album, number, image @ encoder) / len(albums)
+                for number, (_, image) in enumerate(album["image"])
+            ]
+    wanted = gradient_of(alone)
+    return {
+        name: float((averaged[in_order] - wanted).abs().max() / wanted.abs().max())
+        for name, in_order in (("arriving", True), ("sorted", False))
+    }
 
 
 def main(scenario: str) -> dict[str, Any]:

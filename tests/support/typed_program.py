@@ -107,6 +107,12 @@ def train(batches: od.DataLoader[od.Batch], plan: od.Plan, route: od.Route) -> I
         od.megatron_packed(batch)
         assert_type(batch.teams, tuple[od.Team, ...])
         yield od.exchange(torch.zeros(3, 4), batch.route("image"), requires_grad=True)
+    for step in batches.steps():
+        for group in od.rounds(step, lambda name, media: media.arrays[name], recompute=True):
+            assert_type(group, od.Round)
+            assert_type(next(iter(group)), od.Batch)
+            group.backward()
+        assert_type(od.clip_grad_norm_(torch.nn.Linear(2, 2).parameters(), 1.0), torch.Tensor)
     assert_type(plan.hash, str)
     print(od.profile(dataset.index(), cost=cost).to_dict())
     profile: od.Profile = dataset.profile(cost=cost, ranks=(8,), seed=1)
@@ -118,6 +124,15 @@ def train(batches: od.DataLoader[od.Batch], plan: od.Plan, route: od.Route) -> I
     print(route.parts, made)
     for post in od.post_balance([[1], [2]], cost=len):
         assert_type(post, od.PostBatch)
+    per_phase = od.Balance(assignment="per_phase")
+    for post in od.post_balance(
+        [[1], [2]],
+        cost=lambda sample: {"image": sample, "llm": sample},
+        parts=lambda sample: (None, {"image": [od.Part(b"pixels", cost=sample, rows=1)]}),
+        balance=per_phase,
+    ):
+        yield od.exchange(torch.zeros(3, 4), post.routes["image"], requires_grad=True)
+        print(post.parts["image"], post.arriving["image"][:, 2])
 
 
 def failing() -> None:
@@ -161,6 +176,7 @@ def hugging_face(processor: Any, model: Any, accelerator: Any, batch: od.Batch) 
         od.TeamAttention(loader).group(2),
         od.hf.image_modality(processor),
         od.hf.encode,
+        od.hf.rounds,
         od.hf.loss,
         od.torchtitan.DataLoader,
     )

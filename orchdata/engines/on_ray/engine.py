@@ -467,7 +467,7 @@ def _rows_of(spec: BuildSpec, task: StepTask) -> list[int]:
     rows = set(plan.row[plan.places(rank)].tolist())
     for phase, parts in plan.parts.items():
         for microbatch in range(plan.num_microbatches):
-            rows.update(plan.row[parts.sample[plan.encoded(phase, rank, microbatch)]].tolist())
+            rows.update(plan.row[parts.sample[plan.encoded(phase, rank, microbatch, spec.peer)]].tolist())
     return sorted(rows)
 
 

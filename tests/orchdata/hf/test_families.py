@@ -17,7 +17,7 @@ import orchdata as od
 pytest.importorskip("transformers")
 
 from hf_families.families import FAMILIES, Family
-from hf_families.reference import Measured, reference
+from hf_families.reference import Measured, distance, reference
 from hf_families.samples import Sample, made_up, real, write_samples
 from hf_families.through_orchdata import Mode, errors, make_loader, modes_of, trained
 
@@ -94,6 +94,34 @@ def test_real_images_and_clips_equal_one_sample_at_a_time(name: str, fixtures_di
     samples = real(family, fixtures_dir)
     processor, model = family.build()
     check_modes(family, samples, reference(family, model, processor, samples), modes_of(family, 1)[::2], tmp_path)
+
+
+@pytest.mark.parametrize("name", slow_but(("qwen2_5_vl", "qwen3_vl", "gemma3"), lambda family: family.per_phase))
+def test_towers_that_run_once_a_round_train_as_those_that_run_in_each_micro_step(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    processor, model = family.build()
+    shards, calls, found = write_samples(family, made_up(family), tmp_path), [], []
+    model.get_image_features = (lambda own: lambda *a, **k: calls.append(1) or own(*a, **k))(model.get_image_features)
+    for rounds in ("", "step"):
+        calls.clear()
+        mode = Mode(per_phase=True, microbatches=True, rounds=rounds)
+        found.append(trained(model, make_loader(family, model, processor, shards, mode))[1])
+        assert (len(calls) == 1) is bool(rounds)
+    assert distance(found[1], found[0]) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
+def test_towers_of_a_wrapped_model_run_once_a_round(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    shards = write_samples(family, made_up(family, 9, 1), tmp_path)
+    od.ShardDataset(shards, recipe=od.hf.recipe(family.build()[0])).index()
+    for rank in run_ranks(str(JOB.with_name("hf_rounds_job.py")), name, *shards, num_ranks=2, folder=tmp_path):
+        assert max(rank.values()) < 1e-12
+    model = torch.nn.Module()
+    model.find_unused_parameters = True
+    with pytest.raises(ValueError, match="freeze what is never used"):
+        next(od.hf.rounds(model, []))
 
 
 def noisy(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -394,6 +394,9 @@ def test_loaders_that_the_trainer_would_miscount_are_refused(vl: Family, tmp_pat
     for method in ("train", "evaluate"):
         with pytest.raises(ValueError, match="the Trainer trains whole sequences"):
             getattr(make(model, shared, tmp_path, more={"eval_dataset": shared}), method)()
+    rounds = vl.loader(model, balance=od.Balance(assignment="per_phase", encode="step"))
+    with pytest.raises(ValueError, match="leave encode out"):
+        make(model, rounds, tmp_path).train()
     with pytest.raises(ValueError, match="of 2 data-parallel ranks and the Trainer of 1"):
         make(model, vl.loader(model, dp=(0, 2)), tmp_path).train()
     tokens = int(od.ShardDataset(list(vl.shards), recipe=od.hf.recipe(vl.processor)).index().llm_tokens.sum())

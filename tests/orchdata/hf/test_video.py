@@ -122,9 +122,11 @@ def test_positions_are_the_models(name: str, tmp_path: Path) -> None:
 def test_loss_and_gradients_are_the_models(name: str, tmp_path: Path) -> None:
     model, shard = model_of(name), hf_video.write(tmp_path)
     expected = hf_video.reference(name, model, chats(), hf_video.labels_of(name, shard))
-    for padded in (False, True):
-        found = errors(trained(model, hf_video.loader(name, model, shard, padded=padded)), expected)
+    rounds = od.Balance(assignment="per_phase", max_tokens=400, oversize="own", encode="step")
+    for options in ({}, {"padded": True}, {"balance": rounds}):
+        found = errors(trained(model, hf_video.loader(name, model, shard, **options)), expected)
         assert max(found) < TOLERANCE
+    assert hf_video.loader(name, model, shard, balance=rounds).plan_at(0, 0).rounds is not None
 
     def noisy(inputs: dict[str, Any]) -> dict[str, Any]:
         pixels = inputs["pixel_values_videos"]

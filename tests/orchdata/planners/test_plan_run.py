@@ -87,8 +87,17 @@ def test_what_this_loader_does_not_serve_is_marked_and_not_recommended() -> None
     plan = plan_run(modules, workload, cluster)
     marks = {choice.layout.kind: choice.runs for choice in plan.choices}
     assert marks["own"] == "Megatron-LM MIMO, not this loader"
-    assert marks.get("shared", "not yet") == "not yet"
     assert plan.choices[plan.recommended or 0].runs == marks["one"] == ""
+
+
+def test_encoders_shared_among_peers_run_without_a_pipeline() -> None:
+    modules, workload, cluster = made_up(1, gpus=16)
+    plan = plan_run(modules, workload, cluster, keep={"llm": {"tp": 2, "pp": 1}})
+    shared = next(choice for choice in plan.choices if choice.layout.kind == "shared")
+    assert shared.runs == ""
+    call = call_of(shared.layout, workload, cluster)
+    assert 'dp=od.DataParallel(mesh, encoder_dims=("tp",))' in call
+    assert 'assignment="per_phase", encode="micro_step"' in call
 
 
 def test_what_is_kept_is_kept() -> None:

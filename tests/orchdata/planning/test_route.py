@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchdata.planning.route import Route, make_route
+from orchdata.planning.route import Route, grouped_route, make_route
 
 Row = tuple[int, int]  # part, row of it
 
@@ -89,6 +89,41 @@ def test_the_reverse_route_brings_every_row_back(parts: Parts) -> None:
     held = [parts.held(rank) for rank in range(parts.num_ranks)]
     assert carry([route.reverse() for route in routes], carry(routes, held)) == held
     assert [route.reverse().reverse() for route in routes] == routes
+
+
+def test_with_peers_an_all_to_all_for_each_and_a_gather_bring_every_row() -> None:
+    rng = np.random.default_rng(0)
+    home, encoder, peer, tokens = (rng.integers(0, high, 12) for high in (2, 2, 3, 4))
+    rows = [[(part, row) for row in range(tokens[part])] for part in range(12)]
+
+    def rows_of(parts: np.ndarray) -> list[Row]:
+        return [row for part in parts for row in rows[part]]
+
+    def arriving(rank: int) -> np.ndarray:
+        expected = np.flatnonzero(home == rank)
+        return expected[np.lexsort((encoder[expected], peer[expected]))]
+
+    def route(rank: int, number: int) -> tuple[Route, list[Row]]:
+        mine = np.flatnonzero((encoder == rank) & (peer == number))
+        mine = mine[np.argsort(home[mine], kind="stable")]
+        coming = arriving(rank)
+        sent = {"receivers": home[mine], "sent": tokens[mine]}
+        coming_rows = {"senders": encoder[coming], "received": tokens[coming], "arriving_peers": peer[coming]}
+        return grouped_route(rank, 2, **sent, **coming_rows, peer=number, num_peers=3), rows_of(mine)
+
+    gathered: list[list[Row]] = [[], []]
+    for number in range(3):
+        routes, held = zip(*(route(rank, number) for rank in range(2)), strict=True)
+        without = [replace(each, peer_rows=None) for each in routes]
+        found = carry(without, list(held))
+        assert carry([each.reverse() for each in routes], found) == list(held)
+        for rank in range(2):
+            assert len(found[rank]) == routes[rank].peer_rows[number]
+            assert routes[rank].num_rows_out == sum(len(rows[part]) for part in np.flatnonzero(home == rank))
+            assert routes[rank].parts.num_rows_out == (home == rank).sum()
+            gathered[rank] += found[rank]
+    assert gathered == [rows_of(arriving(rank)) for rank in range(2)]
+    assert routes[0] != replace(routes[0], peer=0)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from albums import Album
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from post_balance_job import LONG_COUNTS, TIMEOUT_SECONDS, Drawn, make_steps
@@ -18,8 +21,11 @@ from rank_jobs import run_ranks
 
 import orchdata as od
 from orchdata.loaders.errors import StateError, StepError
+from orchdata.order.order import Order
+from orchdata.order.steps import GlobalBatches, StepTask
+from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.post_balancing.loader import post_balance
-from orchdata.post_balancing.plan import MoveRule, make_post_plan
+from orchdata.post_balancing.plan import MoveRule, PostPlan, make_post_plan
 
 
 def run_job(scenario: str, num_ranks: int, folder: Path, **options: Any) -> list[Any]:
@@ -181,6 +187,53 @@ def test_a_forked_process_takes_no_connection_down_and_does_not_wait(tmp_path: P
     assert run_job("forked", 2, tmp_path) == [{"code": 0, "steps": 2}] * 2
 
 
+# --- per phase
+
+PER_PHASE = od.Balance(assignment="per_phase")
+
+
+def test_every_rest_and_part_goes_to_one_rank_and_features_come_back(tmp_path: Path) -> None:
+    for ranks in zip(*run_job("per_phase", 3, tmp_path), strict=True):
+        assert all(one["intact"] and one["came"] for one in ranks)
+        assert len({one["hash"] for one in ranks}) == 1
+        keys, parts = ranks[0]["wanted"]
+        assert sorted(chain(*(one["keys"] for one in ranks))) == keys
+        assert sorted(chain(*(chain(*one["parts"].values()) for one in ranks))) == parts
+        assert [list(one["parts"]) for one in ranks] == [["image", "audio"]] * 3
+        total, most = ranks[0]["bytes"]
+        assert 0 < total <= most  # those of whole samples, and 64 a part
+
+
+def test_gradients_are_those_of_one_rank(tmp_path: Path) -> None:
+    for found in run_job("gradients", 2, tmp_path):
+        assert found["arriving"] <= 1e-12
+        assert found["sorted"] > 1e-3  # the control
+
+
+@pytest.mark.parametrize("num_steps", [50, pytest.param(500, marks=pytest.mark.slow)])
+def test_loads_are_those_of_a_loader(num_steps: int) -> None:
+    rule = MoveRule(balance=PER_PHASE, ranks_per_node=4, gain=0)
+    for seed in range(num_steps):
+        counts = np.random.default_rng(seed).integers(1, 20, 4)
+        album, owner = Album(int(counts.sum()), seed), np.repeat(np.arange(4, dtype=np.int32), counts)
+        order, batches = Order(len(owner), shuffle=None, seed=0), GlobalBatches(size=len(owner))
+        spec = PlanSpec(costs=album, order=order, balance=PER_PHASE, num_ranks=4, batches=batches)
+        wanted = make_plan(spec, StepTask(0, 0))
+        _, plan = post_plan_of(album, owner, 4, rule)
+        for phase, loads in zip(("image", "llm"), plan.loads, strict=True):
+            assert loads.max() <= 1.01 * wanted.loads(phase).max()
+
+
+def post_plan_of(album: Album, owner: Any, num_ranks: int, rule: MoveRule) -> tuple[PostPlan, PostPlan]:
+    """The step as drawn, and as planned."""
+    row = np.arange(len(owner))
+    parts = album.parts("image", row)
+    parts = replace(parts, rank=owner[parts.sample])
+    costs, sizes = album.costs("llm", row), np.concatenate([8 * album.text, 99 * parts.costs])
+    plan = make_post_plan(costs, sizes, owner, num_ranks, rule, {"image": parts})
+    return replace(plan, rank=owner, parts={"image": parts}), plan
+
+
 # --- one rank alone
 
 
@@ -211,6 +264,22 @@ def test_costs_may_be_given_by_phase_and_nothing_costs_nothing() -> None:
     assert batch.plan.costs.tolist() == [5, 1]
 
 
+def test_one_rank_encodes_its_own_parts() -> None:
+    def cut(sample: str) -> tuple[str, dict[str, list[od.Part]]]:
+        return sample[0], {"image": [od.Part(pixels, cost=0, rows=2) for pixels in sample[1:]]}
+
+    drawn = [["a12", "b", "c3"]]
+    balanced = post_balance(
+        drawn, cost=lambda sample: {"image": len(sample) - 1, "llm": 5}, parts=cut, balance=PER_PHASE
+    )
+    (batch,) = balanced
+    assert (batch.samples, batch.parts) == (["a", "b", "c"], {"image": ["1", "2", "3"]})
+    assert batch.arriving["image"].tolist() == [[0, 0, 2], [0, 1, 2], [2, 0, 2]]
+    features = torch.arange(6)
+    assert od.exchange(features, batch.routes["image"], requires_grad=False).tolist() == list(range(6))
+    assert balanced.stats()["imbalance"] == 1.0
+
+
 def test_resume_of_a_loader_without_state_is_refused_with_the_reason() -> None:
     balanced = post_balance([[1]], cost=int)
     with pytest.raises(TypeError, match="cannot resume: list has no state_dict"):
@@ -236,6 +305,11 @@ def test_a_state_of_something_else_is_refused() -> None:
         ({"group": (0, 2)}, ValueError, r"group=\(0, 2\) names none"),
         ({"balance": "best"}, ValueError, "balance must be one of"),
         ({"balance": od.Balance(max_tokens=5)}, ValueError, "Balance.max_tokens is for a DataLoader"),
+        ({"balance": PER_PHASE}, ValueError, "go together"),
+        ({"parts": len}, ValueError, "go together"),
+        ({"balance": PER_PHASE, "parts": 5}, TypeError, "parts must be callable"),
+        ({"balance": replace(PER_PHASE, max_tokens={"image": 5}), "parts": len}, ValueError, "Balance.max_tokens is"),
+        ({"balance": replace(PER_PHASE, encode="step"), "parts": len}, ValueError, "a step .* is one micro-step"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Exception], said: str) -> None:
@@ -256,6 +330,22 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Except
 def test_what_the_loader_or_the_cost_does_wrong_names_the_step(steps: Any, cost: Any, said: str) -> None:
     with pytest.raises(StepError, match=said):
         list(post_balance(steps, cost=cost))
+
+
+@pytest.mark.parametrize(
+    ("cost", "parts", "said"),
+    [
+        (5, {}, "cost must return a mapping of phases with 'llm' among them, got 5"),
+        ({"image": 0}, {}, "with 'llm' among them"),
+        ({"image": 0, "llm": 1}, {"audio": []}, "parts has the phase 'audio', but cost names the encoders .'image'."),
+        ({"llm": 1}, {"llm": []}, "parts has the phase 'llm'"),
+        ({"image": 3, "llm": 1}, {}, "phase 'image' costs 3, but parts has none of it"),
+        ({"image": 3, "llm": 1}, {"image": [od.Part(0, 3, -1)]}, "the rows of a part of phase 'image', must return an"),
+    ],
+)
+def test_parts_that_do_not_fit_the_costs_are_refused(cost: Any, parts: Any, said: str) -> None:
+    with pytest.raises(StepError, match=f"rank 0 failed at step 0: .*{said}"):
+        list(post_balance([["a"]], cost=lambda _: cost, parts=lambda sample: (sample, parts), balance=PER_PHASE))
 
 
 # --- plans
@@ -292,3 +382,19 @@ def test_a_plan_gives_every_sample_to_one_rank_and_pays(drawn: Any, rule: MoveRu
         assert plan.loads.max() <= 0.95 * plan.loads_before.max()  # the required gain
     if rule.balance.scope == "grouped":
         assert (plan.rank // 2 == plan.owner // 2).all()
+
+
+@pytest.mark.parametrize("rule", list(rules()), ids=lambda rule: rule.balance.scope)
+def test_a_plan_of_parts_keeps_its_scope_and_pays(rule: MoveRule) -> None:
+    rule = replace(rule, balance=replace(rule.balance, assignment="per_phase"))
+    for seed in range(20):
+        owner = np.sort(np.random.default_rng(seed).integers(0, 5, 3 * seed)).astype(np.int32)
+        drawn, plan = post_plan_of(Album(len(owner), seed), owner, 5, rule)
+        leaving = sorted(chain(*(plan.leaving(rank) for rank in range(5))))
+        arriving = sorted(chain(*(plan.arriving(rank) for rank in range(5))))
+        assert leaving == arriving == plan.moved.tolist()
+        before, after = (int(each.loads.max(axis=1).sum()) for each in (drawn, plan))
+        assert after <= 0.95 * before if leaving else after == before
+        if rule.balance.scope == "grouped":
+            assert (plan.object_rank // 2 == plan.object_owner // 2).all()
+        assert rule.balance.scope != "none" or not leaving

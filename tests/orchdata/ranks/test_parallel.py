@@ -228,6 +228,31 @@ def test_data_parallel_dims_are_row_major_in_the_order_of_the_mesh() -> None:
 
 
 @pytest.mark.usefixtures("rank_5_of_8")
+def test_peers_that_encode_are_row_major_in_encoder_dims() -> None:
+    for dims, expected in ((("cp", "tp"), 1), (("tp", "cp"), 2)):  # rank 5 is at (1, 0, 1)
+        resolved = resolve_rank(DataParallel(mesh("dp", "cp", "tp"), dims=("dp",), encoder_dims=dims))
+        assert (resolved.rank, resolved.peer, resolved.num_peers, resolved.shared) == (1, expected, 4, ())
+
+
+@pytest.mark.usefixtures("rank_5_of_8")
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"encoder_dims": ("tp",), "replicate": "broadcast"}, "leave replicate out"),
+        ({"encoder_dims": ("pp",)}, "tensor- and context-parallel dims"),
+        ({"encoder_dims": ("dp",)}, "not data-parallel"),
+        ({"encoder_dims": ("tp",), "averaged": ("cp",)}, "neither in dims nor in encoder_dims"),
+        ({"encoder_dims": ("tp",), "gradients": {"tp": "half"}}, "equal or partial"),
+        ({"averaged": ("dp",)}, "give encoder_dims too"),
+        ({"mesh": (0, 2), "encoder_dims": ("tp",)}, "dims of the mesh"),
+    ],
+)
+def test_peers_that_cannot_encode_are_refused(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        DataParallel(**({"mesh": mesh("pp", "dp", "tp"), "dims": ("dp",)} | given))
+
+
+@pytest.mark.usefixtures("rank_5_of_8")
 @pytest.mark.parametrize(
     ("names", "expected"),
     [(("dp", "cp", "tp"), (1, 2)), (("pp", "data", "tp"), (0, 2)), (("tp", "dp_shard", "cp"), (0, 2))],

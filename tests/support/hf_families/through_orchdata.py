@@ -5,7 +5,7 @@ shards --od.hf.recipe(processor)--> od.DataLoader(collate_fn=od.hf.Inputs(config
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,9 +27,10 @@ class Mode:
     padded: bool = False
     per_phase: bool = False
     microbatches: bool = False
+    rounds: str | int = ""
 
     def __str__(self) -> str:
-        flags = [name for name in ("microbatches",) if getattr(self, name)]
+        flags = [name for name in ("microbatches", "rounds") if getattr(self, name)]
         return ", ".join(["padded" if self.padded else "packed", "per phase" if self.per_phase else "joint", *flags])
 
 
@@ -39,6 +40,7 @@ def modes_of(family: Family, num_ranks: int) -> list[Mode]:
     modes = [Mode(padded=padded, microbatches=split) for padded in layouts for split in (False, True)]
     if num_ranks > 1 and family.per_phase:
         modes += [Mode(padded=padded, per_phase=True) for padded in layouts]
+        modes += [Mode(padded=padded, per_phase=True, microbatches=True, rounds="step") for padded in layouts]
     return modes
 
 
@@ -52,7 +54,11 @@ def make_loader(family: Family, model: nn.Module, processor: Any, shards: Sequen
         global_batch_size=len(index),
         collate_fn=od.hf.Inputs(model.config, padded=mode.padded),
         cost=od.hf.cost(model.config),
-        balance=od.Balance(assignment="per_phase" if mode.per_phase else "joint", max_tokens=room),
+        balance=od.Balance(
+            assignment="per_phase" if mode.per_phase else "joint",
+            max_tokens=room,
+            encode=mode.rounds or "micro_step",  # type: ignore[arg-type]
+        ),
         num_threads=0,
     )
 
@@ -65,15 +71,12 @@ def trained(model: nn.Module, loader: od.DataLoader, change: Change | None = Non
     """
     model.zero_grad()
     loss = 0.0
-    for batch in loader:
-        batch = in_float64(batch)
-        with float64():
-            inputs = batch.model_inputs()
-            if batch.routes:
-                inputs["mm_encoder_outputs"] = od.hf.encode(model, batch)
+    with float64():
+        for batch, features in _with_features(model, loader):
+            inputs = batch.model_inputs() | features
             part = od.hf.loss(model(**(change(inputs) if change else inputs)), batch)
             part.backward()
-        loss += part.item()
+            loss += part.item()
     gradients = gradients_of(model)
     if dist.is_initialized():
         flat = torch.cat([torch.tensor([loss], dtype=torch.float64), *(each.flatten() for each in gradients.values())])
@@ -83,6 +86,16 @@ def trained(model: nn.Module, loader: od.DataLoader, change: Change | None = Non
         shaped = zip(gradients.items(), averaged[1:], strict=True)
         gradients = {name: mean.view_as(gradient) for (name, gradient), mean in shaped}
     return loss, gradients
+
+
+def _with_features(model: nn.Module, loader: od.DataLoader) -> Iterator[tuple[od.Batch, dict[str, Any]]]:
+    for step in loader.steps():
+        batches = [in_float64(batch) for batch in step]
+        if batches[0].plan.rounds is not None:
+            yield from ((batch, {"mm_encoder_outputs": made}) for batch, made in od.hf.rounds(model, batches))
+            continue
+        for batch in batches:
+            yield batch, {"mm_encoder_outputs": od.hf.encode(model, batch)} if batch.routes else {}
 
 
 def in_float64(batch: od.Batch) -> od.Batch:
