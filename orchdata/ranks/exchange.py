@@ -183,8 +183,9 @@ class _Flight:
         else:
             with self._errors(direction):
                 rows = links.combined(rows, self.route, self._position, _name(self.route))
-        sent = _ordered(rows[: route.num_rows_in], route.send_order).contiguous()
-        whole = sent.new_empty((route.num_rows_out, *sent.shape[1:]))
+        sent = _placed(rows[: route.num_rows_in], route.send_order, route, int(route.send_rows.sum())).contiguous()
+        arriving = int((route.receive_rows if route.peer_rows is None else route.peer_rows).sum())
+        whole = sent.new_empty((arriving, *sent.shape[1:]))
         received, work = whole[links.own(route)], None
         if route.num_ranks == 1:
             received.copy_(sent)
@@ -203,7 +204,7 @@ class _Flight:
                 move.work.wait()
             received, whole = move.received, move.whole
             del move  # Frees the sent rows before rows are reordered.
-            ordered = _ordered(received, route.receive_order)
+            ordered = _placed(received, route.receive_order, route, route.num_rows_out)
             if route.peer_rows is None:
                 return ordered
             if ordered is not received:
@@ -270,8 +271,14 @@ class _Finish(torch.autograd.Function):
         return torch.zeros(0, device=gradient.device), None
 
 
-def _ordered(rows: Tensor, order: NDArray[Any] | None) -> Tensor:
-    return rows if order is None else rows.index_select(0, torch.tensor(order, device=rows.device))
+def _placed(rows: Tensor, order: NDArray[Any] | None, route: Route, num_rows: int) -> Tensor:
+    """Return the rows in this order, or `num_rows` rows to which they are added in it."""
+    if order is None:
+        return rows
+    index = torch.tensor(order, device=rows.device)
+    if route.adds:
+        return rows.new_zeros((num_rows, *rows.shape[1:])).index_add_(0, index, rows)
+    return rows.index_select(0, index)
 
 
 def _without(rows: Tensor, route: Route) -> Tensor:
