@@ -126,11 +126,11 @@ class LLMBatch(_Tensors):
         max_seqlen: longest sequence, counted as in cu_seqlens; under `Packed(length=...)` always that length.
         attention_mask: padded only: bool (num_samples, L), True for a sample's tokens.
         media_positions: modality -> int64 (num_tokens,), the positions of its tokens in T, or in (num_samples * L), in
-            the order in which the encoder, or `exchange`, yields them. `llm.image_positions` reads that of images;
-            None where the batch has no such modality.
-        dummies: modality that none of the samples has -> tokens of its dummy. They are in a separate sequence after the
-            samples, without loss or key, for models that refuse features without a token. `media_positions` has their
-            positions, except per phase, where no features arrive for them.
+            the order in which the encoder, or `exchange`, yields them; of slices those here. `llm.image_positions`
+            reads that of images; None where the batch has no such modality.
+        dummies: modality that none of the samples has, or slices alone -> tokens of its dummy. They are in a separate
+            sequence after the samples, without loss or key, for models that refuse features without a token.
+            `media_positions` has their positions, except per phase, where no features arrive for them.
         media_owners: per phase only: modality -> int64 (num_parts,), the sample in this batch of each part that
             arrives, in that order.
     """

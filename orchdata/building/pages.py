@@ -13,6 +13,7 @@ Where a loader cuts sequences that ranks share, there is memory for the tokens t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -65,8 +66,9 @@ class Pages:
         self._ids: tuple[SampleId, ...] = tuple((index.shard_of(int(row)).url, index.key(int(row))) for row in rows)
         self._pieces = tuple(index.piece[rows].tolist())
 
-        # Dummies of the modalities that none of the samples has.
-        missing = [name for name, mine in work.items() if layout.empty == "dummy" and not len(mine.arriving)]
+        # Dummies of the modalities that none of the samples has, or of which only slices of samples may have a token.
+        is_whole = np.ones(len(rows), np.bool_) if plan.joined_to is None else plan.team_size[samples] == 1
+        missing = [name for name, mine in work.items() if layout.empty == "dummy" and not is_whole[mine.owner].any()]
         self._dummies = {name: source.recipe.modalities[name].dummy() for name in missing}
 
         # Where each sequence starts: those of the samples, then that of the dummies, then padding to a fixed length.
@@ -89,10 +91,12 @@ class Pages:
         total, mrope = int(self._starts[-1]), layout.positions == "mrope"
         self.media = {name: MediaPages(source, name, mine, reserved) for name, mine in work.items()}
         self._slots = {name: MediaSlots(source, name, mine, len(rows), reserved) for name, mine in work.items()}
-        text_lengths = self._held[: len(rows)] - sum(slots.sample_tokens() for slots in self._slots.values())
+        text_lengths = self._lengths[: len(rows)] - sum(slots.sample_tokens() for slots in self._slots.values())
         if len(rows) and text_lengths.min() < 0:
             raise index.damaged(f"{index.called(int(rows[text_lengths.argmin()]))} has fewer tokens than its parts")
-        self._text_starts = starts_of(text_lengths)
+        # Of a slice the most that it may have, and when it is written what it has.
+        self._text_lengths = np.minimum(text_lengths, self._held[: len(rows)])
+        self._text_starts = starts_of(self._text_lengths)
 
         # Memory of the sequences.
         reserved.add("input_ids", (total,), np.int64)
@@ -164,7 +168,7 @@ class Pages:
             return self._slots[modality].size(slot)
 
         if not self.has_tokens(number):
-            self._written[number] = True
+            self._hold_none(number)
             return
         spans = sample.spans(recipe, payloads, size_of)
         start, stop = self._starts[number : number + 2].tolist()
@@ -176,7 +180,10 @@ class Pages:
             stop = start + length
         bounds = (start, start + length, stop)
         writer = SequenceWriter(arrays, bounds, (text_start, text_stop), field)
-        slot = -1
+        slot, is_text = -1, np.ones(length if is_cut else 0, np.bool_)
+        # Where the whole sequence would begin in the microbatch, and the tokens that this rank has.
+        own = int(self._starts[number])
+        shift, held = (own - int(self._first[number]) - start, (own, own + int(self._held[number])))
         for span in spans:
             if isinstance(span, MediaSlot):
                 media = self._slots[span.modality]
@@ -185,14 +192,15 @@ class Pages:
                 token_id = recipe.slots[span.modality].token_id
                 rope = media.rope(slot, span.first, span.tokens)
                 first = writer.media(token_id, span.tokens, rope, media.rope_span(slot, span.tokens))
-                media.put(slot, first, span.first, span.tokens)
+                media.put(slot, first + shift, span.first, span.tokens, held if is_cut else None)
+                is_text[first - start : first - start + span.tokens] = False
             else:
                 writer.text(span)
         writer.close(int(self._source.index.loss_tokens[sample.row]))
         if self._joined:
             arrays.labels[start : stop - 1], arrays.labels[stop - 1] = arrays.labels[start + 1 : stop], IGNORE
         if is_cut:
-            self._put(number, arrays)
+            self._put(number, arrays, is_text)
         self._written[number] = True
 
     def blank(self, number: int, sample: StoredSample) -> None:
@@ -201,6 +209,10 @@ class Pages:
         first, stop = int(self._first[number]), int(self._starts[number + 1])
         self._arrays.blank(start, start + int(self._held[number]) if self._joined else stop, first, first)
         self._arrays.text_ids[self._text_starts[number] : self._text_starts[number + 1]] = 0
+        self._valid[number] = False
+        if self._held[number] < self._lengths[number]:
+            self._hold_none(number)
+            return
         slots = {name: iter(media.of_sample(number)) for name, media in self._slots.items()}
         for part in sample.parts:
             name = index.modality_of(part)
@@ -208,17 +220,33 @@ class Pages:
             tokens = media.size(slot).tokens
             media.put(slot, start, 0, tokens)
             start += tokens
-        self._valid[number] = False
         self._written[number] = True
 
-    def _put(self, number: int, whole: SequenceArrays) -> None:
+    def _hold_none(self, number: int) -> None:
+        """Take no token of the media of a sample: none is here, or it failed."""
+        for media in self._slots.values():
+            for slot in media.of_sample(number):
+                media.put(slot, 0, 0, media.size(slot).tokens, (0, 0))
+        self._written[number] = True
+
+    def _put(self, number: int, whole: SequenceArrays, is_text: NDArray[np.bool_]) -> None:
         """Take what this rank has of a sample that was written whole, with labels that were shifted."""
         first, count, start, text = (
             int(each[number]) for each in (self._first, self._held, self._starts, self._text_starts)
         )
-        for name, array in self._arrays._asdict().items():
-            at = text if name == "text_ids" else start
-            array[..., at : at + count] = getattr(whole, name)[..., first : first + count]
+        for name in ("input_ids", "labels", "position_ids"):
+            array = getattr(self._arrays, name)
+            array[..., start : start + count] = getattr(whole, name)[..., first : first + count]
+        ids = whole.input_ids[first : first + count][is_text[first : first + count]]
+        self._arrays.text_ids[text : text + len(ids)] = ids
+        self._text_lengths[number] = len(ids)
+
+    def _text(self) -> TextBatch:
+        """Return the text that is here, without what slices were given room for."""
+        begins, lengths, ids = self._text_starts[:-1], self._text_lengths, self._arrays.text_ids
+        if lengths.sum() < len(ids):
+            ids = np.concatenate([ids[at : at + count] for at, count in zip(begins, lengths, strict=True)])
+        return TextBatch(input_ids=torch.from_numpy(ids), cu_seqlens=cu_seqlens(starts_of(lengths)))
 
     def batch(self, fields: Mapping[str, list[KeptValue]] | None = None) -> Batch:
         """Return the batch over this memory, with kept fields of its samples. Raises RuntimeError where a slice was not
@@ -227,12 +255,16 @@ class Pages:
         media = {name: pages.batch() for name, pages in self.media.items()}
         if not self._written.all():
             raise RuntimeError(f"samples {np.flatnonzero(~self._written).tolist()} of a microbatch were never written")
-        routes = {name: route for name, pages in self.media.items() if (route := pages.route()) is not None}
+        routes = {
+            name: route if (needed := self._slots[name].needed) is None else replace(route, receive_order=needed)
+            for name, pages in self.media.items()
+            if (route := pages.route()) is not None
+        }
         share, plan, samples = self._share, self._share.plan, self._samples
         llm, teams = self._llm(per_phase=bool(plan.parts)), self._teams()
         ranges = zip(self._first.tolist(), (self._first + self._held).tolist(), strict=True)
         return Batch(
-            text=TextBatch(input_ids=torch.from_numpy(self._arrays.text_ids), cu_seqlens=cu_seqlens(self._text_starts)),
+            text=self._text(),
             media=media,
             llm=llm,
             sample_ids=self._ids,

@@ -452,9 +452,11 @@ def oversize_rows(costs: IndexCosts, balance: Balance, excluded: Ints) -> dict[s
     for phase, cap in balance.caps.items():
         positions, even = partial(costs.positions, phase), ""
         if phase == "llm" and balance.teams is not None:
-            positions = partial(_slices, costs, balance.teams.largest)
+            is_joint = balance.assignment == "joint"
+            positions = partial(_slices, costs, balance.teams.largest, is_joint)
             cap = cap // costs.multiple_of * costs.multiple_of
-            even = f" a rank, even in the largest team of {balance.teams.largest} (samples with media are not shared)"
+            whole = " (samples with media are not shared under assignment='joint')" if is_joint else ""
+            even = f" a rank, even in the largest team of {balance.teams.largest}{whole}"
         above = _rows_above(costs.index, positions, cap, excluded)
         by_phase[phase] = above.rows
         if len(above.rows) and balance.oversize == "error":
@@ -472,10 +474,10 @@ def oversize_rows(costs: IndexCosts, balance: Balance, excluded: Ints) -> dict[s
     return by_phase
 
 
-def _slices(costs: IndexCosts, size: int, row: Ints) -> Ints:
-    """Return the `llm` positions of each sample that a member of a team has; samples with media are whole."""
-    lengths = costs.positions("llm", row)
-    has_media = np.sum([costs.positions(phase, row) for phase in costs.phases[:-1]], axis=0) > 0
+def _slices(costs: IndexCosts, size: int, is_joint: bool, row: Ints) -> Ints:
+    """Return the `llm` positions of each sample that a member of a team has; if joint, samples with media are whole."""
+    lengths, encoders = costs.positions("llm", row), costs.phases[:-1] if is_joint else ()
+    has_media = np.sum([costs.positions(phase, row) for phase in encoders], axis=0) > 0
     return np.where(has_media, lengths, -(-lengths // size))
 
 

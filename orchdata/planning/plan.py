@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,9 @@ from orchdata.loaders.generators import Pass
 from orchdata.loaders.html import never_raises
 from orchdata.planning.balance import StepPrice
 from orchdata.planning.parts import OwnParts, Parts, by_rounds, own_parts
-from orchdata.planning.route import Route, grouped_route
+from orchdata.planning.route import Route, grouped_route, in_segments
 from orchdata.planning.seen import plan_plot, plan_view
+from orchdata.planning.segments import JoinedPlaces, joined_places, rows_held
 from orchdata.planning.sharing.packed import NO_PADDING, NoPadding
 from orchdata.planning.sharing.shares import Padding, Shares
 from orchdata.planning.teams import StepTeams, joined_sequences
@@ -177,28 +178,58 @@ class Plan:
         """
         parts = self.parts[phase]
         encoded, arriving = (of(phase, rank, microbatch, peer) for of in (self.encoded, self.arriving))
-        return grouped_route(
+        number, receivers, first, sent = self._segments(phase, encoded)
+        order = np.lexsort((encoded[number], receivers))
+        route = grouped_route(
             rank,
             self.num_ranks,
-            receivers=self.rank[parts.sample[encoded]],
-            sent=parts.tokens[encoded],
+            receivers=receivers[order],
+            sent=sent[order],
             senders=parts.rank[arriving],
-            received=parts.tokens[arriving],
+            received=self.held_rows(phase, arriving, rank)[1],
             label=f"{phase}, step {self.step}, micro-step {microbatch}",
             peer=peer,
             num_peers=self.num_peers,
             arriving_peers=None if parts.peer is None else parts.peer[arriving],
         )
+        whole = self.teams is None or not (self.team_size[parts.sample[np.append(encoded, arriving)]] > 1).any()
+        segments = number[order], first[order], sent[order]
+        return route if whole else in_segments(route, parts.tokens[encoded], *segments)
+
+    def _segments(self, phase: str, part: Ints) -> tuple[Ints, NDArray[np.int32], Ints, Ints]:
+        """Return what ranks need of some parts, (num_segments,) each: the number in `part`, the rank that needs it, and
+        its first row and number of rows, maybe none.
+        """
+        sample = self.parts[phase].sample[part]
+        if self.teams is None:
+            return np.arange(len(part)), self.rank[sample], np.zeros_like(part), self.parts[phase].tokens[part]
+        number, rank = replace(self.teams, size=self.teams.size[sample]).members(self.rank[sample])
+        return number, rank, *self.held_rows(phase, part[number], rank)
+
+    def held_rows(self, phase: str, part: Ints, rank: int | NDArray[np.int32]) -> tuple[Ints, Ints]:
+        """Return the first row, and the number of rows, int64 (num_parts,) each, that `rank` gets of parts of its
+        samples: all, or where it has a slice those that may be in it.
+        """
+        parts = self.parts[phase]
+        if self.teams is None or self.joined_to is None:
+            return np.zeros_like(part), parts.tokens[part]
+        place = (rank - self.rank[parts.sample[part]]).astype(np.int64)
+        return rows_held(parts, part, place, self._joined_places, self.llm_positions)
+
+    @cached_property
+    def _joined_places(self) -> JoinedPlaces:
+        assert self.teams is not None and self.joined_to is not None
+        return joined_places(self.teams, self.rank, self.microbatch, self.llm_positions, self.joined_to)
 
     def feature_rows(self, phase: str) -> Ints:
         """Count the rows of `phase`'s features over all ranks: int64 (3,), those that stay on their rank, move inside a
         node and cross nodes. Where nodes are not known, each rank counts as one.
         """
-        parts = self.parts[phase]
-        home, node = self.rank[parts.sample], self.ranks_per_node or 1
-        way = (parts.rank != home).astype(np.int64) + (parts.rank // node != home // node)
+        number, needs, _, count = self._segments(phase, np.arange(len(self.parts[phase])))
+        encoder, node = self.parts[phase].rank[number], self.ranks_per_node or 1
+        way = (encoder != needs).astype(np.int64) + (encoder // node != needs // node)
         rows = np.zeros(3, np.int64)
-        np.add.at(rows, way, parts.tokens)
+        np.add.at(rows, way, count)
         return rows
 
     def _own(self, phase: str, rank: int, peer: int) -> OwnParts:
@@ -292,7 +323,7 @@ class Plan:
 
     def cost_bound(self, price: StepPrice, phases: Sequence[str]) -> int:
         """Return a bound: no assignment as in `lower_bound` has a smaller `cost`."""
-        if self.teams is not None:
+        if self.teams is not None and not self.parts:
             encoders = [self.costs[phase] for phase in phases if phase != "llm"]
             return self.teams.cost_bound(self.num_ranks, encoders, meets=price.meets_in_micro_steps)
         bounds = [self.lower_bound(phase) * (self.gpus(phase) // self.num_ranks) for phase in phases]

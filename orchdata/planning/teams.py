@@ -30,7 +30,7 @@ class Teams:
     """Ranks share long sequences: a team of 2, 4, 8, ... ranks attends to a sequence together, chosen in each step.
 
     A member of a team of g pays the sequence's `llm` cost / g, rounded up, and `per_token` for each of its tokens / g;
-    or what `cost` says. Samples with media are never shared.
+    or what `cost` says. Samples with media are shared under `assignment="per_phase"` alone.
 
     Attributes:
         largest: the most ranks of a team, a power of two. Which samples are usable depends on it, as it does on

@@ -155,10 +155,13 @@ def test_what_others_refuse_says_what_to_do() -> None:
     mesh = SimpleNamespace(mesh_dim_names=("dp", "cp"), size=(4, 2).__getitem__)
     with pytest.raises(ValueError, match="its dim cp: make these ranks data-parallel"):
         check_teams(od.Balance(teams=TEAMS), None, dp=od.DataParallel(mesh))
+    peers = SimpleNamespace(mesh_dim_names=("dp", "tp"), size=(4, 2).__getitem__)
+    with pytest.raises(ValueError, match="encoder_dims"):
+        check_teams(od.Balance(teams=TEAMS), None, dp=od.DataParallel(peers, encoder_dims=("tp",)))
     check_teams(od.Balance(teams=TEAMS), None, dp=SimpleNamespace(mesh_dim_names=("dp", "cp"), size=lambda dim: 1))
     with pytest.raises(ValueError, match="for a DataLoader"):
         od.post_balance([[1]], cost=int, balance=od.Balance(teams=TEAMS))
-    for name, value in {"scope": "none", "assignment": "per_phase", "equal_count": True, "max_samples": 9}.items():
+    for name, value in {"scope": "none", "equal_count": True, "max_samples": 9}.items():
         with pytest.raises(ValueError, match=f"leave {name} out"):
             od.Balance(teams=TEAMS, **{name: value})  # type: ignore[arg-type]
 

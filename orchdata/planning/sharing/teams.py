@@ -23,6 +23,7 @@ from orchdata.native.assign.teams import NEVER, PARTS, least_works, solve_teams
 from orchdata.native.microbatches.micro_steps import bins_cost, deal_cells, packing_orders
 from orchdata.native.microbatches.teams import fill_micro_steps
 from orchdata.native.sorting import descending_order
+from orchdata.planning.balance import Balance
 from orchdata.planning.sharing.accumulated import SAMPLES, counted, share_out_in
 from orchdata.planning.sharing.micro_steps import MANY_SAMPLES, balanced_inside
 from orchdata.planning.sharing.packed import NO_PADDING
@@ -56,7 +57,7 @@ def share_in_teams(
     Args:
         exponent: costs are those of the model times 2**exponent.
         accumulate: micro-steps; 1: as many as the caps need.
-        may_share: bool (n,), samples without media.
+        may_share: bool (n,), samples that ranks may share: without media where these are encoded with their sample.
         multiple_of: joined slices of a microbatch are padded to a multiple of this, within the cap.
 
     Raises:
@@ -66,11 +67,7 @@ def share_in_teams(
     def whole() -> Shares:
         return share_out_in(step, NO_PADDING, accumulate) if accumulate > 1 else NO_PADDING.share_out(step)
 
-    # Whole samples fill what slices, each rounded up, leave of the rounded cap.
-    caps = {
-        phase: cap - (cap % multiple_of if phase == "llm" else 0) or cap for phase, cap in step.balance.caps.items()
-    }
-    step = replace(step, balance=replace(step.balance, teams=None, max_tokens=caps or None))
+    step = replace(step, balance=without_teams(step.balance, multiple_of))
     ways = _Ways(step, teams, exponent, accumulate, may_share, multiple_of)
     if ways.sizes[-1] == 1:
         return whole()
@@ -88,6 +85,12 @@ def share_in_teams(
         return shared[1]
     found = found or whole()
     return found if shared is None or shared[0] > keeps * step.price(found) else shared[1]
+
+
+def without_teams(balance: Balance, multiple_of: int) -> Balance:
+    """Return the same for whole samples: they fill what slices, each rounded up, leave of the rounded cap."""
+    caps = {phase: cap - (cap % multiple_of if phase == "llm" else 0) or cap for phase, cap in balance.caps.items()}
+    return replace(balance, teams=None, max_tokens=caps or None)
 
 
 class _Ways:
@@ -299,7 +302,7 @@ class _Ways:
         is_shared, taken = (size > 1)[sample], {"llm": of.own(self.slices)[sample]}
         is_first = owner == rank[sample]
         sizes = {
-            phase: np.where(is_shared, taken.get(phase, is_first if phase == SAMPLES else 0), column[sample])
+            phase: np.where(is_shared, taken.get(phase, is_first * column[sample]), column[sample])
             for phase, column in step.sizes.items()
         }
         members = replace(
