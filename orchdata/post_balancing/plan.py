@@ -17,7 +17,7 @@ from orchdata.balancers.assignment import loads_of, lower_bound
 from orchdata.balancers.placement import renamed
 from orchdata.planning.assign import assign
 from orchdata.planning.balance import Balance
-from orchdata.planning.parts import OwnParts, Parts, own_parts, share_out_parts
+from orchdata.planning.parts import Encoders, OwnParts, Parts, own_parts, share_out_parts
 from orchdata.planning.route import Route, grouped_route
 from orchdata.planning.sharing.shares import one_microbatch
 
@@ -121,7 +121,7 @@ class PostPlan:
 
     def own_parts(self, phase: str, rank: int) -> OwnParts:
         """Return what `rank` encodes, and the parts of its samples in order of arrival, in one micro-step."""
-        return own_parts(self.parts[phase], rank, one_microbatch(self.rank))
+        return own_parts(self.parts[phase], rank, 0, one_microbatch(self.rank))
 
     def route(self, phase: str, rank: int, own: OwnParts, label: str) -> Route:
         """Return the route of a phase's features, seen from `rank`, which has `own` parts."""
@@ -194,7 +194,7 @@ def _moved_per_phase(stay: PostPlan, rule: MoveRule) -> PostPlan:
         start, stop = stop, stop + len(parts)
 
         def planned(parts: Parts = parts) -> Ranks:
-            return share_out_parts(parts, one_microbatch(dealt()), num_ranks, rule.balance).rank
+            return share_out_parts(parts, one_microbatch(dealt()), Encoders(rule.balance, num_ranks)).rank
 
         spread[phase] = replace(parts, rank=moved(parts.costs, stay.sizes[start:stop], parts.rank, planned))
     rank = moved(stay.costs, stay.sizes[:num_samples], stay.owner, dealt)

@@ -10,7 +10,7 @@ Nothing is padded: a route says how many rows each peer brings. Whether gradient
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -71,12 +71,12 @@ class Links:
     given: dict[str, Gradients] = field(default_factory=dict)
     factor: float = 1.0
     found: dict[int, _Found] = field(default_factory=dict)
-    started: list[int] = field(default_factory=lambda: [0])
+    next_position: int = 0
 
     def position(self) -> int:
         """Return the position of the next exchange with a gradient; `combined` starts again at 0."""
-        self.started[0] += 1
-        return self.started[0] - 1
+        self.next_position += 1
+        return self.next_position - 1
 
     def own(self, route: Route) -> slice:
         """Return where the rows of this peer are among those of all."""
@@ -106,7 +106,7 @@ class Links:
         Raises ValueError, with the same message on every rank, if a dim's gradients are equal on some ranks and partial
         on others, or not as they were or as `DataParallel.gradients` says.
         """
-        self.started[0] = 0
+        self.next_position = 0
         found = self.found.setdefault(position, _Found())
         found.passes += 1
         # Reductions in another order differ by some roundings, which in half precision are more than a thousandth.
@@ -166,8 +166,9 @@ _links: dict[int, dict[Any, Links]] = {}
 
 
 def links_of(dp: DataParallel) -> Links:
-    """Return the groups of a DataParallel. The first time, over several data-parallel dims, this creates one: all its
-    ranks must call it in the same order.
+    """Return the links of a DataParallel, the same object for the same values while its mesh lives.
+
+    With several data-parallel dims the first call creates a process group: all its ranks must call in the same order.
     """
     mesh = dp.mesh
     if not hasattr(mesh, "get_group"):
@@ -175,14 +176,10 @@ def links_of(dp: DataParallel) -> Links:
     if id(mesh) not in _links:
         weakref.finalize(mesh, _links.pop, id(mesh), None)
     kept = _links.setdefault(id(mesh), {})
-    key = (dp.dims, dp.encoder_dims)
+    key = (dp.dims, dp.encoder_dims, dp.averaged, tuple(dp.gradients.items()))
     if key not in kept:
         kept[key] = _made(dp)
-    links = kept[key]
-    sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-    averaged = dp.dims if dp.averaged is None else dp.averaged
-    factor = links.num_peers * dist.get_world_size(links.group) / prod(sizes.get(name, 1) for name in averaged)
-    return replace(links, given=dict(dp.gradients), factor=factor if averaged else 1.0)
+    return kept[key]
 
 
 def _made(dp: DataParallel) -> Links:
@@ -202,7 +199,10 @@ def _made(dp: DataParallel) -> Links:
     )
     if any(dist.get_rank(dim.group) != dim.index for dim in dims):
         raise ValueError("od.exchange takes a mesh whose ranks ascend along each of encoder_dims")
-    return Links(group, dims, resolved.peer, resolved.num_peers)
+    averaged = dp.dims if dp.averaged is None else dp.averaged
+    of_llm = prod(size for name, size in zip(names, mesh.shape, strict=True) if name in averaged)
+    factor = resolved.size * resolved.num_peers / of_llm if averaged else 1.0
+    return Links(group, dims, resolved.peer, resolved.num_peers, dict(dp.gradients), factor)
 
 
 def _verdict(rows: Tensor, dim: _Dim, tolerance: float) -> tuple[bool, bool]:
