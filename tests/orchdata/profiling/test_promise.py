@@ -151,19 +151,21 @@ def test_peers_share_what_each_of_them_would_encode(
     plans: list[Plan] = []
     monkeypatch.setattr(planned, "make_plan", lambda *its: plans.append(make_plan(*its)) or plans[-1])
     balance = od.Balance(max_tokens=200, oversize="own", assignment="per_phase", encode=encode)
-    options: dict[str, Any] = {"cost": COST, "ranks": (RANKS,), "batch_size": 3, "steps": 5, "most_steps": 5}
-    alone = dataset.profile(balance=balance, **options).scales[0].settings
-    settings = dataset.profile(balance=balance, encoder_peers=3, **options).scales[0].settings
+    alone, settings = (
+        dataset.profile(cost=COST, balance=balance, ranks=(RANKS,), most_steps=8, encoder_peers=peers)
+        .scales[0]
+        .settings
+        for peers in (1, 3)
+    )
     shared = [plan for plan in plans if plan.num_peers > 1]
     image, llm = (sum(int(plan.costs[phase].sum()) for plan in shared) for phase in COST.phases)
-
-    # A setting of today has three times its encoder, and its LLM as it was, in the time of an even step.
+    # Of an even step's time, other settings have three times their encoder, and their LLM as it was.
     for name in alone.keys() - {"tokens"}:
-        before, now = (
+        was, now = (
             [of[name].phases[phase] / (1 - of[name].waiting) for phase in COST.phases] for of in (alone, settings)
         )
-        assert now == pytest.approx([3 * before[0] + 2 * image / (image + llm), before[1]])
-    # Shared, what each of twelve GPUs encodes counts, by the rank and peer of its parts.
+        assert now == pytest.approx([3 * was[0] + 2 * image / (image + llm), was[1]])
+    # Shared, the GPU counts that has most, by the rank and peer of its parts.
     cost = 0
     for plan in shared:
         parts, rounds = plan.parts["image"], plan.microbatch if plan.rounds is None else plan.rounds[plan.microbatch]
