@@ -23,6 +23,8 @@ from torch import Tensor
 from orchdata.planning.route import Route
 from orchdata.ranks.parallel import DataParallel, Gradients, group_timeout, resolve_rank
 
+Place = tuple[str, int]
+"""The modality of an exchange, and its number among those of one micro-step: deepstack has several tensors."""
 CHECK_EVERY = 1_000
 """Backward passes between comparisons of what was found out."""
 _SAMPLED_ROWS = 10
@@ -60,8 +62,9 @@ class Links:
         peer, num_peers: row-major in encoder_dims.
         given: `DataParallel.gradients`.
         factor: (ranks over which gradients of encoders are averaged) / (those over which gradients of the LLM are).
-        found: position of an exchange among those since the last backward -> what is known. Tensors of one modality
-            may differ: rows that the first layer takes are gathered in backward, and those of a later one may not be.
+        found: place of an exchange -> what is known. Tensors of a modality may differ: rows that the first layer takes
+            are gathered in backward, and those of a later one may not be.
+        started: modality -> the label of the exchange started last, and how many there were of it.
     """
 
     group: Any
@@ -70,13 +73,16 @@ class Links:
     num_peers: int = 1
     given: dict[str, Gradients] = field(default_factory=dict)
     factor: float = 1.0
-    found: dict[int, _Found] = field(default_factory=dict)
-    next_position: int = 0
+    found: dict[Place, _Found] = field(default_factory=dict)
+    started: dict[str, tuple[str, int]] = field(default_factory=dict)
 
-    def position(self) -> int:
-        """Return the position of the next exchange with a gradient; `combined` starts again at 0."""
-        self.next_position += 1
-        return self.next_position - 1
+    def place(self, label: str) -> Place:
+        """Return the place of the next exchange with a gradient along a route of this label."""
+        modality = label.partition(",")[0]
+        last, number = self.started.get(modality, ("", 0))
+        number = number if last == label else 0
+        self.started[modality] = label, number + 1
+        return modality, number
 
     def own(self, route: Route) -> slice:
         """Return where the rows of this peer are among those of all."""
@@ -100,14 +106,14 @@ class Links:
             for work in dist.batch_isend_irecv(ops) if ops else ():
                 work.wait()
 
-    def combined(self, gradient: Tensor, route: Route, position: int, name: str) -> Tensor:
+    def combined(self, gradient: Tensor, route: Route, place: Place, name: str) -> Tensor:
         """Return the gradient of this peer's own rows from that of all rows, as its encoder's averaging needs it.
 
         Raises ValueError, with the same message on every rank, if a dim's gradients are equal on some ranks and partial
         on others, or not as they were or as `DataParallel.gradients` says.
         """
-        self.next_position = 0
-        found = self.found.setdefault(position, _Found())
+        self.started.clear()
+        found = self.found.setdefault(place, _Found())
         found.passes += 1
         # Reductions in another order differ by some roundings, which in half precision are more than a thousandth.
         tolerance = max(1e-3, 4 * torch.finfo(gradient.dtype).eps)

@@ -313,7 +313,7 @@ def tensors_of_one_step_may_differ_and_zeros_decide_nothing() -> None:
         weights = torch.arange(len(equal)) + 1.0
         own = (half_of(split, weights, nn.Identity()) + plain_loss(equal, weights, nn.Identity())) * times
         own.backward()
-        found = [of.links.found[position].kinds for position in (0, 1)]
+        found = [of.links.found["image", number].kinds for number in (0, 1)]
         assert found == ([{}, {}] if not times else [{"tp": "equal"}, {"tp": "partial"}])
         wanted = torch.ones_like(features, requires_grad=True)
         back = od.exchange(wanted, of.route(), group=replace(of.dp, averaged=("dp", "tp")), requires_grad=True)
