@@ -120,7 +120,7 @@ class ExchangeHandle:
 
     def __init__(self, features: Tensor, route: Route, links: Links, requires_grad: bool) -> None:
         has_backward = requires_grad and torch.is_grad_enabled()
-        self._flight = _Flight(route, links, links.place(route.label) if has_backward else ("", 0))
+        self._flight = _Flight(route, links, links.place(route) if has_backward else None)
         self._watched = None if features.is_inference() else (features, features._version)
         self._ticket: Tensor | None = None
         self._result: Tensor | None = None
@@ -172,7 +172,7 @@ class _Move:
 class _Flight:
     """The collectives of one exchange, each started and finished by different nodes of the graph."""
 
-    def __init__(self, route: Route, links: Links, place: Place) -> None:
+    def __init__(self, route: Route, links: Links, place: Place | None) -> None:
         self.route = route
         self._links, self._place = links, place
         self._moves: dict[Direction, _Move] = {}
@@ -182,6 +182,7 @@ class _Flight:
         if direction == "forward":
             rows = _without(rows, self.route)
         else:
+            assert self._place is not None
             with self._errors(direction):
                 rows = links.combined(rows, self.route, self._place, _name(self.route))
         sent = _ordered(rows[: route.num_rows_in], route.send_order).contiguous()
