@@ -310,7 +310,7 @@ def tensors_of_one_step_may_differ_and_zeros_decide_nothing() -> None:
     for times, count in ((0.0, 2), (1.0, 2), (2.0, 2), (1.0, 3), (1.0, 2)):
         route = of.route()
         features = torch.ones(route.num_rows_in or 1, WIDTH, dtype=torch.float64, requires_grad=True)
-        # The last one is cut; a step with more of them finds out anew. What is not run backward counts nowhere.
+        # The last one is cut; a step with more of them is found out by itself. What is not run backward counts nowhere.
         od.exchange(features, of.route(), group=of.dp, requires_grad=True)
         *equal, split = (od.exchange(features, route, group=of.dp, requires_grad=True) for _ in range(count))
         weights = torch.arange(len(split)) + 1.0
