@@ -21,12 +21,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from exchange_cases import raises
-from rank_jobs import FSDP2_RUNS, run_rank
+from rank_jobs import run_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 import orchdata as od
 from orchdata.planning.route import Route, grouped_route
@@ -272,35 +269,6 @@ def what_is_wrong_shows() -> None:
     for each in of.links.found.values():
         each.kinds["cp"] = "equal"  # a slice in place of a sum
     assert of.error(loss) > 0.1
-
-
-@check
-def fsdp2_encoder_with_a_dtensor_llm() -> None:
-    if not FSDP2_RUNS:
-        return
-    of = world((2, 2), "dp tp", ["tp"])
-    encoder, llm = linears()
-    parallelize_module(llm, of.dp.mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    fully_shard(llm, mesh=of.dp.mesh["dp"])
-    fully_shard(encoder, mesh=init_device_mesh("cpu", (4,)))
-    of.loss(encoder, llm, plain_loss).backward()
-    found = [each.grad.full_tensor() for model in (encoder, llm) for each in model.parameters()]
-    assert largest_error(found, of.reference()) < 1e-12
-
-
-@check
-def ddp_of_both() -> None:
-    of = world((2, 2), "dp tp", ["tp"])
-    encoder, llm = linears()
-    loss = loss_on(of.dp.mesh)
-
-    whole = DistributedDataParallel(Whole(llm, loss), process_group=of.dp.mesh.get_group("dp"))
-    wrapped = DistributedDataParallel(encoder)
-    of.loss(wrapped, llm, lambda rows, weights, _: whole(rows, weights)).backward()
-    for each in llm.parameters():
-        dist.all_reduce(each.grad, group=of.dp.mesh.get_group("tp"))  # each peer has a slice of it
-    found = [each.grad for model in (encoder, llm) for each in model.parameters()]
-    assert largest_error(found, of.reference()) < 1e-12
 
 
 @check
