@@ -360,7 +360,7 @@ def test_the_loop_of_rounds(shards: list[str]) -> None:
     ours = SimpleNamespace(exchange=od.exchange, rounds=od.rounds, Balance=od.Balance)
     ours.DataLoader = lambda *_, **__: small(shards, balance=balance)[1]
     names = {"od": ours, "encode": encode, "model": model, "dp_group": None, "dataset": None}
-    exec(recipe_of("encoders_apart.md", "od.rounds(step"), names | {"options": {}, "no_sync": contextlib.nullcontext})
+    exec(recipe_of("encoders_apart.md", "**options"), names | {"options": {}, "no_sync": contextlib.nullcontext})
     assert calls == ["image", "audio"] * 2  # steps
     assert layers["image"].weight.grad.any()
 

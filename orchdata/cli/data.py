@@ -205,6 +205,15 @@ def profile(
     teams: Annotated[
         int | None, typer.Option(help="Plan teams of up to so many ranks, too: 2, 4, 8, ... ranks share a sequence.")
     ] = None,
+    model_parallel: Annotated[
+        int, typer.Option(help="With --encoder-peers: GPUs of each data-parallel rank, all with its samples.")
+    ] = 1,
+    encoder_peers: Annotated[
+        bool, typer.Option("--encoder-peers", help="Plan encoders shared among these GPUs, too: encoder_dims.")
+    ] = False,
+    encode: Annotated[
+        str, typer.Option(help="Encoders balanced apart run once a micro_step, step, or NUMBER of micro-steps.")
+    ] = "micro_step",
     padded: Annotated[bool, typer.Option("--padded", help="LLM rows padded to the longest: od.Padded().")] = False,
     multiple_of: Annotated[int, typer.Option(help="LLM sequences are padded to a multiple of this.")] = 1,
     length: Annotated[int | None, typer.Option(help="Tokens of every microbatch: od.Packed(length=...).")] = None,
@@ -241,7 +250,18 @@ def profile(
             raise ValueError(f"--samples must be at least 0, got {samples}")
     model = load_object(cost, CostModel, "--cost") if cost is not None else None
     shared = None if teams is None else Teams(largest=teams)
-    balance = Balance(max_tokens=caps, objective=objective, oversize=oversize, teams=shared)  # type: ignore[arg-type]
+    if (model_parallel > 1) != encoder_peers:
+        raise ValueError(
+            f"--encoder-peers and --model-parallel above 1 go together, got --model-parallel {model_parallel}"
+        )
+    balance = Balance(
+        assignment="joint" if encode == "micro_step" else "per_phase",
+        encode=int(encode) if encode.isdecimal() else encode,  # type: ignore[arg-type]
+        max_tokens=caps,
+        objective=objective,  # type: ignore[arg-type]
+        oversize=oversize,  # type: ignore[arg-type]
+        teams=shared,
+    )
     if padded and length is not None:
         raise ValueError("--length is of packed microbatches: leave out --padded, or the length")
     layout = Padded(multiple_of=multiple_of) if padded else Packed(multiple_of=multiple_of, length=length)
@@ -259,6 +279,7 @@ def profile(
         group_size=group_size,
         streams=streams,
         seed=seed,
+        encoder_peers=model_parallel,
     )
     print_unread(dataset, built)
     if html is not None:

@@ -41,7 +41,8 @@ class Sharded:
             cost: the model's cost; with None every phase costs its positions.
             ranks: numbers of data-parallel ranks to plan for; None for 8 to 2,560, as far as the data suffice.
             batch_size: samples per rank and step.
-            others: other arguments of `od.profile`: balance, layout, batch_tokens, group_size, streams, seed, steps.
+            others: other arguments of `od.profile`: balance, layout, batch_tokens, group_size, streams, seed, steps,
+                encoder_peers.
 
         Raises as `od.profile`.
         """

@@ -77,6 +77,7 @@ class PlanSpec:
         num_peers: GPUs of a rank that encode, where parts are assigned separately. Samples do not depend on it.
         accumulate: micro-steps of every step, over which samples are spread; 1: as many as the caps need.
         evens_tail: whether the last step of an epoch has as many samples on each rank, with repeats on the last ones.
+            Of map-style data alone, which has no parts that peers could share.
     """
 
     costs: SampleCosts

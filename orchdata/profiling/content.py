@@ -177,11 +177,12 @@ class LengthCounts:
 
 
 def measure_phases(
-    source: IndexCosts, rows: Ints, excluded: Ints, price: StepPrice, samples_per_rank: float
+    source: IndexCosts, rows: Ints, excluded: Ints, price: StepPrice, samples_per_rank: float, num_peers: int
 ) -> tuple[dict[str, Figures], tuple[Figures, ...], int]:
     """Return positions of each phase, the samples that cost the most, and the most positions of `llm`.
 
     Rows are ascending. Of those that are `excluded` from steps only the positions of each phase are counted.
+    Each of `num_peers` encodes all media of its rank.
     """
     counts = {phase: LengthCounts() for phase in source.phases}
     sums = dict.fromkeys(source.balanced, 0)
@@ -208,19 +209,22 @@ def measure_phases(
     loads = {phase: max(samples_per_rank * cost, 1.0) for phase, cost in mean.items()}
     return (
         {phase: counted.lengths() for phase, counted in counts.items()},
-        tuple(_largest(source, row, price, sum(mean.values()), loads) for _, row in largest),
+        tuple(_largest(source, row, price, sum(mean.values()), loads, num_peers) for _, row in largest),
         longest,
     )
 
 
-def _largest(source: IndexCosts, row: int, price: StepPrice, mean: float, loads: Mapping[str, float]) -> Figures:
+def _largest(
+    source: IndexCosts, row: int, price: StepPrice, mean: float, loads: Mapping[str, float], num_peers: int
+) -> Figures:
     """Describe a sample. `mean` is the cost of the mean sample, `loads` the mean load of a rank in each phase."""
     index, one = source.index, np.array([row], np.int64)
     costs = {phase: int(source.costs(phase, one)[0]) for phase in loads}
     # Some rank has the whole sample: in each phase where ranks meet, it takes at least as long as the sample.
-    alone = sum(max(load, costs[phase]) for phase, load in loads.items())
+    times = {phase: 1 if phase == "llm" else num_peers for phase in loads}
+    alone = sum(times[phase] * max(load, costs[phase]) for phase, load in loads.items())
     if not price.meets_in_micro_steps:
-        alone = max(sum(loads.values()), sum(costs.values()))
+        alone = max(sum(times[phase] * each[phase] for phase in times) for each in (loads, costs))
     return Figures(
         shard=index.shard_of(row).url,
         key=index.key(row),

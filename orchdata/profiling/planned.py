@@ -126,14 +126,16 @@ def _standard_error(deviations: NDArray[np.float64]) -> float | None:
     return float(student / CLEAR * deviations.std(ddof=1) / np.sqrt(len(deviations)))
 
 
-def _planned(spec: PlanSpec, task: StepTask, priced: tuple[str, ...]) -> PlannedStep:
+def _planned(spec: PlanSpec, task: StepTask, priced: tuple[str, ...], num_peers: int) -> PlannedStep:
     price = spec.balance.price
     plan = make_plan(spec, task)
-    cells = {phase: plan.cells(phase) for phase in spec.costs.phases}
+    # In the unit of an LLM that peers share, a peer that repeats its rank's encoding takes `num_peers` times as long.
+    repeats = num_peers // spec.num_peers
+    waits = {phase: plan.waits(phase) * (1 if phase == "llm" else repeats) for phase in spec.costs.phases}
     return PlannedStep(
-        cost=price.of([cells[phase] for phase in priced]),
-        phase_costs={phase: price.of([cells[phase]]) for phase in cells},
-        totals={phase: int(plan.costs[phase].sum()) for phase in cells},
+        cost=price.of([waits[phase] for phase in priced]),
+        phase_costs={phase: price.of([waits[phase]]) for phase in waits},
+        totals={phase: int(plan.costs[phase].sum()) for phase in waits},
         microbatches=plan.num_microbatches,
         samples=len(plan.row),
         tokens=int(plan.llm_positions.sum()),
@@ -183,13 +185,14 @@ def spread_steps(spec: PlanSpec, most: int) -> list[StepTask]:
 
 
 def plan_enough(
-    specs: Mapping[Key, PlanSpec], priced: tuple[str, ...], first: int, most: int
+    specs: Mapping[Key, PlanSpec], priced: tuple[str, ...], first: int, most: int, num_peers: int = 1
 ) -> dict[Key, PlannedSteps]:
     """Plan the same steps under several specs: `first` of them, then each time about as many more as there are, until
     every standard error is below `SMALL_ERROR`, or there are `most`.
 
     After each round the steps so far are spread over an epoch. The specs differ in balance and costs, not in order and
-    size of steps. `priced` are the phases that make up the step.
+    size of steps. `priced` are the phases that make up the step. Of a rank with `num_peers`, each encodes all media of
+    the rank, unless a spec has them share.
     """
     steps = spread_steps(next(iter(specs.values())), most)
     known = np.zeros(len(steps), bool)
@@ -207,7 +210,7 @@ def plan_enough(
                 num_ranks=spec.num_ranks,
                 balanced=priced,
                 adds_up=spec.balance.price.meets_in_micro_steps,
-                steps=(*before, *(_planned(spec, task, priced) for task in new)),
+                steps=(*before, *(_planned(spec, task, priced, num_peers) for task in new)),
             )
         errors = [each.waiting_error for each in planned.values()]
         if all(error is not None and error < SMALL_ERROR for error in errors):

@@ -178,6 +178,7 @@ def profile(
     steps: int = 8,
     most_steps: int = 64,
     dataset: ShardDataset | Mixture | None = None,
+    encoder_peers: int = 1,
 ) -> Profile:
     """Return what samples are made of, and what numbers of ranks would lose to imbalance. No sample is decoded.
 
@@ -201,6 +202,9 @@ def profile(
         most_steps: steps are added up to this, until the standard error of what ranks wait is below 2 points.
         dataset: the data set of an index, if it chooses samples by `filter` or `split`, or is a mixture with its
             sources joined in the index. None for all samples of the index. Not with a data set as `data`.
+        encoder_peers: model-parallel peers of each data-parallel rank. Above 1, setting "peers" plans each phase by
+            itself, with encoders shared among peers, as `DataParallel.encoder_dims` does; in the others each peer
+            encodes all media of its rank, and what it repeats counts as waiting.
 
     Raises:
         ValueError: for numbers below 1, a dataset without a usable sample, a filter of unknown columns, caps that are
@@ -221,6 +225,7 @@ def profile(
         "ranks": None if ranks is None else min(ranks, default=0),
         "group_size": group_size,
         "streams": streams,
+        "encoder_peers": encoder_peers,
     }
     for name, value in numbers.items():
         if value is not None and value < 1:
@@ -238,7 +243,7 @@ def profile(
 
     if not isinstance(cost, CostModel | None):
         raise ValueError(f"cost is an od.CostModel, as of od.hf.cost(model), got {type(cost).__name__}")
-    _refuse_what_is_not_profiled(balance, layout)
+    _refuse_what_is_not_profiled(balance, layout, encoder_peers)
     check_layout(balance, layout)
     check_teams(balance, layout)
     length = fixed_length(layout)
@@ -289,7 +294,11 @@ def profile(
         index, unused, totals, [leaf.name for leaf in dataset.leaves] if isinstance(dataset, Mixture) else []
     )
     most = Balance(assignment="per_phase")
-    Warming(kernel_families(most, max(ranks), phases=source.phases, padded=True, in_shards=False, fixed=True)).wait()
+    Warming(
+        kernel_families(
+            most, max(ranks) * encoder_peers, phases=source.phases, padded=True, in_shards=False, fixed=True
+        )
+    ).wait()
     scales = tuple(
         make_scale(
             source,
@@ -304,11 +313,12 @@ def profile(
             steps=steps,
             most_steps=most_steps,
             shared=None if balance.teams is None or num_ranks < fewest else balance,
+            num_peers=encoder_peers,
         )
         for num_ranks in ranks
     )
     main = main_scale(scales)
-    phases, largest, longest = measure_phases(source, good, excluded, price, main.samples / main.ranks)
+    phases, largest, longest = measure_phases(source, good, excluded, price, main.samples / main.ranks, encoder_peers)
     # Padding of each layout, planned on the ranks that a summary speaks of.
     size = StepSize.of(main.ranks, batch_size, batch_tokens, counts)
     alone = [] if dataset is None or isinstance(dataset, Mixture) else [dataset.recipe]
@@ -385,7 +395,9 @@ def profile(
     )
 
 
-def _refuse_what_is_not_profiled(balance: Balance, layout: Layout) -> None:
+def _refuse_what_is_not_profiled(balance: Balance, layout: Layout, encoder_peers: int) -> None:
+    if encoder_peers > 1 and balance.teams is not None:
+        raise ValueError("peers share the features of whole samples, which teams cut: leave one out")
     if balance.order is not None:
         raise ValueError(
             f"Balance.order={balance.order!r} is not profiled: costs say nothing about a pipeline's stages; leave it "

@@ -29,7 +29,7 @@ from orchdata.profiling.planned import (
     sums_of,
 )
 
-SettingName = Literal["none", "llm", "joint", "per_phase", "grouped", "grid", "tokens", "teams"]
+SettingName = Literal["none", "llm", "joint", "per_phase", "grouped", "grid", "tokens", "teams", "peers"]
 SETTINGS: Final[tuple[SettingName, ...]] = get_args(SettingName)
 SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
 _NEAR: Final = ("grouped", "grid")
@@ -59,6 +59,7 @@ def make_scale(
     steps: int,
     most_steps: int,
     shared: Balance | None,
+    num_peers: int,
 ) -> Figures:
     """Plan some steps of an epoch on `ranks` ranks; `order_of`: number of streams -> the order; `shared`: `balance`
     with teams. See `profile`.
@@ -87,6 +88,8 @@ def make_scale(
         of_scope = base if scope in _NEAR else global_base
         tried["joint" if scope == "global" else scope] = _scoped(of_scope, scope, "joint", group_size)
     tried["per_phase"] = _scoped(global_base, "global", "per_phase", group_size)
+    if num_peers > 1:
+        tried["peers"] = replace(tried["per_phase"], num_peers=num_peers)
     if shared is not None:
         tried["teams"] = replace(tried["joint"], balance=shared)
     if len(source.balanced) > 1:
@@ -94,16 +97,16 @@ def make_scale(
         tried["llm"] = replace(tried["joint"], costs=llm_alone)
     near: set[SettingName] = {name for name in tried if name in _NEAR and base is not global_base}
     of_others = {name: spec for name, spec in tried.items() if name not in near}
-    planned = plan_enough(of_others, source.balanced, steps, most)
+    planned = plan_enough(of_others, source.balanced, steps, most, num_peers)
     if near:
-        planned |= plan_enough({name: tried[name] for name in near}, source.balanced, steps, most)
+        planned |= plan_enough({name: tried[name] for name in near}, source.balanced, steps, most, num_peers)
 
     # Steps of as many tokens, and the steps in a row that show which group reads what.
     if size.counts is None and not limited:
         mean = max(1, sums_of(global_order, counts).of_epoch(0) // global_order.length(0))
         in_tokens = StepSize(size.amount * mean, counts)
         spec = epoch_spec(source, global_order, tried["joint"].balance, in_tokens, num_ranks=ranks)
-        planned["tokens"] = plan_enough({"tokens": spec}, source.balanced, steps, most)["tokens"]
+        planned["tokens"] = plan_enough({"tokens": spec}, source.balanced, steps, most, num_peers)["tokens"]
     settings = {name: planned[name] for name in SETTINGS if name in planned}
     count = min(steps, base.num_steps)
     first = (base.num_steps - count) // 2
@@ -111,6 +114,9 @@ def make_scale(
     one_stream = base if streams == 1 else global_base if global_streams == 1 else spec_of(order_of(1))
 
     # The figures.
+    of_settings = make_settings(settings, of_other_steps=_NEAR if near else ())
+    if num_peers > 1:
+        of_settings["peers"]["num_peers"] = num_peers
     of_scopes = {}
     for scope in scopes:
         read = _groups_per_shard(_scoped(base, scope, "joint", group_size), run, source, group_size)
@@ -132,7 +138,7 @@ def make_scale(
         streams=streams,
         global_streams=global_streams,
         scopes=of_scopes,
-        settings=make_settings(settings, of_other_steps=_NEAR if near else ()),
+        settings=of_settings,
     )
 
 

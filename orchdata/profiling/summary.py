@@ -53,6 +53,11 @@ def findings(profile: Profile) -> list[Finding]:
             f"The data set has less than one step of {profile.main_scale.ranks:,} ranks: figures are of all of it as "
             "one step."
         )
+    if (peers := profile.main_scale.settings.get("peers")) is not None:
+        said.append(
+            f"Each of the {peers.num_peers} peers of a rank encodes all media of its rank, except where peers share "
+            "encoders: figures count what they repeat as lost."
+        )
     found = _of_waiting(profile) if profile.has_cost_model else []
     return [*found, *map(Finding, said), *_of_content(profile)]
 
@@ -64,7 +69,7 @@ def recommended(scale: Figures) -> SettingName:
     """
     settings = scale.settings
     best: SettingName = "joint" if settings["none"].waiting - settings["joint"].waiting >= _WORTH else "none"
-    others: list[SettingName] = ["per_phase", "teams"]
+    others: list[SettingName] = ["per_phase", "teams", "peers"]
     better = [name for name in others if name in settings and best in settings[name].better_than]
     least = min(better, key=lambda name: settings[name].waiting, default=best)
     if settings[best].waiting - settings[least].waiting >= _WORTH:
@@ -128,6 +133,7 @@ def _of_waiting(profile: Profile) -> list[Finding]:
         ("per_phase", "Balancing each phase by itself (features travel between ranks)"),
         ("grid", "Balancing in a grid of groups"),
         ("teams", f"Sharing long sequences by teams of ranks{of_teams}"),
+        ("peers", "Sharing encoders among the peers of each rank (features travel between ranks, and among peers)"),
     ]
     helped = False
     for name, what in said:
@@ -177,7 +183,7 @@ def _of_sharing(profile: Profile) -> list[Finding]:
         return [_of_tokenizing(scale.settings["teams"].tokenized)] if "teams" in scale.settings else [few]
     refused = profile.layout == "padded" or profile.length or {"equal_count", "max_samples"} & {*profile.balance}
     has_media = any(count for phase, count in largest.positions.items() if phase != "llm")
-    if refused or has_media or recommended(scale) == "per_phase":
+    if refused or has_media or recommended(scale) == "per_phase" or "peers" in scale.settings:
         return []
     if scale.ranks == 1 or largest.step < 1 + _LITTLE or scale.settings["joint"].waiting < _LITTLE:
         return []
@@ -293,16 +299,20 @@ def _added(profile: Profile) -> dict[SettingName, float]:
     """
     scale = profile.main_scale
     costliest = min(
-        setting.costliest for name, setting in scale.settings.items() if name not in ("per_phase", "tokens", "teams")
+        setting.costliest
+        for name, setting in scale.settings.items()
+        if name not in ("per_phase", "tokens", "teams", "peers")
     )
     unplanned = [sample.step for sample in profile.largest if sample.step > costliest]
     per_step = scale.samples / profile.samples  # how often a sample comes in a step
-    return {
+    added = {
         name: per_step * sum(step - 1 / (1 - setting.waiting) for step in unplanned if step * (1 - setting.waiting) > 1)
         if name != "teams"
         else 0.0
         for name, setting in scale.settings.items()
     }
+    # A sample adds no more where peers share its parts than where each of them encodes all.
+    return added | ({"peers": added["joint"]} if "peers" in added else {})
 
 
 def _of_unplanned(profile: Profile, *, is_named: bool) -> Finding:
@@ -370,6 +380,11 @@ def arguments_of_call(profile: Profile) -> list[tuple[str, str]]:
     reason = "the default; give a cost model to compare settings"
     if best == "none":
         own, reason = {"scope": "none"}, "no setting clearly shortens the wait"
+    elif best == "peers":
+        own = {"assignment": "per_phase"}
+        reason = "peers share encoders, each phase by itself; use od.exchange in the model"
+        of_mesh = f"the mesh: {scale.ranks:,} data-parallel ranks of {scale.settings['peers'].num_peers} peers"
+        arguments.append(('dp=od.DataParallel(mesh, encoder_dims=("tp",))', of_mesh))
     elif best == "per_phase":
         own = {"assignment": "per_phase"}
         reason = "each phase by itself waits clearly less; use od.exchange in the model"
@@ -381,7 +396,8 @@ def arguments_of_call(profile: Profile) -> list[tuple[str, str]]:
         no_better = "no setting clearly shortens the wait, and this one costs nothing"
         no_better = "no simpler setting waits less" if helps(scale, "joint") else no_better
         reason = f"whole samples over all ranks: {no_better}"
-    given = ", ".join(f"{name}={value!r}" for name, value in (own | dict(profile.balance)).items())
+    given_too = {name: of for name, of in profile.balance.items() if name != "encode" or "assignment" in own}
+    given = ", ".join(f"{name}={value!r}" for name, value in (own | given_too).items())
     if best == "teams":
         given = ", ".join(filter(None, (f"teams={profile.teams}", given)))
         attention = "attention is od.TeamAttention, or od.hf.share_attention(model, loader)"

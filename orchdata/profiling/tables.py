@@ -34,6 +34,7 @@ LABELS: Final[Mapping[SettingName, str]] = {
     "grid": "in a grid",
     "tokens": "steps in tokens",
     "teams": "shared by teams",
+    "peers": "shared by peers",
 }
 
 

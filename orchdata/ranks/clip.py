@@ -30,7 +30,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
         get_total_norm([each.grad for each in own if each.grad is not None], norm_type) for own in of_meshes.values()
     ]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    total = get_total_norm(whole, norm_type)
+    total = get_total_norm(whole, norm_type or 1.0)  # numbers of elements add up
     for own in of_meshes.values():
         clip_grads_with_norm_(own, max_norm, total)
     return total

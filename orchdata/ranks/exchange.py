@@ -28,10 +28,10 @@ from torch.autograd.function import once_differentiable
 
 from orchdata.planning.route import Route
 from orchdata.ranks.parallel import DataParallel, served_devices
-from orchdata.ranks.peers import Links, links_of
+from orchdata.ranks.peers import Links, Place, links_of
 
 if TYPE_CHECKING:
-    Group = dist.ProcessGroup | DataParallel | None
+    Group = dist.ProcessGroup | dist.device_mesh.DeviceMesh | DataParallel | None
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -85,11 +85,12 @@ def exchange(
             ones included (this is not checked; gloo ends a process that receives more than it expects). If the route
             takes no row from this rank, its rows are a dummy's: they are not sent, and their gradient is zero.
         route: of this rank, from `make_route`.
-        group: the process group that the route's ranks count in, or the DataParallel that the loader was given, which
-            a route with peers needs; default: all. A route of one rank needs no torch.distributed, and no message is
-            sent. With peers, the gradient of features is made one that fits encoders whose gradients are averaged over
-            all ranks and peers: taken once where peers have the whole gradient, summed where each has a part, and
-            multiplied by (ranks and peers) / (ranks in `DataParallel.averaged`). Nothing else is to be multiplied.
+        group: the process group, or mesh of one dim, that the route's ranks count in, or the DataParallel that the
+            loader was given, which a route with peers needs; default: all. A route of one rank needs no
+            torch.distributed, and no message is sent. With peers, the gradient of features is made one that fits
+            encoders whose gradients are averaged over all ranks and peers: taken once where peers have the whole
+            gradient, summed where each has a part, and multiplied by (ranks and peers) / (ranks in
+            `DataParallel.averaged`). Nothing else is to be multiplied.
         requires_grad: whether the result requires a gradient. It must be the same on every rank, and is never taken
             from `features`. Without grad mode the result requires none.
         async_op: return a handle immediately; its `wait()` returns the result. Until then the features must not be
@@ -108,7 +109,7 @@ def exchange(
     """
     _check_no_recomputation(route)
     _check_features(features, route, requires_grad)
-    links = links_of(group) if isinstance(group, DataParallel) else Links(group)
+    links = links_of(group) if isinstance(group, DataParallel) else Links(getattr(group, "get_group", lambda: group)())
     _check_group(features, route, links)
     handle = ExchangeHandle(features, route, links, requires_grad)
     return handle if async_op else handle.wait()
@@ -119,7 +120,7 @@ class ExchangeHandle:
 
     def __init__(self, features: Tensor, route: Route, links: Links, requires_grad: bool) -> None:
         has_backward = requires_grad and torch.is_grad_enabled()
-        self._flight = _Flight(route, links, links.position() if has_backward else -1)
+        self._flight = _Flight(route, links, links.place(route) if has_backward else None)
         self._watched = None if features.is_inference() else (features, features._version)
         self._ticket: Tensor | None = None
         self._result: Tensor | None = None
@@ -171,9 +172,9 @@ class _Move:
 class _Flight:
     """The collectives of one exchange, each started and finished by different nodes of the graph."""
 
-    def __init__(self, route: Route, links: Links, position: int) -> None:
+    def __init__(self, route: Route, links: Links, place: Place | None) -> None:
         self.route = route
-        self._links, self._position = links, position
+        self._links, self._place = links, place
         self._moves: dict[Direction, _Move] = {}
 
     def start(self, rows: Tensor, direction: Direction) -> None:
@@ -181,8 +182,9 @@ class _Flight:
         if direction == "forward":
             rows = _without(rows, self.route)
         else:
+            assert self._place is not None
             with self._errors(direction):
-                rows = links.combined(rows, self.route, self._position, _name(self.route))
+                rows = links.combined(rows, self.route, self._place, _name(self.route))
         sent = _placed(rows[: route.num_rows_in], route.send_order, route, int(route.send_rows.sum())).contiguous()
         arriving = int((route.receive_rows if route.peer_rows is None else route.peer_rows).sum())
         whole = sent.new_empty((arriving, *sent.shape[1:]))

@@ -78,7 +78,7 @@ class DataParallel:
                 raise ValueError("DataParallel.averaged and gradients are of peers that encode: give encoder_dims too")
             return
         of_mesh = getattr(self.mesh, "mesh_dim_names", None) or ()
-        if wrong := [name for name in names if name in self.dims or name not in of_mesh]:
+        if wrong := [name for name in names if name in self.dims or name not in of_mesh or names.count(name) > 1]:
             raise ValueError(
                 f"DataParallel.encoder_dims are dims of the mesh that are not data-parallel; {wrong} are not: it has "
                 f"{of_mesh}, and dims={self.dims}"

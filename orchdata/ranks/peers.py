@@ -51,6 +51,18 @@ class _Found:
 
 
 @dataclass
+class _Calls:
+    """Exchanges with a gradient along one route object, until a backward of one of them has run."""
+
+    count: int = 0
+    has_run: bool = False
+
+
+Place = tuple[_Calls, int]
+"""An exchange: those along the same route, and its number among them."""
+
+
+@dataclass
 class Links:
     """The process groups of a DataParallel, and what is known of its gradients.
 
@@ -60,8 +72,10 @@ class Links:
         peer, num_peers: row-major in encoder_dims.
         given: `DataParallel.gradients`.
         factor: (ranks over which gradients of encoders are averaged) / (those over which gradients of the LLM are).
-        found: position of an exchange among those since the last backward -> what is known. Tensors of one modality
-            may differ: rows that the first layer takes are gathered in backward, and those of a later one may not be.
+        found: (modality, number of an exchange among those along one route, how many these are) -> what is known.
+            Tensors of a modality may differ: rows that the first layer takes are gathered in backward, and those of a
+            later one may not be.
+        started: id of a route -> its exchanges.
     """
 
     group: Any
@@ -70,13 +84,18 @@ class Links:
     num_peers: int = 1
     given: dict[str, Gradients] = field(default_factory=dict)
     factor: float = 1.0
-    found: dict[int, _Found] = field(default_factory=dict)
-    next_position: int = 0
+    found: dict[tuple[str, int, int], _Found] = field(default_factory=dict)
+    started: dict[int, _Calls] = field(default_factory=dict)
 
-    def position(self) -> int:
-        """Return the position of the next exchange with a gradient; `combined` starts again at 0."""
-        self.next_position += 1
-        return self.next_position - 1
+    def place(self, route: Route) -> Place:
+        """Return the place of the next exchange with a gradient along a route."""
+        if id(route) not in self.started:
+            weakref.finalize(route, self.started.pop, id(route), None)
+        calls = self.started.get(id(route))
+        if calls is None or calls.has_run:
+            calls = self.started[id(route)] = _Calls()
+        calls.count += 1
+        return calls, calls.count - 1
 
     def own(self, route: Route) -> slice:
         """Return where the rows of this peer are among those of all."""
@@ -100,22 +119,23 @@ class Links:
             for work in dist.batch_isend_irecv(ops) if ops else ():
                 work.wait()
 
-    def combined(self, gradient: Tensor, route: Route, position: int, name: str) -> Tensor:
+    def combined(self, gradient: Tensor, route: Route, place: Place, name: str) -> Tensor:
         """Return the gradient of this peer's own rows from that of all rows, as its encoder's averaging needs it.
 
         Raises ValueError, with the same message on every rank, if a dim's gradients are equal on some ranks and partial
         on others, or not as they were or as `DataParallel.gradients` says.
         """
-        self.next_position = 0
-        found = self.found.setdefault(position, _Found())
+        calls, number = place
+        calls.has_run = True
+        found = self.found.setdefault((route.label.partition(",")[0], number, calls.count), _Found())
         found.passes += 1
         # Reductions in another order differ by some roundings, which in half precision are more than a thousandth.
         tolerance = max(1e-3, 4 * torch.finfo(gradient.dtype).eps)
         for dim, edges in zip(self.dims, self._edges(route), strict=True):
             if dim.name not in found.kinds:
-                self._compare(gradient, dim, found, tolerance, name)
+                self._compare(gradient, gradient, dim, found, tolerance, name)
             elif found.passes % CHECK_EVERY == 0:
-                self._compare(_sampled(gradient, found.passes), dim, found, tolerance, name)
+                self._compare(_sampled(gradient, found.passes), gradient, dim, found, tolerance, name)
             start, end = (edge - edges[0] for edge in edges[dim.index : dim.index + 2])
             # Of gradients that are all zero, or not finite, nothing is found. A sum loses neither.
             if found.kinds.get(dim.name) == "equal":
@@ -137,9 +157,9 @@ class Links:
             first, width = first + dim.index * block, block
         return edges
 
-    def _compare(self, rows: Tensor, dim: _Dim, found: _Found, tolerance: float, name: str) -> None:
+    def _compare(self, rows: Tensor, whole: Tensor, dim: _Dim, found: _Found, tolerance: float, name: str) -> None:
         """Find out of what kind the gradients of a dim are, over all ranks; leave it open if they are zero."""
-        verdict = torch.tensor(_verdict(rows, dim, tolerance), dtype=torch.int32, device=rows.device)
+        verdict = torch.tensor(_verdict(rows, whole, dim, tolerance), dtype=torch.int32, device=rows.device)
         for group in (self.group, *(each.group for each in self.dims)):
             dist.all_reduce(verdict, dist.ReduceOp.MAX, group)
         is_equal, is_partial = verdict.tolist()
@@ -176,7 +196,8 @@ def links_of(dp: DataParallel) -> Links:
     if id(mesh) not in _links:
         weakref.finalize(mesh, _links.pop, id(mesh), None)
     kept = _links.setdefault(id(mesh), {})
-    key = (dp.dims, dp.encoder_dims, dp.averaged, tuple(dp.gradients.items()))
+    averaged = None if dp.averaged is None else tuple(dp.averaged)
+    key = (tuple(dp.dims), tuple(dp.encoder_dims), averaged, tuple(dp.gradients.items()))
     if key not in kept:
         kept[key] = _made(dp)
     return kept[key]
@@ -205,9 +226,10 @@ def _made(dp: DataParallel) -> Links:
     return Links(group, dims, resolved.peer, resolved.num_peers, dict(dp.gradients), factor)
 
 
-def _verdict(rows: Tensor, dim: _Dim, tolerance: float) -> tuple[bool, bool]:
-    """Return whether this dim's peers have the same rows, to within a share of the largest number, and whether they
-    differ; neither if all are zero or some are not finite. Every peer of the dim returns the same.
+def _verdict(rows: Tensor, whole: Tensor, dim: _Dim, tolerance: float) -> tuple[bool, bool]:
+    """Return whether this dim's peers have the same rows, to within a share of their largest number, and whether they
+    differ by that share of the largest of the whole gradient; neither if all are zero or some are not finite. Every
+    peer of the dim returns the same.
     """
     if not rows.numel():
         return False, False
@@ -215,14 +237,13 @@ def _verdict(rows: Tensor, dim: _Dim, tolerance: float) -> tuple[bool, bool]:
     dist.broadcast(first, dim.ranks[0], dim.group)
     wide = torch.promote_types(rows.dtype, torch.float32)
     rows, first = rows.to(wide), first.to(wide)
-    figures = torch.stack([rows.abs().max(), (rows - first).abs().max()])
+    figures = torch.stack([rows.abs().max(), (rows - first).abs().max(), whole.abs().max().to(wide)])
     figures = figures.nan_to_num(nan=torch.inf, posinf=torch.inf)
     dist.all_reduce(figures, dist.ReduceOp.MAX, dim.group)
-    largest, apart = figures.tolist()
-    if largest in (0.0, float("inf")):
+    own, apart, largest = figures.tolist()
+    if float("inf") in (own, apart, largest):
         return False, False
-    is_equal = apart <= largest * tolerance
-    return is_equal, not is_equal
+    return own > 0 and apart <= own * tolerance, apart > largest * tolerance
 
 
 def _sampled(rows: Tensor, seed: int) -> Tensor:

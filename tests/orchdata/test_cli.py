@@ -152,6 +152,8 @@ def test_profile_takes_what_training_takes(mixed: Path) -> None:
     out = run("profile", mixed, *arguments, *options, "--padded").stdout
     for words in ("micro-steps", "samples above it get a microbatch each", "padded"):
         assert words in out
+    shared = ("--encode", "step", "--model-parallel", "2", "--encoder-peers")
+    assert "shared by peers" in run("profile", mixed, *arguments, *options, *shared).stdout
 
 
 def test_profile_of_chosen_samples_is_that_of_them_alone(tmp_path: Path) -> None:
@@ -212,6 +214,7 @@ def test_what_user_code_prints_does_not_end_up_in_the_json(
         (("profile", "mixed.tar", "--filter", "length < 9"), "the columns are tokens, loss_tokens, text_tokens"),
         (("profile", "mixed.tar", "--filter", "tokens > 99999"), "are left out by filter and split"),
         (("profile", "mixed.tar", "--max-tokens", "1"), "use Balance(oversize='own') or 'drop'"),
+        (("profile", "mixed.tar", "--model-parallel", "2"), "go together, got --model-parallel 2"),
         (("profile", "mixed.tar", "--batch-size", "0"), "batch_size must be at least 1, got 0"),
         (("synth", "omnibus", "out"), "no description of that name: demo, omni"),
         (("demo", "--steps", "0"), "steps must be at least 1, got 0"),

@@ -202,7 +202,7 @@ def train(shards: str, case: Case) -> tuple[list[dict[str, Tensor]], list[dict[s
     ours = SimpleNamespace(exchange=od.exchange, Balance=od.Balance)
     ours.DataLoader = lambda *_, **__: SimpleNamespace(steps=steps)
     ours.rounds = partial(od.rounds, recompute=case.recompute)
-    exec(block_of("od.rounds(step"), names | {"od": ours, "encode": encode, "model": model})
+    exec(block_of("**options"), names | {"od": ours, "encode": encode, "model": model})
     return found, counts
 
 

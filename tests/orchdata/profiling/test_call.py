@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shard_factory import RECIPE, write_shard
+from shard_factory import RECIPE, jpeg, write_shard
 
 import orchdata as od
 
@@ -102,3 +102,16 @@ def test_settings_are_planned_with_the_streams_of_their_call(tmp_path: Path) -> 
         assert scale.settings[name].waiting == two.settings[name].waiting
     assert two.settings["none"].waiting > 1.2 * one.settings["none"].waiting
     assert scale.scopes["grouped"].groups_per_shard == two.scopes["grouped"].groups_per_shard
+
+
+def test_encoders_are_shared_and_in_rounds_where_the_call_has_them_apart(tmp_path: Path) -> None:
+    samples = [{"__key__": f"{n}", "jpg": jpeg(64, 64), "txt": b"one"} for n in range(64)]
+    dataset = od.ShardDataset(write_shard(tmp_path / "a.tar", samples), recipe=RECIPE)
+    cost = od.CostModel(image=od.PhaseCost(10.0), llm=od.PhaseCost(1.0))
+    balance = od.Balance(assignment="per_phase", encode="step")
+    shared = dataset.profile(cost=cost, balance=balance, ranks=(2,), encoder_peers=4)
+    # Of 8 images a rank each GPU encodes 2, not 8: all is even.
+    assert shared.main_scale.settings["peers"].waiting == 0.0 < 0.7 < shared.main_scale.settings["per_phase"].waiting
+    assert 'dp=od.DataParallel(mesh, encoder_dims=("tp",)),  # the mesh: 2 data-parallel ranks of 4' in shared.call
+    assert "balance=od.Balance(assignment='per_phase', encode='step')" in shared.call
+    assert made(dataset.profile(cost=cost, balance=balance, ranks=(2,)).call, dataset, cost=cost)

@@ -14,7 +14,9 @@ import orchdata as od
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
 from orchdata.planning.layout import Layout
+from orchdata.planning.make_plan import make_plan
 from orchdata.planning.plan import Plan
+from orchdata.profiling import planned
 from orchdata.profiling.figures import Figures
 from orchdata.profiling.profile import profile
 
@@ -138,3 +140,36 @@ def test_what_training_would_refuse_is_refused(dataset: od.ShardDataset) -> None
         profile(dataset.index(), balance=od.Balance(max_tokens={"image": 999}), layout=od.Padded(encoders="padded"))
     with pytest.raises(ValueError, match="order='1f1b' is not profiled"):
         profile(dataset.index(), balance=od.Balance(order="1f1b", num_stages=2))
+    with pytest.raises(ValueError, match="which teams cut"):
+        profile(dataset.index(), balance=od.Balance(teams=od.Teams(largest=2, cut="trainer")), encoder_peers=2)
+
+
+@pytest.mark.parametrize("encode", ["micro_step", "step"])
+def test_peers_share_what_each_of_them_would_encode(
+    dataset: od.ShardDataset, monkeypatch: pytest.MonkeyPatch, encode: Any
+) -> None:
+    plans: list[Plan] = []
+    monkeypatch.setattr(planned, "make_plan", lambda *its: plans.append(make_plan(*its)) or plans[-1])
+    balance = od.Balance(max_tokens=200, oversize="own", assignment="per_phase", encode=encode)
+    alone, settings = (
+        dataset.profile(cost=COST, balance=balance, ranks=(RANKS,), most_steps=8, encoder_peers=peers)
+        .scales[0]
+        .settings
+        for peers in (1, 3)
+    )
+    shared = [plan for plan in plans if plan.num_peers > 1]
+    image, llm = (sum(int(plan.costs[phase].sum()) for plan in shared) for phase in COST.phases)
+    # Of an even step's time, other settings have three times their encoder, and their LLM as it was.
+    for name in alone.keys() - {"tokens"}:
+        was, now = (
+            [of[name].phases[phase] / (1 - of[name].waiting) for phase in COST.phases] for of in (alone, settings)
+        )
+        assert now == pytest.approx([3 * was[0] + 2 * image / (image + llm), was[1]])
+    # Shared, the GPU counts that has most, by the rank and peer of its parts.
+    cost = 0
+    for plan in shared:
+        parts, rounds = plan.parts["image"], plan.microbatch if plan.rounds is None else plan.rounds[plan.microbatch]
+        loads = np.zeros((RANKS, 3, plan.num_microbatches), np.int64)
+        np.add.at(loads, (parts.rank, parts.peer, rounds[parts.sample]), parts.costs)
+        cost += 3 * int(loads.max(axis=(0, 1)).sum()) + int(plan.cells("llm").max(axis=0).sum())
+    assert 1 / (1 - settings["peers"].waiting) == pytest.approx(cost * RANKS / (image + llm))
