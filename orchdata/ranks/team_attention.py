@@ -95,8 +95,8 @@ class TeamAttention:
     Args:
         loader: a DataLoader with `od.Balance(teams=...)` over a process group or mesh.
         kernel: attention of the signature of torch's `varlen_attn` or of `flash_attn_varlen_func`, causal:
-            kernel(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options). Options of a call are passed
-            to it. It may get fewer heads of keys than of queries.
+            `kernel(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)`. Options of a call are
+            passed to it. It may get fewer heads of keys than of queries.
 
     Raises:
         ValueError: a loader without teams, one with dp=(rank, size), a mesh with a pipeline, or ranks that have
