@@ -61,7 +61,7 @@ def test_a_route_comes_back() -> None:
             {"<class>": "Route", "fields": ROUTE | {"more": 1}},
             "Route has other fields than what a peer sent for it: 'more'",
         ),
-        ({"<class>": "Route", "fields": {"rank": 0}}, "what a peer sent for it: 'label', 'num_ranks', 'part_route'"),
+        ({"<class>": "Route", "fields": {"rank": 0}}, "what a peer sent for it: 'adds', 'label', 'num_ranks'"),
         ([{"a": {"<class>": "Nothing", "fields": {}}}], "a peer sent 'Nothing'"),
     ],
 )
