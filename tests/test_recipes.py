@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from doc_pages import recipe_of
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
@@ -25,7 +25,6 @@ import transformers
 from hf_families.families import FAMILIES
 from hf_families.samples import made_up, write_samples
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 COUNT = 6
 
 pytestmark = [
@@ -35,13 +34,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
     pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning"),  # Lightning's, of torch
 ]
-
-
-def recipe_of(page: str, *words: str) -> str:
-    """The block of Python on a page that has these words."""
-    blocks = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
-    (found,) = [block for block in blocks if all(word in block for word in words)]
-    return found
 
 
 class VL:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from doc_pages import recipe_of
 from peer_loaders_job import CASES
 from peer_loaders_job import __file__ as JOB
 from rank_jobs import run_ranks
@@ -53,8 +54,7 @@ def job(shards: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
 
 
 def test_gradients_of_encoders_and_llm_are_those_of_one_rank(job: Callable[..., Ranks]) -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "encoders_apart.md").read_text()
-    (recipe,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "encoder_dims" in block]
+    recipe = recipe_of("encoders_apart.md", "encoder_dims")
     found = job("trained", recipe)
     for name, case in CASES.items():
         off = max(rank[name] for rank in found)

@@ -6,6 +6,7 @@ Each function writes data into the current folder and returns names. `RUN` says 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,14 @@ import torch.nn.functional as F
 from shard_factory import RECIPE, audio, jpeg, omni_samples, write_shard
 
 import orchdata as od
+
+
+def recipe_of(page: str, *words: str) -> str:
+    """The block of Python on a page that has these words."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / page).read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (found,) = [block for block in blocks if all(word in block for word in words)]
+    return found
 
 
 def _tar(path: str, samples: list[dict[str, Any]] | None = None) -> None:

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from doc_pages import recipe_of
 from padded_model import PaddedLM
 from rank_jobs import FSDP2_RUNS, run_rank
 from shard_factory import RECIPE
@@ -69,14 +69,6 @@ if FSDP2_RUNS:
         "one fsdp2, recomputed": Case("one FSDP2 root", 2, recompute=True),
         "two fsdp2": Case("two FSDP2 roots", 2),
     }
-
-
-def block_of(*words: str) -> str:
-    """The block of Python of the docs that has these words."""
-    page = (Path(__file__).resolve().parents[2] / "docs" / "encoders_apart.md").read_text()
-    blocks = [each.partition("```")[0] for each in page.split("```python\n")[1:]]
-    (found,) = [each for each in blocks if all(word in each for word in words)]
-    return found
 
 
 class Part(nn.Module):
@@ -168,7 +160,7 @@ def train(shards: str, case: Case) -> tuple[list[dict[str, Tensor]], list[dict[s
     names |= {"encode": both.encoders, "no_sync": nullcontext, "options": {}, "dp_group": None, "dataset": None}
     if case.wrapper is not None:
         names["mesh"] = init_device_mesh("cpu", (dist.get_world_size(),))
-        exec(block_of(f"# {case.wrapper}\n"), names)
+        exec(recipe_of("encoders_apart.md", f"# {case.wrapper}\n"), names)
     wrapped = dict(names)
 
     def encode(name: str, media: Any) -> Any:
@@ -202,7 +194,7 @@ def train(shards: str, case: Case) -> tuple[list[dict[str, Tensor]], list[dict[s
     ours = SimpleNamespace(exchange=od.exchange, Balance=od.Balance)
     ours.DataLoader = lambda *_, **__: SimpleNamespace(steps=steps)
     ours.rounds = partial(od.rounds, recompute=case.recompute)
-    exec(block_of("**options"), names | {"od": ours, "encode": encode, "model": model})
+    exec(recipe_of("encoders_apart.md", "**options"), names | {"od": ours, "encode": encode, "model": model})
     return found, counts
 
 
@@ -252,10 +244,10 @@ def clipped(folder: str) -> dict[str, Any]:
         found[f"norm {norm_type}"] = {"off": max(off, abs(float(norm / expected) - 1)), "one": float(one_mesh / norm)}
 
     names = {"torch": torch, "od": od, "folder": folder, "resumes": False, **parts}
-    exec(block_of("od.clip_grad_norm_"), names)
+    exec(recipe_of("encoders_apart.md", "od.clip_grad_norm_"), names)
     names["optimizer"] = optimizer = torch.optim.AdamW(names["parts"].parameters())
     optimizer.step()
-    exec(block_of("dcp.save"), names)
+    exec(recipe_of("encoders_apart.md", "dcp.save"), names)
     saved = [full(each).clone() for each in names["parts"].parameters()]
 
     def moved() -> float:
@@ -265,7 +257,7 @@ def clipped(folder: str) -> dict[str, Any]:
     optimizer.step()
     optimizer.zero_grad()
     found["moved"], names["optimizer"] = moved(), torch.optim.AdamW(names["parts"].parameters())
-    exec(block_of("dcp.save"), names | {"resumes": True})
+    exec(recipe_of("encoders_apart.md", "dcp.save"), names | {"resumes": True})
     return found | {"left": moved(), "steps": [float(each["step"]) for each in names["optimizer"].state.values()]}
 
 
