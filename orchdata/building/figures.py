@@ -68,10 +68,8 @@ class PlannedShare:
 
     def waits(self, cells: dict[str, NDArray[np.int64]]) -> float:
         """The price of cells, in the unit of `Plan.waits`."""
-        ranks = self.plan.num_ranks
-        return float(
-            self.price.of([cells[phase] * (self.plan.gpus(phase) // ranks) for phase in self.spec.costs.balanced])
-        )
+        balanced = self.spec.costs.balanced
+        return float(self.price.of([cells[phase] * self.plan.peers_of(phase) for phase in balanced]))
 
     @cached_property
     def cells_unbalanced(self) -> dict[str, NDArray[np.int64]]:

@@ -27,6 +27,7 @@ from orchdata.native.move.minimal_move import relabel
 from orchdata.native.sorting import descending_order
 from orchdata.planning.assign import assign
 from orchdata.planning.balance import Balance
+from orchdata.planning.route import Route, grouped_route
 from orchdata.planning.sharing.shares import Shares
 
 Ints = NDArray[np.int64]
@@ -104,12 +105,10 @@ class Encoders:
 
     def assign(self, costs: Ints, tokens: Ints, home: Ranks) -> Ranks:
         """Return the GPU of each part, balanced by costs in the scope; few tokens move."""
-        group = self.balance.group_size and self.balance.group_size * self.num_peers
-        balance = replace(
-            self.balance, equal_count=False, max_samples=None, group_size=group
-        )  # the first two count samples
-        node = self.gpus_per_node
-        return assign({"llm": costs}, balance, self.num_gpus, home, sizes=tokens, ranks_per_node=node)
+        size = self.balance.group_size and self.balance.group_size * self.num_peers
+        # Limits of counts are of samples.
+        balance = replace(self.balance, equal_count=False, max_samples=None, group_size=size)
+        return assign({"llm": costs}, balance, self.num_gpus, home, sizes=tokens, ranks_per_node=self.gpus_per_node)
 
     def renamed(self, gpu: Ranks, tokens: Ints, home: Ranks) -> Ranks:
         """Return an assignment with GPUs renamed so that few tokens move."""
@@ -201,10 +200,9 @@ def share_out_in_rounds(
     first = round_ = 0
     while capped and first < number:
         # Longer rounds hold more than all GPUs may have.
-        room = [held[phase][first] + cap * encoders.num_gpus for phase, cap in capped.items()]
         fits = [
-            int(np.searchsorted(held[phase], most_held, "right")) - 1
-            for phase, most_held in zip(held, room, strict=True)
+            int(np.searchsorted(of, of[first] + capped[phase] * encoders.num_gpus, "right")) - 1
+            for phase, of in held.items()
         ]
         longest = max(first + 1, min(first + most, number, *fits))
         for stop in range(longest, first, -1):
@@ -268,6 +266,38 @@ def own_parts(parts: Parts, rank: int, peer: int, shares: Shares) -> OwnParts:
     return OwnParts(
         by_step(np.flatnonzero((parts.rank == rank) & (peers == peer)), home),
         by_step(np.flatnonzero(home == rank), parts.rank),
+    )
+
+
+def route_of_parts(
+    parts: Parts,
+    home: Ranks,
+    encoded: Ints,
+    arriving: Ints,
+    rank: int,
+    num_ranks: int,
+    *,
+    label: str,
+    peer: int = 0,
+    num_peers: int = 1,
+) -> Route:
+    """Return the route of the features of `parts` in a micro-step, seen from `peer` of `rank`.
+
+    Args:
+        home: int32 (num_samples,), the rank of each sample.
+        encoded, arriving: indices of parts, as `OwnParts` has them for the micro-step.
+    """
+    return grouped_route(
+        rank,
+        num_ranks,
+        receivers=home[parts.sample[encoded]],
+        sent=parts.tokens[encoded],
+        senders=parts.rank[arriving],
+        received=parts.tokens[arriving],
+        label=label,
+        peer=peer,
+        num_peers=num_peers,
+        arriving_peers=None if parts.peer is None else parts.peer[arriving],
     )
 
 

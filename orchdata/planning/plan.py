@@ -16,8 +16,8 @@ from orchdata.balancers.pipeline import order_microbatches
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.html import never_raises
 from orchdata.planning.balance import StepPrice
-from orchdata.planning.parts import OwnParts, Parts, by_rounds, own_parts
-from orchdata.planning.route import Route, grouped_route
+from orchdata.planning.parts import OwnParts, Parts, by_rounds, own_parts, route_of_parts
+from orchdata.planning.route import Route
 from orchdata.planning.seen import plan_plot, plan_view
 from orchdata.planning.sharing.packed import NO_PADDING
 from orchdata.planning.sharing.shares import Padding, Shares
@@ -175,19 +175,16 @@ class Plan:
         """Return the route of `phase`'s features in a micro-step, from `encoded` to `arriving`, seen from `peer` of
         `rank`.
         """
-        parts = self.parts[phase]
-        encoded, arriving = (of(phase, rank, microbatch, peer) for of in (self.encoded, self.arriving))
-        return grouped_route(
+        return route_of_parts(
+            self.parts[phase],
+            self.rank,
+            self.encoded(phase, rank, microbatch, peer),
+            self.arriving(phase, rank, microbatch, peer),
             rank,
             self.num_ranks,
-            receivers=self.rank[parts.sample[encoded]],
-            sent=parts.tokens[encoded],
-            senders=parts.rank[arriving],
-            received=parts.tokens[arriving],
             label=f"{phase}, step {self.step}, micro-step {microbatch}",
             peer=peer,
             num_peers=self.num_peers,
-            arriving_peers=None if parts.peer is None else parts.peer[arriving],
         )
 
     def feature_rows(self, phase: str) -> Ints:
@@ -226,13 +223,17 @@ class Plan:
 
     def gpus(self, phase: str) -> int:
         """Return the number of rows of `cells`: ranks, or the GPUs that share the parts of an encoder."""
-        return self.num_ranks * (self.num_peers if phase in self.parts else 1)
+        return self.num_ranks * self.peers_of(phase)
+
+    def peers_of(self, phase: str) -> int:
+        """Return the number of GPUs of a rank that share the parts of an encoder; 1 of another phase."""
+        return self.num_peers if phase in self.parts else 1
 
     def waits(self, phase: str) -> Ints:
         """Return `cells` in one unit of time, in which the GPUs of a rank take as long for its LLM as its cost says:
         where peers encode, one GPU takes `num_peers` times as long for the same cost.
         """
-        return self.cells(phase) * (self.gpus(phase) // self.num_ranks)
+        return self.cells(phase) * self.peers_of(phase)
 
     def loads(self, phase: str) -> Ints:
         """Return the cost of `phase` on each rank or encoding GPU, int64 (gpus(phase),): the sum of its `cells`."""
@@ -295,7 +296,7 @@ class Plan:
         if self.teams is not None:
             encoders = [self.costs[phase] for phase in phases if phase != "llm"]
             return self.teams.cost_bound(self.num_ranks, encoders, meets=price.meets_in_micro_steps)
-        bounds = [self.lower_bound(phase) * (self.gpus(phase) // self.num_ranks) for phase in phases]
+        bounds = [self.lower_bound(phase) * self.peers_of(phase) for phase in phases]
         return price.lower_bound([self.costs[phase] for phase in phases], bounds, self.num_ranks)
 
     @property

@@ -52,7 +52,7 @@ def plan_plot(plan: Plan, axes: Axes | None) -> Axes:
     """Draw the loads of ranks before and after balancing, summed over phases. Return the axes."""
     axes = axes_of(axes)
     ranks = np.arange(plan.num_ranks)
-    scale = {phase: plan.gpus(phase) // plan.num_ranks for phase in plan.phases}
+    scale = {phase: plan.peers_of(phase) for phase in plan.phases}
     before = np.sum([plan.loads_unbalanced(phase) * scale[phase] for phase in plan.phases], axis=0)
     waits = [plan.waits(phase).sum(axis=1).reshape(plan.num_ranks, -1).max(axis=1) for phase in plan.phases]
     after = np.sum(waits, axis=0)

@@ -17,8 +17,8 @@ from orchdata.balancers.assignment import loads_of, lower_bound
 from orchdata.balancers.placement import renamed
 from orchdata.planning.assign import assign
 from orchdata.planning.balance import Balance
-from orchdata.planning.parts import Encoders, OwnParts, Parts, own_parts, share_out_parts
-from orchdata.planning.route import Route, grouped_route
+from orchdata.planning.parts import Encoders, OwnParts, Parts, own_parts, route_of_parts, share_out_parts
+from orchdata.planning.route import Route
 from orchdata.planning.sharing.shares import one_microbatch
 
 Ints = NDArray[np.int64]
@@ -125,16 +125,8 @@ class PostPlan:
 
     def route(self, phase: str, rank: int, own: OwnParts, label: str) -> Route:
         """Return the route of a phase's features, seen from `rank`, which has `own` parts."""
-        parts, (encoded,), (arriving,) = self.parts[phase], own.encoded, own.arriving
-        return grouped_route(
-            rank,
-            self.num_ranks,
-            receivers=self.rank[parts.sample[encoded]],
-            sent=parts.tokens[encoded],
-            senders=parts.rank[arriving],
-            received=parts.tokens[arriving],
-            label=label,
-        )
+        (encoded,), (arriving,) = own.encoded, own.arriving
+        return route_of_parts(self.parts[phase], self.rank, encoded, arriving, rank, self.num_ranks, label=label)
 
 
 def make_post_plan(

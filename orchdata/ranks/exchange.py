@@ -109,7 +109,7 @@ def exchange(
     """
     _check_no_recomputation(route)
     _check_features(features, route, requires_grad)
-    links = links_of(group) if isinstance(group, DataParallel) else Links(getattr(group, "get_group", lambda: group)())
+    links = links_of(group)
     _check_group(features, route, links)
     handle = ExchangeHandle(features, route, links, requires_grad)
     return handle if async_op else handle.wait()

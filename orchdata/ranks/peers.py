@@ -185,14 +185,17 @@ class Links:
 _links: dict[int, dict[Any, Links]] = {}
 
 
-def links_of(dp: DataParallel) -> Links:
-    """Return the links of a DataParallel, the same object for the same values while its mesh lives.
+def links_of(dp: Any) -> Links:
+    """Return the links of a DataParallel, the same object for the same values while its mesh lives; or of a process
+    group, or a mesh of one dim, which have no peers.
 
     With several data-parallel dims the first call creates a process group: all its ranks must call in the same order.
     """
-    mesh = dp.mesh
+    mesh = dp.mesh if isinstance(dp, DataParallel) else dp
     if not hasattr(mesh, "get_group"):
         return Links(mesh)
+    if mesh is dp:
+        return Links(mesh.get_group())
     if id(mesh) not in _links:
         weakref.finalize(mesh, _links.pop, id(mesh), None)
     kept = _links.setdefault(id(mesh), {})
