@@ -151,7 +151,7 @@ def reference(name: str, model: Any, samples: Sequence[dict[str, Any]], labels: 
     return Measured(loss_sum, tokens, gradients_of(model))
 
 
-def loader(name: str, model: Any, shard: str, *, balance: Any = None, padded: bool = False) -> od.DataLoader:
+def loader(name: str, model: Any, shard: str, *, balance: Any = "global", padded: bool = False) -> od.DataLoader:
     dataset = od.ShardDataset(shard, recipe=recipe_of(name))
     return od.DataLoader(
         dataset,
