@@ -69,6 +69,7 @@ from .profiling.profile import profile as profile
 from .ranks.clip import clip_grad_norm_ as clip_grad_norm_
 from .ranks.exchange import exchange as exchange
 from .ranks.parallel import DataParallel as DataParallel
+from .ranks.team_attention import TeamAttention as TeamAttention
 from .showing import ShownSamples as ShownSamples
 from .showing import show as show
 from .testing.containers import check_container as check_container

@@ -281,8 +281,10 @@ class DataLoader(Generic[T_co]):
         On one rank, it contains the state of a map-style data set, an iterable, its iterator or a sampler, if they have
         `state_dict` and `load_state_dict`. Between two epochs, this draws the random inputs of the next one.
 
-        Raises RuntimeError inside a round of `od.rounds` whose features require a gradient.
+        Raises RuntimeError if model inputs with slices of `od.Teams` were taken, and no attention over teams used, or
+        inside a round of `od.rounds` whose features require a gradient.
         """
+        self._runtime.context.delivery.team_use.check("state_dict() was called")
         self._follow_sampler()
         self._progress.check_rounds("state_dict() was called")
         return self._runtime.state(self._progress)
@@ -390,7 +392,9 @@ class DataLoader(Generic[T_co]):
         loop = runtime.begin(progress)
         if ends or runtime.prepared.spec.plan.evens_tail:
             watcher = AccelerateEnd(lambda: runtime.count(loop.origin), lambda: runtime.num_in_tail(loop.origin))
-        return LoaderIterator(loop, whole_steps=whole_steps, as_torch=runtime.is_as_torch, watcher=watcher)
+        check = runtime.context.delivery.team_use.check if runtime.prepared.spec.plan.balance.teams else None
+        as_torch = runtime.is_as_torch
+        return LoaderIterator(loop, whole_steps=whole_steps, as_torch=as_torch, watcher=watcher, check=check)
 
     def _asked_by_trainers(self) -> tuple[bool, Any]:
         """Return whether Accelerate must know the last batch of an epoch, and what watches an iteration for Lightning.

@@ -110,8 +110,9 @@ class OptimizerSteps:
         )
 
     def check_whole(self, trainer: str) -> None:
-        """Raise ValueError for teams, rounds and peers: a trainer that gives `Batch.model_inputs` to a model trains
-        whole sequences, encodes by micro-step, and averages gradients over data-parallel ranks alone.
+        """Raise ValueError for teams whose sequences the trainer cuts, for rounds and for peers: a trainer that gives
+        `Batch.model_inputs` to a model trains whole sequences, encodes by micro-step, and averages gradients over
+        data-parallel ranks alone.
         """
         balance = self._runtime.prepared.spec.plan.balance
         if self._runtime.rank.num_peers > 1:
@@ -125,10 +126,10 @@ class OptimizerSteps:
                 f"{trainer} runs the whole model on one microbatch after another, and encoders would not run once for "
                 f"several, as Balance(encode={balance.encode!r}) plans: leave encode out, or loop with od.rounds"
             )
-        if balance.teams is not None:
+        if balance.teams is not None and balance.teams.cut == "trainer":
             raise ValueError(
                 f"{trainer} trains whole sequences, and each member of a team would train all of a shared one: leave "
-                "Balance(teams=...) out"
+                'cut="trainer" out of od.Teams, or Balance(teams=...)'
             )
 
     def even_tail(self) -> None:

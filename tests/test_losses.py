@@ -31,7 +31,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run(*shards, folder=folder)
 
 
-@pytest.mark.parametrize("name", [*LOSSES, *(f"{name} in teams" for name in LOSSES)])
+@pytest.mark.parametrize("name", [name + cut for name in LOSSES for cut in ("", "loader", "trainer")])
 def test_the_code_of_the_page_has_the_gradients_of_one_batch(ranks: list[dict[str, Any]], name: str) -> None:
     for rank in ranks:
         assert rank[name]["worst"] < 1e-10

@@ -115,6 +115,8 @@ class StoredSample:
             raise DataError(self.shard, self.key, "*", BLANK)
         specs, distinct, num_bytes = self._places(recipe, text=text, parts=parts, kept=kept)
         self._index.check_unchanged()
+        if not distinct:
+            return {}
         try:
             contents = self._shards.get(self.shard, self._info, recipe.record).read_many(distinct)
         except FieldError as error:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from orchdata.batch.merge import merge_features, token_rows
-from orchdata.batch.tensors import IGNORE, LLMBatch, MediaBatch, Team, TextBatch, counted_labels, shown
+from orchdata.batch.tensors import IGNORE, LLMBatch, MediaBatch, Team, TextBatch, counted_labels, shown, whole_lengths
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.html import never_raises, pairs, view
 from orchdata.planning.plan import Plan
@@ -72,17 +72,20 @@ class Batch:
             and piece together identify a row in an epoch.
         token_ranges: of windows, `od.Packed(concatenate=True)`: for each entry of `sample_ids` the tokens
             (first, stop) that the window has of this document. Id, piece and range come once in an epoch. A document
-            that failed stays, with ids 0 and without labels. Empty where samples are whole.
+            that failed stays, with ids 0 and without labels. Under `Teams(cut="loader")` those that this rank has of
+            each sample, maybe none. Empty where samples are whole.
         plan: the whole step's plan.
         step, microbatch, num_microbatches: position of this batch; `step` counts optimizer steps of the epoch.
         dp_size: data-parallel ranks.
-        loss_tokens: labels other than -100 in this batch; those of a shared sequence count on its first member alone.
+        loss_tokens: labels other than -100 in this batch; where members have whole sequences, a shared one's count on
+            its first member alone.
         global_loss_tokens: planned loss tokens of the whole optimizer step, over all ranks and microbatches; where
             sources of a mixture have loss weights, each token counts the weight of its source (see `loss_weights`).
         sources: of a mixture, int32 (num_samples,), index of each sample's source in `plan.sources`; else None.
         routes: per phase only: modality -> the route of its features, see `route`.
-        teams: of `Balance(teams=...)`, those of this rank in this microbatch, the largest first. Every member has the
-            whole sequences, with all labels.
+        teams: of `Balance(teams=...)`, those of this rank in this microbatch, the largest first. Under
+            `Teams(cut="loader")` they have all tokens: whole samples, dummies and padding are a last team of size 1.
+            Under "trainer" they have what is shared, and every member has the whole sequences, with all labels.
         fields: name in `Recipe.keep` -> a list with one value for each sample, in the order of `sample_ids`: bytes of a
             member or a binary column, str of a column of text, int, float, bool, list and dict of other columns and of
             keys of records, a list where a sample has numbered fields of that name; None for a sample that lacks the
@@ -181,7 +184,7 @@ class Batch:
 
         It reads `llm.lengths`, for which a GPU is waited for: read it before `to("cuda")` where that matters.
         """
-        if self.token_ranges:
+        if self.token_ranges and not self.has_slices:
             stops = self._piece_lengths.cumsum(0).tolist()
             return tuple(slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False))
         lengths = self.llm.lengths[: len(self.sample_ids)].tolist()
@@ -198,12 +201,29 @@ class Batch:
     @property
     def is_counted(self) -> Tensor:
         """Whether each sample counts on this rank: it is whole, or this rank is the first member of its team. Over all
-        ranks each sample counts once. Bool (num_samples,), on the labels' device.
+        ranks each sample counts once; its tokens are slices where `has_slices`. Bool (num_samples,), on the tensors'
+        device.
         """
-        counted = torch.ones(len(self.sample_ids), dtype=torch.bool, device=self.llm.labels.device)
+        counted = torch.ones(len(self.sample_ids), dtype=torch.bool, device=self.llm.input_ids.device)
         for team in self.teams:
             counted[team.samples] = not team.place
         return counted
+
+    @property
+    def has_end(self) -> Tensor:
+        """Whether each sample's last token is in this batch, and counts here, for a loss from its state. Over all ranks
+        each sample counts once, as by `is_counted`, except one without tokens. Bool (num_samples,), on the CPU.
+        """
+        if not self.has_slices:
+            return self.is_counted.cpu()
+        first, stop = torch.tensor(self.token_ranges, dtype=torch.int64).view(-1, 2).T
+        is_end: Tensor = (stop == whole_lengths(self.llm, self.teams).cpu()) & (stop > first)
+        return is_end
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether the loader cuts sequences that ranks share (`Teams(cut="loader")`): labels are `llm.shift_labels`."""
+        return self.llm.shift_labels is not None
 
     @property
     def is_last_microbatch(self) -> bool:
@@ -226,13 +246,13 @@ class Batch:
 
     @property
     def loss_weights(self) -> Tensor | None:
-        """The weight of the loss of each label, float32 of the shape of `llm.labels`, on its device: the `loss_weight`
-        of its sample's source. None where every weight is 1.
+        """The weight of the loss of each label, float32 of the shape of `llm.labels`, or `llm.shift_labels`, on its
+        device: the `loss_weight` of its sample's source. None where every weight is 1.
         """
         if self.sources is None or all(weight == 1 for weight in self.plan.loss_weights):
             return None
-        labels, of_source = self.llm.labels, torch.tensor([*self.plan.loss_weights, 0.0])
-        if self.token_ranges:
+        labels, of_source = self.llm.input_ids, torch.tensor([*self.plan.loss_weights, 0.0])
+        if self.token_ranges and not self.has_slices:
             weights = torch.repeat_interleave(of_source[self.sources.tolist()], self._piece_lengths)
             return weights.to(labels.device)
         weights = of_source[[*self.sources.tolist(), *[-1] * (len(self.llm.cu_seqlens) - 1 - len(self.sources))]]
@@ -243,19 +263,23 @@ class Batch:
 
     def by_source(self) -> dict[str, dict[str, int]]:
         """Return the `samples`, `tokens` and `loss_tokens` of each source of a mixture in this batch, of the samples
-        that count (`is_counted`).
+        that count (`is_counted`). Where `has_slices`, tokens are those of whole samples, loss tokens those here.
         """
         if self.sources is None:
             return {}
         llm, counts, counted = self.llm, {}, self.is_counted.to(self.sources.device)
-        lengths = (self._piece_lengths if self.token_ranges else llm.cu_seqlens.diff()).tolist()
-        labels = llm.labels if llm.attention_mask is not None else llm.labels.split(lengths)
+        is_window = self.token_ranges and not self.has_slices
+        lengths = (self._piece_lengths if is_window else whole_lengths(llm, self.teams)).tolist()
+        labels: Any = llm.any_labels
+        if llm.attention_mask is None:
+            labels = labels.split(lengths if is_window else llm.cu_seqlens.diff().tolist())
         for number in self.sources.unique().tolist():
-            mine = ((self.sources == number) & counted).nonzero()[:, 0].tolist()
+            of_source = self.sources == number
+            mine, here = (each.nonzero()[:, 0].tolist() for each in (of_source & counted, of_source))
             counts[self.plan.sources[number]] = {
                 "samples": len(mine),
                 "tokens": sum(lengths[sample] for sample in mine),
-                "loss_tokens": sum(int((labels[sample] != IGNORE).sum()) for sample in mine),
+                "loss_tokens": sum(int((labels[at] != IGNORE).sum()) for at in (here if self.has_slices else mine)),
             }
         return counts
 
@@ -296,25 +320,25 @@ class Batch:
         """Return the same batch, without loss and kept fields for samples with a part that is False in `valid`:
         modality -> bool (num_parts,), parts in the order in which they arrive.
         """
-        llm = self.llm
-        failed = [llm.media_owners[name][~flags.to(llm.labels.device)] for name, flags in valid.items()]
-        samples = torch.cat([llm.labels.new_zeros(0), *failed])
+        llm, own = self.llm, self.llm.any_labels
+        failed = [llm.media_owners[name][~flags.to(own.device)] for name, flags in valid.items()]
+        samples = torch.cat([own.new_zeros(0), *failed])
         if not len(samples):
             return self
         if llm.attention_mask is not None:
-            sample = torch.arange(len(llm.labels), device=samples.device)[:, None]
+            sample = torch.arange(len(own), device=samples.device)[:, None]
         else:
-            token = torch.arange(len(llm.labels), device=samples.device)
+            token = torch.arange(len(own), device=samples.device)
             sample = torch.searchsorted(llm.cu_seqlens[1:].long(), token, right=True)
         failed_samples = set(samples.tolist())
         kept = {
             name: [None if number in failed_samples else value for number, value in enumerate(values)]
             for name, values in self.fields.items()
         }
-        labels = llm.labels.masked_fill(torch.isin(sample, samples), IGNORE)
-        labels = labels.pin_memory() if llm.labels.is_pinned() else labels
-        loss_tokens = counted_labels(labels, self.teams)
-        return replace(self, llm=replace(llm, labels=labels), loss_tokens=loss_tokens, fields=kept)
+        labels = own.masked_fill(torch.isin(sample, samples), IGNORE)
+        labels = labels.pin_memory() if own.is_pinned() else labels
+        llm = replace(llm, shift_labels=labels) if self.has_slices else replace(llm, labels=labels)
+        return replace(self, llm=llm, loss_tokens=counted_labels(llm, self.teams), fields=kept)
 
     def merge(self, embeds: Tensor, features: Mapping[str, Tensor]) -> Tensor:
         """Put encoder outputs, or the result of `exchange`, into the embedded sequences.
@@ -356,21 +380,24 @@ class Batch:
         Packed: input_ids, position_ids, labels, cu_seqlens, max_seqlen; for each modality its arrays (image_patches,
         image_grid_hw, audio_features), image_cu_seqlens, image_max_seqlen, image_positions. Padded: attention_mask
         instead of cu_seqlens and max_seqlen. Padded encoders: image_mask and image_token_places instead of theirs. Per
-        phase: image_route too. With a `collate_fn` of a model's own names (`od.hf.Inputs`), those.
+        phase: image_route too. Where `has_slices`, shift_labels instead of labels, and teams, for `od.TeamAttention`,
+        instead of cu_seqlens and max_seqlen. With a `collate_fn` of a model's own names (`od.hf.Inputs`), those.
 
         Args:
             media: False for a loop that encodes `batch.media` by itself: nothing of the modalities is returned.
 
         Raises:
-            ValueError: the batch has media of a recipe of `od.hf.recipe(processor)`, and no names of its model; or a
-                team, each of whose members would train its whole sequences.
+            ValueError: the batch has media of a recipe of `od.hf.recipe(processor)`, and no names of its model; or,
+                under `Teams(cut="trainer")`, a team, each of whose members would train its whole sequences.
         """
-        if self.teams:
+        if self.teams and not self.has_slices:
             raise ValueError(
                 f"this microbatch has sequences that {self.teams[0].size} ranks share, and model_inputs() would let "
                 "each of them train them whole: give od.megatron_packed(batch, cp_group=...) to a trainer that cuts "
-                "them, as Megatron-LM does, or leave Balance(teams=...) out"
+                "them, as Megatron-LM does, or leave out Balance(teams=...) or its cut="
             )
+        if self.teams and (use := self.teams[0].use) is not None:
+            use.take(f"step {self.step}, microbatch {self.microbatch}")
         if not media:
             return replace(self, media={}, routes={}).model_inputs()
         if self.inputs is not None:
@@ -387,7 +414,10 @@ class Batch:
             "position_ids": llm.position_ids,
             "labels": llm.labels,
         }
-        if llm.attention_mask is None:
+        if self.has_slices:
+            del inputs["labels"]
+            inputs |= {"shift_labels": llm.shift_labels, "teams": self.teams}
+        elif llm.attention_mask is None:
             inputs |= {"cu_seqlens": llm.cu_seqlens, "max_seqlen": llm.max_seqlen}
         else:
             inputs["attention_mask"] = llm.attention_mask

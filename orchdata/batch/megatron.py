@@ -6,15 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from orchdata.batch.batch import Batch
 from orchdata.batch.tensors import IGNORE
-
-
-def next_labels(labels: Tensor) -> Tensor:
-    """Return packed labels (T,) shifted by one token, for trainers that do not shift; IGNORE at the end."""
-    return torch.cat([labels[1:], labels.new_full((1,), IGNORE)])
 
 
 def megatron_packed(batch: Batch, *, cp_group: Callable[[int], Any] | None = None) -> dict[str, Any]:
@@ -40,14 +34,19 @@ def megatron_packed(batch: Batch, *, cp_group: Callable[[int], Any] | None = Non
     `batch.loss_scale` and `batch.global_loss_tokens` apply to the sum of losses times `loss_mask`.
 
     Raises:
-        ValueError: a padded batch; a team without `cp_group`, next to another size or to whole samples, or with a
-            sequence that cannot be cut into two equal pieces for each member.
+        ValueError: a padded batch; slices of `Teams(cut="loader")`; a team without `cp_group`, next to another size or
+            to whole samples, or with a sequence that cannot be cut into two equal pieces for each member.
     """
     llm = batch.llm
     if llm.attention_mask is not None:
         raise ValueError("od.megatron_packed takes packed batches: collate_fn=od.Packed(...), not od.Padded")
+    if batch.has_slices:
+        raise ValueError(
+            "this loader cuts sequences that ranks share, and Megatron-LM would cut its slices again: give "
+            'od.Teams(cut="trainer", ...)'
+        )
     parallel = _of_team(batch, cp_group)
-    following = next_labels(llm.labels)
+    following = llm.next_labels
     has_loss = following != IGNORE
     weights = batch.loss_weights
     mask = has_loss.float()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from orchdata.loaders.modalities.builtin import BUILTINS
@@ -113,27 +114,30 @@ class LLMBatch(_Tensors):
         restart_position_ids: under "mrope" only: int64, as input_ids, counting from 0 in each sample, as position_ids
             do otherwise. They show where samples begin, which positions under "mrope" do not.
         labels: int64, as input_ids, unshifted; -100 where there is no loss, on padding and on each sample's first
-            token.
+            token. None where a loader cuts sequences.
+        shift_labels: under `Teams(cut="loader")` only: int64, as input_ids, the label of the token after each, shifted
+            before sequences were cut; -100 where that has no loss. Another shift would train on the wrong tokens.
         cu_seqlens: int32 (num_sequences + 1,): the samples, then the sequence of `dummies`, then the padding of
             `Packed(length=...)`, if any, as a last sequence. Packed: the start of each in T, with the padding of
             `multiple_of`; padded: over the tokens that `attention_mask` marks, as flash-attention's unpadding counts
-            them.
+            them. Under `Teams(cut="loader")` of what is here of each sample, with what pads a team's slice after the
+            last; whole sequences are in `Batch.teams`.
         lengths: int32 (num_sequences,): tokens of each of these sequences, without padding.
         max_seqlen: longest sequence, counted as in cu_seqlens; under `Packed(length=...)` always that length.
         attention_mask: padded only: bool (num_samples, L), True for a sample's tokens.
         media_positions: modality -> int64 (num_tokens,), the positions of its tokens in T, or in (num_samples * L), in
-            the order in which the encoder, or `exchange`, yields them. `llm.image_positions` reads that of images;
-            None where the batch has no such modality.
-        dummies: modality that none of the samples has -> tokens of its dummy. They are in a separate sequence after the
-            samples, without loss or key, for models that refuse features without a token. `media_positions` has their
-            positions, except per phase, where no features arrive for them.
+            the order in which the encoder, or `exchange`, yields them; of slices those here. `llm.image_positions`
+            reads that of images; None where the batch has no such modality.
+        dummies: modality that none of the samples has, or slices alone -> tokens of its dummy. They are in a separate
+            sequence after the samples, without loss or key, for models that refuse features without a token.
+            `media_positions` has their positions, except per phase, where no features arrive for them.
         media_owners: per phase only: modality -> int64 (num_parts,), the sample in this batch of each part that
             arrives, in that order.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    labels: Tensor
+    labels: Tensor | None
     cu_seqlens: Tensor
     lengths: Tensor
     max_seqlen: int
@@ -142,6 +146,22 @@ class LLMBatch(_Tensors):
     media_positions: Mapping[str, Tensor] = field(default_factory=dict)
     media_owners: Mapping[str, Tensor] = field(default_factory=dict)
     dummies: Mapping[str, int] = field(default_factory=dict)
+    shift_labels: Tensor | None = None
+
+    @property
+    def any_labels(self) -> Tensor:
+        """`labels`, or `shift_labels` in their place: equally many have loss."""
+        labels = self.labels if self.shift_labels is None else self.shift_labels
+        assert labels is not None
+        return labels
+
+    @property
+    def next_labels(self) -> Tensor:
+        """The label of the token after each, packed (T,): `shift_labels`, or `labels` shifted by one."""
+        if self.shift_labels is not None:
+            return self.shift_labels
+        labels = self.any_labels
+        return torch.cat([labels[1:], labels.new_full((1,), IGNORE)])
 
     def __getattr__(self, name: str) -> Tensor | None:
         modality, _, kind = name.rpartition("_")
@@ -154,20 +174,24 @@ class LLMBatch(_Tensors):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Team(_Tensors):
-    """The sequences of one microbatch that this rank shares with the other members of one team, all of them whole.
+    """The sequences of one microbatch that this rank shares with the other members of one team.
 
-    A rank is in at most one team of each size. Teams come first in a microbatch, the largest first; whole samples,
-    which are in no team, follow the rows and samples of the last.
+    A rank is in at most one team of each size. Teams come first in a microbatch, the largest first; whole samples
+    follow. Under `Teams(cut="loader")` they are a last team of size 1, and a member has its slice of the team's joined
+    sequences; under "trainer" whole samples are in no team, and every member has the whole sequences.
 
     Attributes:
         size: ranks of the team.
         place: of this rank among them, from 0.
         ranks: their data-parallel ranks, ascending: an aligned run.
-        rows: of the tensors of `llm`, those of the team's sequences.
-        cu_seqlens: int32 (num_sequences + 1,): the start of each in these rows, from 0, as `llm.cu_seqlens` counts.
+        rows: of the tensors of `llm`, those of the team's sequences, or of the slice of them.
+        cu_seqlens: int32 (num_sequences + 1,): the start of each whole sequence, from 0. Under "loader" padding is a
+            last sequence, and the last entry is the size times the rows of a slice; place p has those from p slices on.
+            Under "trainer" they count as `llm.cu_seqlens`.
         samples: of `sample_ids`, those of the team.
-        valid: bool (num_sequences,), False for a sample that could not be decoded. Such a sample has ids 0 and no
+        valid: bool (num_samples,), False for a sample that could not be decoded. Such a sample has ids 0 and no
             labels; a DataLoader under on_error="skip" delivers it so to all members, wherever it failed.
+        use: of a loader that cuts sequences: whether attention of teams was used.
     """
 
     size: int
@@ -177,9 +201,48 @@ class Team(_Tensors):
     cu_seqlens: Tensor
     samples: slice
     valid: Tensor
+    use: TeamUse | None = field(default=None, compare=False)
 
 
-def counted_labels(labels: Tensor, teams: Sequence[Team]) -> int:
-    """Count the labels of a microbatch with loss, those of a shared sequence on its first member alone."""
-    elsewhere = sum(int((labels[team.rows] != IGNORE).sum()) for team in teams if team.place)
-    return int((labels != IGNORE).sum()) - elsewhere
+@dataclass(eq=False)
+class TeamUse:
+    """Whether the inputs of a loader's batch with teams were taken, and no attention over teams was used since;
+    `is_by_name`: `od.hf.share_attention` was called, without which a model of transformers uses none.
+    """
+
+    taken: str = ""
+    is_by_name: bool = False
+
+    def take(self, batch: str) -> None:
+        """Model inputs of this batch were taken."""
+        self.taken = batch
+
+    def mark(self) -> None:
+        """Attention over teams was used, or their process groups."""
+        self.taken = ""
+
+    def check(self, when: str) -> None:
+        """Raise RuntimeError if inputs were taken, and nothing used since."""
+        if self.taken:
+            raise RuntimeError(
+                f"{when}, and no attention over teams was used since the model inputs of {self.taken} were taken: a "
+                "model that attends to slices by themselves computes something else, and one such step may have been "
+                "applied. Call attend(q, k, v, batch.teams) of od.TeamAttention(loader) in each block, or "
+                "od.hf.share_attention(model, loader)"
+            )
+
+
+def counted_labels(llm: LLMBatch, teams: Sequence[Team]) -> int:
+    """Count the labels of a microbatch with loss: of whole shared sequences on the first member alone."""
+    labels = llm.any_labels
+    elsewhere = [team.rows for team in teams if team.place and llm.shift_labels is None]
+    return int((labels != IGNORE).sum()) - sum(int((labels[rows] != IGNORE).sum()) for rows in elsewhere)
+
+
+def whole_lengths(llm: LLMBatch, teams: Sequence[Team]) -> Tensor:
+    """Return the tokens of each sequence of a microbatch, also where it has a slice, int64 (num_sequences,): first
+    those of the samples, without padding under `Teams(cut="loader")`, else as `llm.cu_seqlens` counts.
+    """
+    if llm.shift_labels is None:
+        return llm.cu_seqlens.diff().long()
+    return torch.cat([llm.lengths[:0], *(team.cu_seqlens.diff()[: len(team.valid)] for team in teams)]).long()

@@ -79,6 +79,7 @@ class MediaWork:
         arriving: int64 (num_arriving,), parts of its samples, in the order in which their features arrive.
         owner: int64 (num_arriving,), number of the sample of each among the rank's samples.
         route: the route between them; None where they are the same.
+        first, rows: int64 (num_arriving,), the segment of each that arrives; None where all rows do.
     """
 
     encoded: Ints
@@ -86,6 +87,8 @@ class MediaWork:
     arriving: Ints
     owner: Ints
     route: Route | None = None
+    first: Ints | None = None
+    rows: Ints | None = None
 
 
 def own_work(index: Index, rows: Ints, samples: Ints, modality: str) -> MediaWork:
@@ -99,12 +102,16 @@ def planned_work(share: Share, modality: str) -> MediaWork:
     plan, rank, microbatch, peer = share.plan, share.rank, share.microbatch, share.peer
     parts = plan.parts[modality]
     encoded, arriving = plan.encoded(modality, rank, microbatch, peer), plan.arriving(modality, rank, microbatch)
+    places, (first, rows) = plan.places(rank, microbatch), plan.held_rows(modality, arriving, rank)
+    ascending = np.argsort(places)
     return MediaWork(
         encoded=parts.part[encoded],
         encoded_sample=parts.sample[encoded],
         arriving=parts.part[arriving],
-        owner=np.searchsorted(plan.places(rank, microbatch), parts.sample[arriving]),
+        owner=ascending[np.searchsorted(places, parts.sample[arriving], sorter=ascending)],
         route=plan.route(modality, rank, microbatch, peer),
+        first=first,
+        rows=rows,
     )
 
 
@@ -114,6 +121,8 @@ class MediaSlots:
     Attributes:
         owner: int64 (num_slots,), number of the sample of each in the microbatch.
         positions: int64 (num_tokens,), once written; those of a dummy where there is no slot.
+        needed: int64 (num_tokens,), which of the rows that arrive have these positions; None: all. Of a slice some rows
+            are not.
     """
 
     def __init__(self, source: PageSource, name: str, work: MediaWork, num_samples: int, reserved: Reservation) -> None:
@@ -124,7 +133,8 @@ class MediaSlots:
         self._by_sample = np.lexsort((work.arriving, work.owner))
         self._first = np.searchsorted(work.owner[self._by_sample], np.arange(num_samples + 1))
         self._tokens = source.index.part_tokens[work.arriving].astype(np.int64)
-        self._starts = starts_of(self._tokens)
+        self._rows_first = np.zeros_like(self._tokens) if work.first is None else work.first
+        self._starts = starts_of(self._tokens if work.rows is None else work.rows)
         self._sizes = source.index.sizes(work.arriving, source.recipe)
         self._ropes = [rope_of(source, name, size) for size in self._sizes]
         self._rope_span = source.recipe.modalities[name].rope_span
@@ -139,7 +149,14 @@ class MediaSlots:
     def positions(self) -> Ints:
         """Raises RuntimeError where a slot was not written."""
         _check_written(self._written, f"tokens of {self._name} parts")
-        return self._positions if self._dummy is None else self._dummy
+        needed = self.needed
+        mine = self._positions if needed is None else self._positions[needed]
+        return mine if self._dummy is None else self._dummy
+
+    @property
+    def needed(self) -> Ints | None:
+        is_here = self._positions >= 0
+        return None if is_here.all() else np.flatnonzero(is_here)
 
     def append(self, start: int, tokens: int) -> None:
         """Put the tokens of a dummy at `start`, where no sample has a part."""
@@ -169,10 +186,20 @@ class MediaSlots:
         np.add.at(totals, self.owner, self._tokens)
         return totals
 
-    def put(self, slot: int, start: int, first: int, tokens: int) -> None:
-        """Put `tokens` of its tokens, from its `first`, at `start`. A slot is written when its last token is."""
-        at = int(self._starts[slot]) + first
-        self._positions[at : at + tokens] = np.arange(start, start + tokens)
+    def put(self, slot: int, start: int, first: int, tokens: int, held: tuple[int, int] | None = None) -> None:
+        """Put `tokens` of its tokens, from its `first`, at `start`. A slot is written when its last token is.
+
+        Args:
+            held: the first position that this rank has, and the one after the last; None: it has all.
+        """
+        begin, end = self._starts[slot : slot + 2].tolist()
+        shift = begin - int(self._rows_first[slot])  # of a row that arrives, from its number in the part
+        low, high = (min(max(shift + row, begin), end) for row in (first, first + tokens))
+        places = np.arange(start + low - shift - first, start + high - shift - first)
+        if held is not None:
+            places[(places < held[0]) | (places >= held[1])] = -1
+            assert np.count_nonzero(places >= 0) == max(0, min(held[1], start + tokens) - max(held[0], start))
+        self._positions[low:high] = places
         self._written[slot] = first + tokens == self._tokens[slot]
 
 

@@ -4,11 +4,16 @@ The index gives every size before anything is read, so memory is allocated first
 tensor, found by the number of the sample in the microbatch, and threads fill them without locks. A batch is returned
 when every slice has been written. A padded microbatch is a packed one with all LLM sequences padded to the same length,
 viewed as rows. A microbatch of a fixed length has a last sequence of padding.
+
+Where a loader cuts sequences that ranks share, there is memory for the tokens that this rank has of each:
+
+    sample --written whole, by itself--> ids, positions, labels --shifted by one--> cut --> memory of the microbatch
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -37,25 +42,33 @@ from orchdata.loaders.samples.compose import MediaSlot, TextSpan
 from orchdata.loaders.samples.kept import KeptValue
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
 from orchdata.planning.layout import Padded, fixed_length, row_lengths
+from orchdata.planning.teams import JoinedSequences, joined_sequences
 
 
 class Pages:
     """The memory of one microbatch. `lay` provides it, and must be called first.
+
+    Args:
+        samples: int64 (num_samples,), indices in the global batch, those of the largest teams first.
 
     Attributes:
         num_bytes: of each piece of memory that it needs.
         media: modality -> the parts that are encoded here.
     """
 
-    def __init__(self, source: PageSource, rows: NDArray[np.int64], work: Mapping[str, MediaWork]) -> None:
-        index, layout = source.index, source.layout
-        self._source = source
+    def __init__(
+        self, source: PageSource, share: Share, samples: NDArray[np.int64], work: Mapping[str, MediaWork]
+    ) -> None:
+        index, layout, plan = source.index, source.layout, share.plan
+        rows = plan.row[samples]
+        self._source, self._share, self._samples = source, share, samples
         self._rows = rows
         self._ids: tuple[SampleId, ...] = tuple((index.shard_of(int(row)).url, index.key(int(row))) for row in rows)
         self._pieces = tuple(index.piece[rows].tolist())
 
-        # Dummies of the modalities that none of the samples has.
-        missing = [name for name, mine in work.items() if layout.empty == "dummy" and not len(mine.arriving)]
+        # Dummies of the modalities that none of the samples has, or of which only slices of samples may have a token.
+        is_whole = np.ones(len(rows), np.bool_) if plan.joined_to is None else plan.team_size[samples] == 1
+        missing = [name for name, mine in work.items() if layout.empty == "dummy" and not is_whole[mine.owner].any()]
         self._dummies = {name: source.recipe.modalities[name].dummy() for name in missing}
 
         # Where each sequence starts: those of the samples, then that of the dummies, then padding to a fixed length.
@@ -64,7 +77,12 @@ class Pages:
         if layout.empty == "dummy" and (self._dummies or (not len(rows) and length is None)):
             last = sum(size.tokens for size in self._dummies.values())
             self._lengths = np.append(self._lengths, max(1, last))
-        self._starts = starts_of(row_lengths(layout, self._lengths))
+        self._first, self._held = np.zeros_like(self._lengths), self._lengths
+        self._joined: list[JoinedSequences] = []
+        if plan.joined_to is None:
+            self._starts = starts_of(row_lengths(layout, self._lengths))
+        else:
+            self._starts = self._cut(plan.team_size[samples], plan.joined_to)
         if length is not None and length > self._starts[-1]:
             self._starts = np.append(self._starts, length)
 
@@ -76,7 +94,9 @@ class Pages:
         text_lengths = self._lengths[: len(rows)] - sum(slots.sample_tokens() for slots in self._slots.values())
         if len(rows) and text_lengths.min() < 0:
             raise index.damaged(f"{index.called(int(rows[text_lengths.argmin()]))} has fewer tokens than its parts")
-        self._text_starts = starts_of(text_lengths)
+        # Of a slice the most that it may have, and when it is written what it has.
+        self._text_lengths = np.minimum(text_lengths, self._held[: len(rows)])
+        self._text_starts = starts_of(self._text_lengths)
 
         # Memory of the sequences.
         reserved.add("input_ids", (total,), np.int64)
@@ -87,6 +107,25 @@ class Pages:
         self.num_bytes = reserved.num_bytes
         self._written = np.zeros(len(rows), np.bool_)
         self._valid = np.ones(len(rows), np.bool_)
+
+    def _cut(self, sizes: NDArray[np.int32], multiple_of: int) -> NDArray[np.int64]:
+        """Find which tokens of each sequence this rank has. Return where each starts; what pads a slice ends its last.
+
+        Args:
+            sizes: int32 (num_samples,), of their teams. A sequence of dummies is whole.
+        """
+        sizes = np.append(sizes, np.ones(len(self._lengths) - len(sizes), np.int32))
+        self._joined = joined_sequences(sizes, self._lengths, multiple_of)
+        self._held, taken = np.empty_like(self._lengths), np.empty_like(self._lengths)
+        for team in self._joined:
+            self._first[team.at], stop = team.held(self._share.rank % team.size)
+            self._held[team.at] = taken[team.at] = stop - self._first[team.at]
+            taken[team.at[-1]] += team.tokens - self._held[team.at].sum()
+        return starts_of(taken)
+
+    def has_tokens(self, number: int) -> bool:
+        """Whether this rank has a token of a sample; members of its team may have all."""
+        return not self._joined or self._held[number] > 0
 
     def lay(self, memory: Sequence[NDArray[np.uint8]]) -> None:
         """Take pieces of memory of `num_bytes`, with any contents."""
@@ -99,6 +138,11 @@ class Pages:
             self._write_dummies(*self._starts[len(self._rows) : len(self._rows) + 2].tolist())
         for start, stop in pairwise(self._starts[len(self._lengths) :].tolist()):  # the padding of a fixed length
             self._arrays.blank(start, stop)
+        for team in self._joined:
+            # What pads a team's slices is one sequence more, which members have in parts as they have the others.
+            last, first = team.at[-1], max(0, self._share.rank % team.size * team.tokens - int(team.borders[-1]))
+            start, stop = int(self._starts[last] + self._held[last]), int(self._starts[last + 1])
+            self._arrays.blank(start, stop, first, first)
 
     def _write_dummies(self, start: int, stop: int) -> None:
         """Write a sequence without loss after the samples, with the tokens of the dummies of all modalities."""
@@ -123,12 +167,23 @@ class Pages:
                 raise FieldError(field, f"the text yields more {modality} parts than indexed: {WHY_COUNTS_DIFFER}")
             return self._slots[modality].size(slot)
 
+        if not self.has_tokens(number):
+            self._hold_none(number)
+            return
         spans = sample.spans(recipe, payloads, size_of)
         start, stop = self._starts[number : number + 2].tolist()
         text_start, text_stop = self._text_starts[number : number + 2].tolist()
-        bounds = (start, start + int(self._lengths[number]), stop)
-        writer = SequenceWriter(self._arrays, bounds, (text_start, text_stop), field)
-        slot = -1
+        length, arrays = int(self._lengths[number]), self._arrays
+        if is_cut := self._held[number] < length:
+            start, stop, text_start, text_stop, arrays = 0, length, 0, length, arrays.like(length)
+        elif self._joined:
+            stop = start + length
+        bounds = (start, start + length, stop)
+        writer = SequenceWriter(arrays, bounds, (text_start, text_stop), field)
+        slot, is_text = -1, np.ones(length if is_cut else 0, np.bool_)
+        # Where the whole sequence would begin in the microbatch, and the tokens that this rank has.
+        own = int(self._starts[number])
+        shift, held = (own - int(self._first[number]) - start, (own, own + int(self._held[number])))
         for span in spans:
             if isinstance(span, MediaSlot):
                 media = self._slots[span.modality]
@@ -137,17 +192,27 @@ class Pages:
                 token_id = recipe.slots[span.modality].token_id
                 rope = media.rope(slot, span.first, span.tokens)
                 first = writer.media(token_id, span.tokens, rope, media.rope_span(slot, span.tokens))
-                media.put(slot, first, span.first, span.tokens)
+                media.put(slot, first + shift, span.first, span.tokens, held if is_cut else None)
+                is_text[first - start : first - start + span.tokens] = False
             else:
                 writer.text(span)
         writer.close(int(self._source.index.loss_tokens[sample.row]))
+        if self._joined:
+            arrays.labels[start : stop - 1], arrays.labels[stop - 1] = arrays.labels[start + 1 : stop], IGNORE
+        if is_cut:
+            self._put(number, arrays, is_text)
         self._written[number] = True
 
     def blank(self, number: int, sample: StoredSample) -> None:
         """Write a sequence without loss, as long as planned, for a sample that failed."""
         start, index = int(self._starts[number]), self._source.index
-        self._arrays.blank(start, int(self._starts[number + 1]))
+        first, stop = int(self._first[number]), int(self._starts[number + 1])
+        self._arrays.blank(start, start + int(self._held[number]) if self._joined else stop, first, first)
         self._arrays.text_ids[self._text_starts[number] : self._text_starts[number + 1]] = 0
+        self._valid[number] = False
+        if self._held[number] < self._lengths[number]:
+            self._hold_none(number)
+            return
         slots = {name: iter(media.of_sample(number)) for name, media in self._slots.items()}
         for part in sample.parts:
             name = index.modality_of(part)
@@ -155,33 +220,62 @@ class Pages:
             tokens = media.size(slot).tokens
             media.put(slot, start, 0, tokens)
             start += tokens
-        self._valid[number] = False
         self._written[number] = True
 
-    def batch(
-        self, share: Share, samples: NDArray[np.int64], fields: Mapping[str, list[KeptValue]] | None = None
-    ) -> Batch:
-        """Return the batch over this memory, of the samples with these indices in the global batch, with their kept
-        fields. Raises RuntimeError where a slice was not written.
+    def _hold_none(self, number: int) -> None:
+        """Take no token of the media of a sample: none is here, or it failed."""
+        for media in self._slots.values():
+            for slot in media.of_sample(number):
+                media.put(slot, 0, 0, media.size(slot).tokens, (0, 0))
+        self._written[number] = True
+
+    def _put(self, number: int, whole: SequenceArrays, is_text: NDArray[np.bool_]) -> None:
+        """Take what this rank has of a sample that was written whole, with labels that were shifted."""
+        first, count, start, text = (
+            int(each[number]) for each in (self._first, self._held, self._starts, self._text_starts)
+        )
+        for name in ("input_ids", "labels", "position_ids"):
+            array = getattr(self._arrays, name)
+            array[..., start : start + count] = getattr(whole, name)[..., first : first + count]
+        ids = whole.input_ids[first : first + count][is_text[first : first + count]]
+        self._arrays.text_ids[text : text + len(ids)] = ids
+        self._text_lengths[number] = len(ids)
+
+    def _text(self) -> TextBatch:
+        """Return the text that is here, without what slices were given room for."""
+        begins, lengths, ids = self._text_starts[:-1], self._text_lengths, self._arrays.text_ids
+        if lengths.sum() < len(ids):
+            ids = np.concatenate([ids[at : at + count] for at, count in zip(begins, lengths, strict=True)])
+        return TextBatch(input_ids=torch.from_numpy(ids), cu_seqlens=cu_seqlens(starts_of(lengths)))
+
+    def batch(self, fields: Mapping[str, list[KeptValue]] | None = None) -> Batch:
+        """Return the batch over this memory, with kept fields of its samples. Raises RuntimeError where a slice was not
+        written.
         """
         media = {name: pages.batch() for name, pages in self.media.items()}
         if not self._written.all():
             raise RuntimeError(f"samples {np.flatnonzero(~self._written).tolist()} of a microbatch were never written")
-        routes = {name: route for name, pages in self.media.items() if (route := pages.route()) is not None}
-        plan, teams = share.plan, self._teams(share, samples)
-        labels = torch.from_numpy(self._arrays.labels)
+        routes = {
+            name: route if (needed := self._slots[name].needed) is None else replace(route, receive_order=needed)
+            for name, pages in self.media.items()
+            if (route := pages.route()) is not None
+        }
+        share, plan, samples = self._share, self._share.plan, self._samples
+        llm, teams = self._llm(per_phase=bool(plan.parts)), self._teams()
+        ranges = zip(self._first.tolist(), (self._first + self._held).tolist(), strict=True)
         return Batch(
-            text=TextBatch(input_ids=torch.from_numpy(self._arrays.text_ids), cu_seqlens=cu_seqlens(self._text_starts)),
+            text=self._text(),
             media=media,
-            llm=self._llm(per_phase=bool(plan.parts)),
+            llm=llm,
             sample_ids=self._ids,
             pieces=self._pieces,
+            token_ranges=tuple(ranges)[: len(self._ids)] if self._joined else (),
             plan=plan,
             step=plan.step,
             microbatch=share.index,
             num_microbatches=plan.num_microbatches,
             dp_size=plan.num_ranks,
-            loss_tokens=counted_labels(labels, teams),
+            loss_tokens=counted_labels(llm, teams),
             global_loss_tokens=plan.global_loss_tokens,
             routes=routes,
             teams=teams,
@@ -190,10 +284,12 @@ class Pages:
             peer=share.peer,
         )
 
-    def _teams(self, share: Share, samples: NDArray[np.int64]) -> tuple[Team, ...]:
-        """Return the teams of these samples, which come by size."""
-        plan, teams = share.plan, []
-        sizes = plan.team_size[samples]
+    def _teams(self) -> tuple[Team, ...]:
+        """Return the teams of the samples, which come by size."""
+        if self._share.plan.joined_to is not None:
+            return tuple(map(self._joined_team, self._joined))
+        share, plan, samples = self._share, self._share.plan, self._samples
+        teams, sizes = [], plan.team_size[samples]
         for size in np.unique(sizes[sizes > 1])[::-1].tolist():
             first, stop = np.searchsorted(-sizes, [-size, 1 - size]).tolist()
             lowest, starts = int(plan.rank[samples[first]]), self._starts[first : stop + 1]
@@ -210,6 +306,21 @@ class Pages:
             )
         return tuple(teams)
 
+    def _joined_team(self, team: JoinedSequences) -> Team:
+        place, (first, stop) = self._share.rank % team.size, (int(team.at[0]), int(team.at[-1]) + 1)
+        samples, whole = slice(first, min(stop, len(self._rows))), team.size * team.tokens
+        borders = team.borders if team.borders[-1] == whole else np.append(team.borders, whole)
+        lowest = self._share.rank - place
+        return Team(
+            size=team.size,
+            place=place,
+            ranks=tuple(range(lowest, lowest + team.size)),
+            rows=slice(int(self._starts[first]), int(self._starts[stop])),
+            cu_seqlens=cu_seqlens(borders),
+            samples=samples,
+            valid=torch.from_numpy(self._valid[samples]),
+        )
+
     def _llm(self, *, per_phase: bool) -> LLMBatch:
         starts, arrays = self._starts, self._arrays
         shape: tuple[int, ...] = (int(starts[-1]),)
@@ -220,13 +331,15 @@ class Pages:
             starts = starts_of(self._lengths)
             mask = torch.from_numpy(row_mask(self._lengths, shape[1]))
         lengths = np.zeros(len(starts) - 1, np.int32)  # the padding of a fixed length is a sequence of 0 tokens
-        lengths[: len(self._lengths)] = self._lengths
+        lengths[: len(self._held)] = self._held
+        labels, is_joined = torch.from_numpy(arrays.labels.reshape(shape)), self._share.plan.joined_to is not None
         mrope = self._source.layout.positions == "mrope"
         restart, *_ = positions = torch.from_numpy(arrays.position_ids.reshape(len(arrays.position_ids), *shape))
         return LLMBatch(
             input_ids=torch.from_numpy(arrays.input_ids.reshape(shape)),
             position_ids=positions[1:] if mrope else restart,
-            labels=torch.from_numpy(arrays.labels.reshape(shape)),
+            labels=None if is_joined else labels,
+            shift_labels=labels if is_joined else None,
             cu_seqlens=cu_seqlens(starts),
             lengths=torch.from_numpy(lengths),
             max_seqlen=fixed_length(self._source.layout) or int(np.diff(starts).max(initial=0)),
@@ -251,6 +364,10 @@ class SequenceArrays(NamedTuple):
     labels: NDArray[np.int64]
     position_ids: NDArray[np.int64]
     text_ids: NDArray[np.int64]
+
+    def like(self, length: int) -> SequenceArrays:
+        """Return arrays for a sequence of so many tokens of text."""
+        return SequenceArrays(*(np.empty((*array.shape[:-1], length), np.int64) for array in self))
 
     def blank(self, start: int, stop: int, first: int = 0, first_mrope: int = 0) -> None:
         """Write padding or a dummy sequence: id 0, no loss, positions that count from `first` and `first_mrope`."""

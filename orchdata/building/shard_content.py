@@ -94,7 +94,7 @@ class PackedAssembly:
         self._share = share
         self._indices = indices
         rows = share.plan.row
-        self._pages = Pages(assembler.source, rows[indices], work)
+        self._pages = Pages(assembler.source, share, indices, work)
         self.num_bytes = sum(self._pages.num_bytes)
         self._failures: dict[int, list[DataError]] = {}
         self._kept: dict[int, dict[str, KeptValue]] = {}
@@ -110,13 +110,16 @@ class PackedAssembly:
         source = self._assembler.source
         for each in self._wanted.values():
             text, parts, kept = self._needs(each, source.recipe_of(each.row))
+            if not (text or parts or kept):
+                continue
             each.sample = StoredSample(source.index, self._assembler.shards, each.row)
             yield Wanted(each.row, text, parts, kept, each.sample)
 
     def _needs(self, wanted: _Wanted, recipe: Recipe) -> tuple[bool, list[int], bool]:
         """Return what is read of a sample: whether its text, which parts, and whether what is kept."""
         is_here = wanted.number is not None
-        return is_here, [part for _, _, part in wanted.parts], is_here and bool(recipe.keep)
+        has_text = wanted.number is not None and self._pages.has_tokens(wanted.number)
+        return has_text, [part for _, _, part in wanted.parts], is_here and bool(recipe.keep)
 
     def fill(self, memory: Memory) -> list[Task]:
         """Lay the batch out in memory; a task for each stored sample. Raises MemoryError, naming the largest."""
@@ -137,7 +140,7 @@ class PackedAssembly:
         if failures and not self._is_awaited:
             return self._without_failures(failures)
         started = time.perf_counter()
-        batch = self._pages.batch(self._share, self._indices, self._fields())
+        batch = self._pages.batch(self._fields())
         return Assembled(batch, failures, {**self._seconds, "packing": time.perf_counter() - started})
 
     def _fields(self) -> dict[str, list[KeptValue]]:
@@ -214,6 +217,8 @@ class PackedAssembly:
             generator = partial(sample.generator, of, part - sample.parts.start)
             decode = partial(media.decode, item, payloads[member], sample.members[member].field, recipe, generator)
             attempt(decode, partial(media.blank, item))
+        if failures and number is not None and not self._share.plan.parts:
+            pages.blank(number, sample)  # It may stay, with a failed part, in a step that shares samples.
         return failures
 
     def _write(

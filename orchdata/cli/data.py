@@ -249,7 +249,7 @@ def profile(
         if samples < 0:
             raise ValueError(f"--samples must be at least 0, got {samples}")
     model = load_object(cost, CostModel, "--cost") if cost is not None else None
-    shared = None if teams is None else Teams(largest=teams, cut="trainer")
+    shared = None if teams is None else Teams(largest=teams)
     if (model_parallel > 1) != encoder_peers:
         raise ValueError(
             f"--encoder-peers and --model-parallel above 1 go together, got --model-parallel {model_parallel}"

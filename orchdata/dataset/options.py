@@ -371,12 +371,18 @@ def check_teams(
     dims = enumerate(getattr(mesh, "mesh_dim_names", None) or ())
     cut = [name for dim, name in dims if name in _CUTTING and mesh.size(dim) > 1]
     refused = {
+        "DataParallel.encoder_dims, whose peers get the features of whole samples: leave encoder_dims out": (
+            isinstance(dp, DataParallel) and dp.encoder_dims
+        ),
         "data without an index, whose lengths are not known: use an od.ShardDataset": not in_shards,
-        "od.Padded, whose rows are whole: use od.Packed()": isinstance(layout, Padded),
+        "od.Padded, whose rows are whole: use od.Packed(), or od.hf.Inputs(config, padded=False, probe=False), as the "
+        "loader tries whether the model shares sequences": isinstance(layout, Padded),
         "od.Packed(length=...), with or without concatenate=True, where no sample is longer than a microbatch: leave "
         "length out, and cap microbatches by Balance(max_tokens=...)": layout is not None and fixed_length(layout),
-        "od.hf.Inputs, with which each member would train the whole sequence: use od.Packed(), and a trainer that cuts "
-        "sequences, as by od.megatron_packed": isinstance(collate_fn, ModelInputs),
+        'od.hf.Inputs and cut="trainer", with which each member would train the whole sequence: leave cut out, or use '
+        "od.Packed(), and a trainer that cuts sequences, as by od.megatron_packed": (
+            isinstance(collate_fn, ModelInputs) and balance.teams.cut == "trainer"
+        ),
         "a collate_fn of yours, which does not know them: use od.Packed(), and change its batches in the loop": (
             layout is None and collate_fn is not None
         ),

@@ -81,7 +81,7 @@ def prepare_shards(
     sources = [leaf.dataset for leaf in dataset.leaves] if is_mixture(dataset) else [dataset]
     recipes = [source.recipe for source in sources]
     index = _open_index(dataset, options)
-    costs = layout_costs(index, options.cost, layout)
+    costs = layout_costs(index, options.cost, layout, options.balance)
     length = window_length(layout)
     check_windows(length, options.balance, options.batches.describe(), options.cost, recipes, index)
     if length is not None and options.accumulate > 1:
@@ -306,8 +306,13 @@ def _refuse(index: Index, bad: Ints, unchosen: Ints, names: Sequence[str], polic
     )
 
 
-def layout_costs(index: Index, model: CostModel | None, layout: Layout) -> IndexCosts:
-    """Return the costs of samples in batches of this layout."""
+def layout_costs(
+    index: Index,
+    model: CostModel | None,
+    layout: Layout,
+    balance: Balance = Balance(),  # noqa: B008
+) -> IndexCosts:
+    """Return the costs of samples in batches of this layout; `balance` has the teams."""
     return IndexCosts(
         index,
         model,
@@ -315,6 +320,7 @@ def layout_costs(index: Index, model: CostModel | None, layout: Layout) -> Index
         rectangular=isinstance(layout, Padded),
         length=fixed_length(layout),
         attention=layout.attention if isinstance(layout, Packed) and layout.concatenate else None,
+        joins=balance.teams is not None and balance.teams.cut == "loader",
     )
 
 
@@ -446,9 +452,11 @@ def oversize_rows(costs: IndexCosts, balance: Balance, excluded: Ints) -> dict[s
     for phase, cap in balance.caps.items():
         positions, even = partial(costs.positions, phase), ""
         if phase == "llm" and balance.teams is not None:
-            positions = partial(_slices, costs, balance.teams.largest)
+            is_joint = balance.assignment == "joint"
+            positions = partial(_slices, costs, balance.teams.largest, is_joint)
             cap = cap // costs.multiple_of * costs.multiple_of
-            even = f" a rank, even in the largest team of {balance.teams.largest} (samples with media are not shared)"
+            whole = " (samples with media are not shared under assignment='joint')" if is_joint else ""
+            even = f" a rank, even in the largest team of {balance.teams.largest}{whole}"
         above = _rows_above(costs.index, positions, cap, excluded)
         by_phase[phase] = above.rows
         if len(above.rows) and balance.oversize == "error":
@@ -466,10 +474,10 @@ def oversize_rows(costs: IndexCosts, balance: Balance, excluded: Ints) -> dict[s
     return by_phase
 
 
-def _slices(costs: IndexCosts, size: int, row: Ints) -> Ints:
-    """Return the `llm` positions of each sample that a member of a team has; samples with media are whole."""
-    lengths = costs.positions("llm", row)
-    has_media = np.sum([costs.positions(phase, row) for phase in costs.phases[:-1]], axis=0) > 0
+def _slices(costs: IndexCosts, size: int, is_joint: bool, row: Ints) -> Ints:
+    """Return the `llm` positions of each sample that a member of a team has; if joint, samples with media are whole."""
+    lengths, encoders = costs.positions("llm", row), costs.phases[:-1] if is_joint else ()
+    has_media = np.sum([costs.positions(phase, row) for phase in encoders], axis=0) > 0
     return np.where(has_media, lengths, -(-lengths // size))
 
 
@@ -478,6 +486,7 @@ def fewest_ranks(costs: IndexCosts, balance: Balance, excluded: Ints) -> int:
     teams, cap = balance.teams, balance.caps.get("llm")
     if teams is None or cap is None or balance.oversize == "own":
         return 1
+    cap -= cap % costs.multiple_of if costs.joins else 0
     longest = _rows_above(costs.index, partial(costs.positions, "llm"), cap, excluded).largest
     return int(next(size for size in teams.sizes(teams.largest) if -(-longest // size) <= cap))
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from orchdata.batch.batch import ModelInputs
+from orchdata.batch.tensors import TeamUse
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import BuiltStep
 from orchdata.delivery.failed_parts import FailedParts
@@ -44,6 +45,9 @@ class Delivery:
         timeout: seconds to wait for a step; 0 for no limit.
         inputs, unnamed: as `Batch` has them.
 
+    Attributes:
+        team_use: of the slices that it delivers.
+
     Raises ValueError if peers would receive the batches of a collate_fn, and for ranks that share samples, skip those
     that fail, and cannot tell each other.
     """
@@ -72,6 +76,7 @@ class Delivery:
         self._delivered = 0
         self._failed: list[DataError] = []
         self._failed_parts: FailedParts | None = None
+        self.team_use = TeamUse()
         # What fails on one rank may be in samples of others, by its parts or by teams; receivers of a broadcast get
         # masked batches.
         balance, is_known = spec.plan.balance, rank.size == 1 or bool(rank.dp_groups)
@@ -119,10 +124,18 @@ class Delivery:
             raise
         finally:
             del future  # it has the error, whose traceback has this frame: a cycle would keep the caller's iteration
-        if self._replication is None or self.receives:
-            return self.named(built.batches)
-        self._replication.send(built)
-        return self.named(built.batches)
+        if self._replication is not None and not self.receives:
+            self._replication.send(built)
+        return self._watched(self.named(built.batches))
+
+    def _watched(self, batches: list[Any]) -> list[Any]:
+        """Return the batches, whose teams of slices know whether their attention was used."""
+        teams = self._spec.plan.balance.teams
+        if teams is None or teams.cut == "trainer":
+            return batches
+        return [
+            replace(batch, teams=tuple(replace(team, use=self.team_use) for team in batch.teams)) for batch in batches
+        ]
 
     def named(self, batches: list[Any]) -> list[Any]:
         """Return the batches, with the model's names for their tensors, or what has none."""

@@ -105,7 +105,10 @@ class FailedParts:
             if elsewhere[name] < 0:
                 failures.append(failure)
         numbers = [(lowest[at] < plan.num_ranks).nonzero()[:, 0].tolist() for at in places]
-        return replace(built, batches=list(map(_blanked, built.batches, numbers)), failures=failures)
+        batches = list(map(_blanked, built.batches, numbers))
+        if plan.parts:
+            batches = _masked(batches, list(gather([_flags(batch) for batch in batches], self._groups).values()))
+        return replace(built, batches=batches, failures=failures)
 
     def give_up(self, step: int, error: Exception) -> None:
         """Let the other ranks raise too, so that they do not wait for this one."""
@@ -136,26 +139,32 @@ class FailedParts:
 def _blanked(batch: Batch, failed: Collection[int]) -> Batch:
     """Return a microbatch with these shared samples blank, as those are that failed here."""
     llm, text, valid = batch.llm, batch.text, torch.ones(len(batch.sample_ids), dtype=torch.bool)
-    for number in failed:  # Positions of a shared sample, which has no media, are those of a blank one.
+    labels, media = llm.any_labels, torch.zeros_like(llm.input_ids, dtype=torch.bool)
+    for positions in llm.media_positions.values():
+        media[positions] = True  # Their features arrive, and models look for as many tokens.
+    for number in failed:
         rows = slice(*llm.cu_seqlens[number : number + 2].tolist())
-        llm.input_ids[rows], llm.labels[rows], valid[number] = 0, IGNORE, False
+        llm.input_ids[rows] *= media[rows]
+        labels[rows], valid[number] = IGNORE, False
         text.input_ids[slice(*text.cu_seqlens[number : number + 2].tolist())] = 0
     fields = {
         name: [None if number in failed else value for number, value in enumerate(values)]
         for name, values in batch.fields.items()
     }
     teams = tuple(replace(team, valid=valid[team.samples]) for team in batch.teams)
-    return replace(batch, fields=fields, teams=teams, loss_tokens=counted_labels(llm.labels, teams))
+    return replace(batch, fields=fields, teams=teams, loss_tokens=counted_labels(llm, teams))
 
 
 Flags = dict[str, list[list[Any]]]
 
 
 def _flags(batch: Batch) -> Flags:
-    """Return modality -> which parts are valid, in the encoder's order, and how many go to each rank."""
-    return {
-        name: [_valid(batch, name).tolist(), route.parts.send_rows.tolist()] for name, route in batch.routes.items()
-    }
+    """Return modality -> which parts are valid, grouped by the rank that needs them, and how many go to each."""
+    flags = {}
+    for name, route in batch.routes.items():
+        valid, order = _valid(batch, name), route.parts.send_order
+        flags[name] = [(valid if order is None else valid[order]).tolist(), route.parts.send_rows.tolist()]
+    return flags
 
 
 def _num_failed(batches: Sequence[Batch]) -> int:

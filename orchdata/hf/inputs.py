@@ -23,6 +23,7 @@ from orchdata.batch.batch import Batch
 from orchdata.batch.tensors import IGNORE, LLMBatch, MediaBatch
 from orchdata.hf.families import FAMILIES, READ_PADDING, TOWERS, Family, family_of, model_class, takes, thinker
 from orchdata.hf.packing import Arguments, SwitchingRope, Verdict, attention_of, switching_rope, verdict_of
+from orchdata.hf.sharing import Sharing, sharing_of
 from orchdata.hf.tiny import undisturbed
 from orchdata.notices import warn_once
 from orchdata.planning.layout import Attention, Empty, Layout, Packed, Padded, Positions
@@ -48,7 +49,8 @@ class Inputs:
     `batch.model_inputs()` then has `input_ids` and `position_ids` (1, T) or (rows, L), under mrope positions (4, ...);
     media under the model's own names; and `labels` with `num_items_in_batch`, so that `model(...).loss` is already
     scaled by `batch.loss_scale`. Where a model's own loss does not follow `num_items_in_batch` there are no labels, and
-    `od.hf.loss(outputs, batch)` gives the same. Nor where sources of a mixture have loss weights.
+    `od.hf.loss(outputs, batch)` gives the same. Nor where sources of a mixture have loss weights. With slices of
+    sequences that ranks share there are `teams` and no masks, and `labels`, already shifted, are `shift_labels` too.
 
     Args:
         config: the model's configuration; what of it is asked is asked here.
@@ -63,7 +65,7 @@ class Inputs:
 
     Attributes:
         layout: of the batches.
-        scales_loss: whether the model's own loss is the scaled one.
+        scales_loss, scales_shifted: whether the model's own loss is the scaled one, and takes `shift_labels`.
         verdict: whether the model keeps packed samples apart, and the reason.
 
     Raises:
@@ -179,8 +181,15 @@ class Inputs:
 
     @cached_property
     def scales_loss(self) -> bool:
+        return self._scales()
+
+    @cached_property
+    def scales_shifted(self) -> bool:
+        return self._scales(shifted=True)
+
+    def _scales(self, *, shifted: bool = False) -> bool:
         try:
-            return not self.family.decoder and _loss_follows(self.config)
+            return not self.family.decoder and _loss_follows(self.config, shifted=shifted)
         except Exception:  # noqa: BLE001 - of a class that is built otherwise, which has no labels then
             return False
 
@@ -197,6 +206,11 @@ class Inputs:
     def _rope(self) -> SwitchingRope | None:
         return switching_rope(self.config)
 
+    @cached_property
+    def sharing(self) -> Sharing:
+        """Whether ranks can share its sequences, and the reason."""
+        return sharing_of(self.config, self.family, _arguments_of)
+
     @property
     def _makes_masks(self) -> bool:
         return bool(self.family.sees_ahead) and not self.padded
@@ -206,10 +220,12 @@ class Inputs:
         return {"model": self.config.model_type, "packs": self.verdict.packs, "tried with": self.verdict.attention}
 
     def check(self, recipe: Recipe, encoders: Collection[str], balance: Balance) -> None:
-        """Raise ValueError if the model would not see media as the recipe makes them, or not per phase; and of those
-        that are known to read the padding of other samples.
+        """Raise ValueError if the model would not see media as the recipe makes them, or not per phase; of those that
+        are known to read the padding of other samples; and with teams if its attention cannot be shared.
         """
         kind = self.config.model_type
+        if balance.teams is not None and not self.sharing.shares:
+            raise ValueError(f"{kind} cannot share sequences, it {self.sharing.why}: leave Balance(teams=...) out")
         for name in encoders:
             modality, slot = recipe.modalities[name], recipe.slots[name]
             named = {_ARRAYS.get(array, array) if name == "image" else array for array in modality.arrays()}
@@ -279,7 +295,12 @@ class Inputs:
             arguments["attention_mask"] = llm.attention_mask.long()
         if not self.padded or family in FAMILIES.values():  # padded, a model of text counts by itself
             arguments["position_ids"] = _positions(llm, family)
-        if self._makes_masks:
+        if batch.has_slices:
+            use = batch.teams[0].use
+            if use is not None and not use.is_by_name:
+                raise ValueError("this loader shares sequences: call od.hf.share_attention(model, loader) first")
+            arguments["teams"] = batch.teams
+        elif self._makes_masks:
             arguments["attention_mask"] = _packed_masks(batch, self.config, family.sees_ahead, self._attention)
         elif not self.padded and "flash" in self._attention:
             bounds = llm.cu_seqlens
@@ -293,8 +314,10 @@ class Inputs:
             _check_runs(llm, self.config)
         if self._rope is not None and self.probe:
             _check_lengths(self._rope, self.config.model_type, batch, arguments)
-        if self.scales_loss and batch.loss_weights is None:
-            arguments |= {"labels": as_rows(llm.labels), "num_items_in_batch": 1 / batch.loss_scale}
+        if batch.loss_weights is None and (self.scales_shifted if batch.has_slices else self.scales_loss):
+            labels = as_rows(llm.any_labels)
+            arguments |= {"labels": labels, "num_items_in_batch": 1 / batch.loss_scale}
+            arguments |= {"shift_labels": labels} if batch.has_slices else {}
         return arguments if batch.routes else arguments | self.media_arguments(batch)
 
     def tower_arguments(self, media: MediaBatch, name: str) -> dict[str, Any]:
@@ -382,9 +405,10 @@ class _OfBase(nn.Module):
         return (self.last_hidden_state,)[at]
 
 
-def _loss_follows(config: Any) -> bool:
+def _loss_follows(config: Any, *, shifted: bool = False) -> bool:
     """Whether the loss of the configuration's class is the summed cross entropy of the next token, divided by the
     `num_items_in_batch` that its forward is given: tried by that forward, around a base model of fixed hidden states.
+    With `shifted` it is given `shift_labels` too, which say what follows the last token.
     """
     from transformers import PreTrainedModel
 
@@ -397,9 +421,12 @@ def _loss_follows(config: Any) -> bool:
         ids = torch.randint(0, vocab, (1, 5))
         labels = torch.where(torch.arange(5) < 2, IGNORE, ids)
         given: dict[str, Any] = {"input_ids": ids, "position_ids": torch.arange(5)[None], "labels": labels}
+        given |= {"shift_labels": labels} if shifted else {}
         runs = {items: model(**given, num_items_in_batch=items, use_cache=False) for items in (0.5, 4)}
-    logits = runs[4].logits[0, 1:-1].float()
-    expected = torch.nn.functional.cross_entropy(logits, labels[0, 2:], reduction="sum")
+    # With `shifted` each label is that of its own position.
+    logits, wanted = runs[4].logits[0].float(), labels[0]
+    logits, wanted = (logits, wanted) if shifted else (logits[:-1], wanted[1:])
+    expected = torch.nn.functional.cross_entropy(logits, wanted, ignore_index=IGNORE, reduction="sum")
     return all(torch.allclose(outputs.loss, expected / items, rtol=1e-5) for items, outputs in runs.items())
 
 
@@ -483,7 +510,7 @@ def _check_runs(llm: LLMBatch, config: Any) -> None:
 
 def _token_types(llm: LLMBatch, family: Family) -> Tensor:
     if family.sees_ahead == "prefix":
-        return (llm.labels != IGNORE).long()
+        return (llm.any_labels != IGNORE).long()
     return (_media_types(llm) != 0).long()
 
 
@@ -539,7 +566,7 @@ def _parts(llm: LLMBatch) -> Tensor:
 
 def _prefixes(llm: LLMBatch, sample: Tensor) -> Tensor:
     """Return 1 for tokens before the first loss token of their sample, else 0; padding counts as after it."""
-    seen = (llm.labels != IGNORE).long().cumsum(0)
+    seen = (llm.any_labels != IGNORE).long().cumsum(0)
     before = torch.nn.functional.pad(seen, (1, 0))[llm.cu_seqlens[:-1].long()]
     return (seen == before[sample]).long()
 

@@ -13,8 +13,8 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any, Final, cast
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from orchdata.loaders.storage.atomic import write_once
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.planning.plan import Plan
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 FOLDER: Final = "packing"
 RULES: Final = 5
 """Increased with every change of the trial or of tiny models: earlier verdicts are then computed again."""
@@ -40,13 +43,16 @@ _LENGTHS: Final = (29, 7, 23)
 """Tokens of the samples: more than twice a tiny model's windows and chunks, and fewer; multiples of none. The short one
 shows models that look at the length of a row to know whether their window matters.
 """
-_POSITIONS: Final = 48
+POSITIONS: Final = 48
 """That the tiny model knows: more than a sample of the trial has, fewer than all of them have in one row."""
 _PROMPT: Final = 3
+SHARED: Final = "_in_teams"
+"""The end of the name of an attention that ranks share (`sharing.py`); before it stands the model's own."""
 _ELSEWHERE: Final = ("flash", "flex", "paged", "/")
 """In the names of attention implementations that need an accelerator, a compiler, or kernels from a hub."""
 
-_seen: dict[str, Verdict] = {}
+_seen: dict[str, Any] = {}
+Kept = TypeVar("Kept", bound="DataclassInstance")
 
 Arguments = Callable[[Batch], dict[str, Any]]
 ArgumentsOf = Callable[[Any], tuple[Arguments, Arguments]]
@@ -82,7 +88,7 @@ def verdict_of(config: Any, family: Family, arguments_of: ArgumentsOf) -> Verdic
     # On a machine without it, flash attention would fail after seconds of trying.
     wanted = "eager" if any(name in asked for name in _ELSEWHERE) else asked
     for attention in dict.fromkeys((wanted, "eager")):
-        if (stored := _find(_name(config, family, attention))) is not None:
+        if (stored := find(FOLDER, name_of(config, family, attention), Verdict)) is not None:
             return stored
         try:
             verdict = _tried(config, family, arguments_of, attention)
@@ -91,19 +97,19 @@ def verdict_of(config: Any, family: Family, arguments_of: ArgumentsOf) -> Verdic
             continue
         # Asked for by its name or as transformers' own choice, it is the same.
         for each in {attention, verdict.attention}:
-            _keep(_name(config, family, each), verdict)
+            keep(FOLDER, name_of(config, family, each), verdict)
         return verdict
     return missing  # and not kept: a package that a model lacks today may be there tomorrow
 
 
 def attention_of(config: Any) -> str:
     """Return the configuration's choice of the language model's attention; "" for transformers' own choice."""
-    return str(text_part(config)._attn_implementation or config._attn_implementation or "")
+    return str(text_part(config)._attn_implementation or config._attn_implementation or "").removesuffix(SHARED)
 
 
-def _name(config: Any, family: Family, attention: str) -> str:
-    """Under which a verdict is kept: all that it depends on; "" of a class outside of transformers, whose code has no
-    version.
+def name_of(config: Any, family: Family, attention: str) -> str:
+    """The name under which a verdict is kept: all that it depends on; "" of a class outside of transformers, whose code
+    has no version.
     """
     import transformers
 
@@ -120,35 +126,37 @@ def _name(config: Any, family: Family, attention: str) -> str:
     return hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=20).hexdigest()
 
 
-def _find(name: str) -> Verdict | None:
+def find(folder: str, name: str, kind: type[Kept]) -> Kept | None:
+    """Return the verdict of this kind that was kept under a name, in this process or on disk; None if none was."""
     if name in _seen:
-        return _seen[name]
+        return cast("Kept", _seen[name])
     try:
-        stored: Any = json.loads((CacheFolder().root / FOLDER / f"{name}.json").read_text()) if name else None
-        kinds = {field: type(value) for field, value in stored.items()} if isinstance(stored, dict) else {}
+        stored: Any = json.loads((CacheFolder().root / folder / f"{name}.json").read_text()) if name else None
+        found = {field: type(value).__name__ for field, value in stored.items()} if isinstance(stored, dict) else {}
     except (OSError, ValueError, RecursionError):
         return None  # not there, or damaged: it is tried again
-    return Verdict(**stored) if kinds == {"packs": bool, "pads": bool, "attention": str, "why": str} else None
+    return kind(**stored) if found == {field.name: field.type for field in fields(kind)} else None
 
 
-def _keep(name: str, verdict: Verdict) -> None:
+def keep(folder: str, name: str, verdict: Any) -> None:
+    """Keep a verdict, a dataclass; without a name it is not kept."""
     if not name:
         return
     _seen[name] = verdict
     with suppress(OSError, StorageError):  # a folder that cannot be written costs other processes the trial again
-        write_once(CacheFolder().file(FOLDER, f"{name}.json"), json.dumps(asdict(verdict)).encode())
+        write_once(CacheFolder().file(folder, f"{name}.json"), json.dumps(asdict(verdict)).encode())
 
 
 def _tried(config: Any, family: Family, arguments_of: ArgumentsOf, attention: str) -> Verdict:
     """Raises NoTinyModelError where a model cannot be built, or does not train on a sample alone."""
-    model = tiny_model(config, attention or None, _POSITIONS)
+    model = tiny_model(config, attention or None, POSITIONS)
     in_one_row, in_rows = arguments_of(model.config)
     found = attention_of(model.config)
     start = _PROMPT if family.sees_ahead == "prefix" else 1
     with undisturbed():
         samples = [text_of(model.config, length, seed) for seed, length in enumerate(_LENGTHS)]
         try:
-            alone = _outputs(model, in_rows, [_padded([sample], start, family) for sample in samples])
+            alone = _outputs(model, in_rows, [padded([sample], start, family) for sample in samples])
         except Exception as error:
             said = f"no tiny model of {config.model_type} trains: {type(error).__name__}: {error}"
             raise NoTinyModelError(said) from error
@@ -156,7 +164,7 @@ def _tried(config: Any, family: Family, arguments_of: ArgumentsOf, attention: st
             why = "has logits or gradients that are not finite on random weights"
             return Verdict(packs=False, attention=found, why=why)
         try:
-            rows = _outputs(model, in_rows, [_padded(samples, start, family, multiple_of=16)])
+            rows = _outputs(model, in_rows, [padded(samples, start, family, multiple_of=16)])
             noise = max(_difference(rows, alone))
         except Exception:  # noqa: BLE001 - the model takes no such batch: then the bound for float32 stands
             noise = 0.0
@@ -184,10 +192,10 @@ def _packed(samples: Sequence[Tensor], start: int, family: Family) -> Batch:
     """All samples in one row. Positions restart at each sample; no loss before `start`."""
     counting = torch.cat([torch.arange(len(sample)) for sample in samples])
     labels = torch.cat([_labels(sample, start) for sample in samples])
-    return _batch(torch.cat(list(samples)), labels, counting, samples, family)
+    return batch_of(torch.cat(list(samples)), labels, counting, samples, family)
 
 
-def _padded(samples: Sequence[Tensor], start: int, family: Family, multiple_of: int = 1) -> Batch:
+def padded(samples: Sequence[Tensor], start: int, family: Family, multiple_of: int = 1) -> Batch:
     """One row a sample, padded to the longest one, aligned up."""
     longest = -(-max(map(len, samples)) // multiple_of) * multiple_of
 
@@ -196,14 +204,14 @@ def _padded(samples: Sequence[Tensor], start: int, family: Family, multiple_of: 
 
     counting = torch.arange(longest).expand(len(samples), -1)
     labels = rows([_labels(sample, start) for sample in samples], IGNORE)
-    return _batch(rows(samples, 0), labels, counting, samples, family)
+    return batch_of(rows(samples, 0), labels, counting, samples, family)
 
 
 def _labels(sample: Tensor, start: int) -> Tensor:
     return torch.where(torch.arange(len(sample)) < start, IGNORE, sample)
 
 
-def _batch(ids: Tensor, labels: Tensor, counting: Tensor, samples: Sequence[Tensor], family: Family) -> Batch:
+def batch_of(ids: Tensor, labels: Tensor, counting: Tensor, samples: Sequence[Tensor], family: Family) -> Batch:
     lengths = torch.tensor([len(sample) for sample in samples])
     llm = LLMBatch(
         input_ids=ids,
@@ -250,7 +258,7 @@ def _outputs(model: Any, arguments: Arguments, batches: list[Batch]) -> _Outputs
     model.zero_grad(set_to_none=True)
     logits: list[Tensor] = []
     for batch in batches:
-        labels = batch.llm.labels.view(-1, batch.llm.labels.shape[-1])
+        labels = batch.llm.any_labels.view(-1, batch.llm.any_labels.shape[-1])
         predicted = model(**arguments(batch)).logits.float()
         loss = torch.nn.functional.cross_entropy(
             predicted[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE, reduction="sum"
@@ -271,14 +279,20 @@ def _difference(outputs: _Outputs, expected: _Outputs) -> tuple[float, float]:
         float((one - other).abs().max() / other.abs().max())
         for one, other in zip(outputs.logits, expected.logits, strict=True)
     ]
-    largest = max((float(each.abs().max()) for each in expected.gradients if each.numel()), default=0.0)
-    gradients = [
-        # Of gradients that are zero but for rounding, such as those of a key's bias, nothing can be said.
-        float((one - other).abs().max()) / max(float(other.abs().max()), 1e-3 * largest, 1e-30)
-        for one, other in zip(outputs.gradients, expected.gradients, strict=True)
-        if other.numel()
-    ]
-    return _largest(logits), _largest(gradients)
+    return _largest(logits), difference_of_gradients(outputs.gradients, expected.gradients)
+
+
+def difference_of_gradients(gradients: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Return the largest difference of any parameter's gradient, relative to its largest value."""
+    largest = max((float(each.abs().max()) for each in expected if each.numel()), default=0.0)
+    return _largest(
+        [
+            # Of gradients that are zero but for rounding, such as those of a key's bias, nothing can be said.
+            float((one - other).abs().max()) / max(float(other.abs().max()), 1e-3 * largest, 1e-30)
+            for one, other in zip(gradients, expected, strict=True)
+            if other.numel()
+        ]
+    )
 
 
 def _largest(values: Sequence[float]) -> float:

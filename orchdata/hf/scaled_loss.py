@@ -29,8 +29,9 @@ def loss(outputs: Any, batch: Batch) -> Tensor:
     """
     if not isinstance(batch.inputs, Inputs):
         raise ValueError("od.hf.loss reads batches of a DataLoader with collate_fn=od.hf.Inputs(config)")
-    labels, weights = as_rows(batch.llm.labels), batch.loss_weights
-    wanted, logits = labels[:, 1:], getattr(outputs, "logits", None)
+    labels, weights = as_rows(batch.llm.any_labels), batch.loss_weights
+    first = 0 if batch.has_slices else 1  # labels of slices were shifted before the cut
+    wanted, logits = labels[:, first:], getattr(outputs, "logits", None)
     # Of an encoder-decoder, a dummy has logits of one position for labels of one.
     whole = 1 if batch.inputs.family.decoder else labels.shape[1]
     if logits is not None and logits.shape[1] == whole:
@@ -48,5 +49,5 @@ def loss(outputs: Any, batch: Batch) -> Tensor:
         logits.flatten(0, 1), wanted.flatten(), ignore_index=IGNORE, reduction=reduction
     )
     if weights is not None:
-        losses = (losses * weights.view(labels.shape)[:, 1:].flatten()).sum()
+        losses = (losses * weights.view(labels.shape)[:, first:].flatten()).sum()
     return losses * batch.loss_scale

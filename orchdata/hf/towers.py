@@ -79,7 +79,7 @@ class _Towers:
                 "batch.model_inputs() does, under assignment='joint'"
             )
         self._model, self._inputs = getattr(model, "module", model), inputs
-        self._made: dict[str, Callable[[Tensor], Any]] = {}  # rows -> outputs, as the tower made them
+        self._made: dict[str, Callable[[Tensor, bool], Any]] = {}  # rows -> outputs, as the tower made them
 
     def __call__(self, name: str, media: MediaBatch) -> Tensor:
         method = TOWERS[name]
@@ -97,13 +97,15 @@ class _Towers:
         # transformers fills places in the order of the sequence; a dummy's features stayed where they were made.
         rows = rows[batch.llm.media_positions[name].argsort()]
         rows = torch.cat([rows, rows.new_zeros(batch.llm.dummies.get(name, 0), rows.shape[-1])])
-        return self._made[name](rows)
+        return self._made[name](rows, batch.has_slices)
 
 
-def _made(kind: Any, shapes: Sequence[torch.Size | None], widths: list[int], rows: Tensor) -> Any:
-    """Return outputs of a tower with other rows, in pieces of the shapes of its own; None: in a tuple of pieces."""
+def _made(kind: Any, shapes: Sequence[torch.Size | None], widths: list[int], rows: Tensor, has_slices: bool) -> Any:
+    """Return outputs of a tower with other rows, in pieces of the shapes of its own, or in one, as slices may have part
+    of a piece; None: in a tuple of pieces.
+    """
     pooled, *others = (
-        (each,) if shape is None else each.view(-1, *shape) if len(shape) > 1 else each
+        (each,) if shape is None else each if len(shape) == 1 else each[None] if has_slices else each.view(-1, *shape)
         for each, shape in zip(rows.split(widths, dim=-1), shapes, strict=True)
     )
     return kind(pooler_output=pooled, **({"deepstack_features": others} if others else {}))

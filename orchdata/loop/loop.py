@@ -165,15 +165,25 @@ class LoaderIterator:
         whole_steps: whether each item is a step, the list of its microbatches.
         as_torch: whether the iteration is over after an error that it cannot continue after, as with torch's loader.
         watcher: is called at each item, and at the end of the epoch; see `trainers.AccelerateEnd`.
+        check: called before each item, and before the end of the epoch, with what happens; it may raise.
     """
 
     _process = -1  # if an interrupt stopped __init__
 
-    def __init__(self, loop: EpochLoop, *, whole_steps: bool, as_torch: bool, watcher: Any = None) -> None:
+    def __init__(
+        self,
+        loop: EpochLoop,
+        *,
+        whole_steps: bool,
+        as_torch: bool,
+        watcher: Any = None,
+        check: Callable[[str], None] | None = None,
+    ) -> None:
         self.loop = loop
         self._whole_steps = whole_steps
         self._as_torch = as_torch
         self._watcher = watcher
+        self._check = check
         self._is_plain = not whole_steps and watcher is None
         self._process = _process
         self._stream: Stream | None = None
@@ -189,6 +199,8 @@ class LoaderIterator:
     def __next__(self) -> Any:
         if _process != self._process:
             raise RuntimeError("this iteration belongs to the process that forked this one: begin a fresh iter() here")
+        if self._check is not None:
+            self._check("the next batch was asked for")
         stream = self._stream or self._begin()
 
         # No microbatch is left: get the next step.

@@ -56,7 +56,8 @@ class Balance:
             its own, "drop" removes it from the order on every rank. Per phase the same samples count as above it,
             although their parts may be shared: what is dropped does not depend on the number of ranks. Parts of an
             "own" sample are shared where that keeps all ranks within the cap.
-        teams: shares sequences that are long for one rank among several; None leaves every sample on one rank.
+        teams: shares sequences that are long for one rank among several, those with media per phase alone; None leaves
+            every sample on one rank.
         effort: how long the search for plans under "barrier" takes, counted in pairs of samples, so plans are the same
             on every machine. 1 takes milliseconds at thousands of ranks; more finds better plans where few samples
             can be exchanged; 0 does not search.
@@ -119,7 +120,7 @@ class Balance:
         if self.teams is not None:
             if not isinstance(self.teams, Teams):
                 raise ValueError(f"Balance.teams must be an od.Teams or None, got {self.teams!r}")
-            only = {"scope": "global", "assignment": "joint", "order": None, "equal_count": False, "max_samples": None}
+            only = {"scope": "global", "order": None, "equal_count": False, "max_samples": None}
             for name, value in only.items():
                 if (given := getattr(self, name)) != value:
                     why = f"Balance.teams shares sequences under {name}={value!r} alone, got {given!r}"

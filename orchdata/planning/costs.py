@@ -19,7 +19,7 @@ from orchdata.native.costs import COST_SHIFT, Coefficients, part_costs, sequence
 from orchdata.planning.layout import Attention
 from orchdata.planning.parts import Parts
 from orchdata.planning.sharing.fixed import FixedCost
-from orchdata.planning.sharing.packed import NO_PADDING
+from orchdata.planning.sharing.packed import NO_PADDING, NoPadding
 from orchdata.planning.sharing.padded import PaddedCost
 from orchdata.planning.sharing.shares import Padding
 from orchdata.planning.sharing.windows import WindowCost
@@ -40,6 +40,7 @@ class IndexCosts:
         rectangular: LLM batches are padded to their longest sample; a cost is then of a row as long as the sample.
         length: of every LLM microbatch; None where lengths vary.
         attention: of windows of concatenated documents; None where documents are not concatenated.
+        joins: sequences of a microbatch are joined before they are padded: costs and positions count no padding.
     """
 
     index: Index
@@ -48,6 +49,7 @@ class IndexCosts:
     rectangular: bool = False
     length: int | None = None
     attention: Attention | None = None
+    joins: bool = False
 
     def __post_init__(self) -> None:
         known = (*self.index.modalities[1:], "llm")
@@ -78,7 +80,7 @@ class IndexCosts:
         if self.length is not None:
             return FixedCost(self.length, self._coefficients("llm"))
         if not self.rectangular:
-            return NO_PADDING
+            return NoPadding(self.multiple_of) if self.joins else NO_PADDING
         cost = PhaseCost(1.0) if self.model is None else self.model.costs[self.model.phases.index("llm")]
         return PaddedCost(cost, self.multiple_of)
 
@@ -121,7 +123,7 @@ class IndexCosts:
         if phase == "llm":
             lengths = self.index.tokens_of(row)
             self.index.check_unchanged()
-            if self.multiple_of > 1:
+            if self.multiple_of > 1 and not self.joins:
                 lengths = -(-lengths // self.multiple_of) * self.multiple_of
             return sequence_costs(lengths, *coefficients)
         code, costs = self.index.code(phase), np.empty(len(row), np.int64)

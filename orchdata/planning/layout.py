@@ -30,6 +30,7 @@ class Packed:
         multiple_of: each sample's LLM sequence is padded at its end to a multiple of this, and so is their total: 2 * C
             for context parallelism over C ranks, the ranks for sequence parallelism, 8 or 16 for FP8, or their least
             common multiple. `cu_seqlens`, costs and caps count the padding. Encoder sequences are not padded to it.
+            Under `Teams(cut="loader")` sequences are joined, and each slice of them is padded to it instead.
         length: tokens of every microbatch, a multiple of `multiple_of`: one shape for compiled models, CUDA graphs and
             context parallelism. The rest is padding, a last sequence without loss. The cap of `llm` is this length
             less the tokens of dummies, and no sample may be longer. None: as long as its samples.

@@ -25,7 +25,7 @@ from orchdata.planning.parts import Encoders, Parts, by_rounds, fit_parts, share
 from orchdata.planning.plan import Plan
 from orchdata.planning.sharing.accumulated import share_out_in
 from orchdata.planning.sharing.shares import Padding, Shares, StepSamples, one_microbatch
-from orchdata.planning.sharing.teams import share_in_teams
+from orchdata.planning.sharing.teams import share_in_teams, without_teams
 from orchdata.planning.sharing.windows import WindowCost
 from orchdata.planning.windows import TokenRanges, WindowBatches, piece_labels
 
@@ -157,10 +157,6 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
     rounds = None
     if repeats:
         shares = one_microbatch(stream_rank)
-    elif spec.balance.teams is not None:
-        is_text = np.all([column == 0 for phase, column in costs.items() if phase != "llm"], axis=0)
-        may_share = np.broadcast_to(is_text, len(row))
-        shares = share_in_teams(batch.samples(), spec.balance.teams, spec.costs.exponent, spec.accumulate, may_share)
     elif spec.balance.assignment == "joint":
         shares = batch.share_out()
     else:
@@ -272,9 +268,20 @@ class _GlobalBatch:
             num_microbatches: by default the fewest, or `PlanSpec.accumulate` of them.
         """
         spec, step = self.spec, self.samples(phases, caps)
+        if spec.balance.teams is not None:
+            # A model that encodes a whole sample has it whole.
+            is_text = np.all([column == 0 for phase, column in self.costs.items() if phase != "llm"], axis=0)
+            may_share = np.broadcast_to(is_text | (spec.balance.assignment == "per_phase"), len(self.row))
+            given = spec.costs.exponent, spec.accumulate, may_share, self._multiple_of
+            return share_in_teams(step, spec.balance.teams, *given)
         if spec.accumulate > 1:
             return share_out_in(step, spec.costs.padded, spec.accumulate)
         return spec.costs.padded.share_out(step, num_microbatches)
+
+    @property
+    def _multiple_of(self) -> int:
+        """Of which the length of joined sequences is a multiple."""
+        return getattr(self.spec.costs.padded, "joined_to", None) or 1
 
     def share_out_per_phase(self) -> tuple[Shares, dict[str, Parts], NDArray[np.int32] | None]:
         """Return the same, in the fewest microbatches in which encoders keep their caps; the GPU of each part; and
@@ -282,11 +289,16 @@ class _GlobalBatch:
 
         Parts are spread over ranks, so larger micro-steps fit than with parts on the ranks of their samples. The plan
         of whole samples is compared: it is taken with spread parts if it has fewer micro-steps, and unchanged, so that
-        no part moves, if it costs about the same.
+        no part moves, if it costs about the same. Teams are chosen by `llm` alone.
         """
         spec = self.spec
         unassigned = {phase: spec.costs.parts(phase, self.row) for phase in spec.costs.phases[:-1]}
         shares, parts = self._spread(unassigned)
+        if shares.teams is not None:
+            return shares, *self._in_rounds(shares, parts)
+        if spec.balance.teams is not None:
+            alone = replace(spec, balance=without_teams(spec.balance, self._multiple_of))
+            return replace(self, spec=alone).share_out_per_phase()
         spread = self._in_rounds(shares, parts)
         if len(spec.costs.balanced) > 1:
             whole = self.share_out()
@@ -315,13 +327,13 @@ class _GlobalBatch:
         """Balance `llm` by itself, and each encoder over the ranks of each micro-step."""
         capped = {phase: cap for phase, cap in self.spec.balance.caps.items() if phase in unassigned}
         llm = [phase for phase in self.spec.balance.caps if phase == "llm"]
-        if capped and self.spec.accumulate > 1:
+        if capped and (self.spec.accumulate > 1 or self.spec.balance.teams is not None):
             spread = self.share_out(["llm"], llm)
             fitted = self._fit(unassigned, spread)
             if len(fitted) == len(unassigned):
                 return spread, fitted
         shares = self.share_out(["llm"])
-        if capped and shares.num_microbatches > 1 and self.spec.accumulate == 1:
+        if capped and shares.num_microbatches > 1 and self.spec.accumulate == 1 and self.spec.balance.teams is None:
             sums = {phase: int(unassigned[phase].positions.sum()) for phase in capped}
             room = [-(-sums[phase] // (cap * self.spec.encoders.num_gpus)) for phase, cap in capped.items()]
             fewest = max(self.share_out(["llm"], llm).num_microbatches, *room)

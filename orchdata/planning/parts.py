@@ -130,7 +130,8 @@ class OwnParts:
     """What one rank, or a peer of it, has of `Parts`: for each micro-step, int64 indices of parts.
 
     Attributes:
-        encoded: what it encodes, grouped by the rank that needs it: rows are sent without a copy.
+        encoded: what it encodes, grouped by the first rank that needs it: rows that one rank needs are sent without a
+            copy.
         arriving: the parts of the rank's samples, grouped by the peer and then the rank that encodes them: the order in
             which they arrive.
     """
@@ -263,9 +264,10 @@ def own_parts(parts: Parts, rank: int, peer: int, shares: Shares) -> OwnParts:
         return np.split(ordered, np.cumsum(np.bincount(step, minlength=shares.num_microbatches))[:-1])
 
     home = shares.rank[parts.sample]
+    last = home if shares.teams is None else home + shares.teams.size[parts.sample] - 1
     return OwnParts(
         by_step(np.flatnonzero((parts.rank == rank) & (peers == peer)), home),
-        by_step(np.flatnonzero(home == rank), parts.rank),
+        by_step(np.flatnonzero((home <= rank) & (rank <= last)), parts.rank),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +17,12 @@ from orchdata.loaders.generators import Pass
 from orchdata.loaders.html import never_raises
 from orchdata.planning.balance import StepPrice
 from orchdata.planning.parts import OwnParts, Parts, by_rounds, own_parts, route_of_parts
-from orchdata.planning.route import Route
+from orchdata.planning.route import Route, grouped_route, in_segments
 from orchdata.planning.seen import plan_plot, plan_view
-from orchdata.planning.sharing.packed import NO_PADDING
+from orchdata.planning.segments import JoinedPlaces, joined_places, rows_held
+from orchdata.planning.sharing.packed import NO_PADDING, NoPadding
 from orchdata.planning.sharing.shares import Padding, Shares
-from orchdata.planning.teams import StepTeams
+from orchdata.planning.teams import StepTeams, joined_sequences
 from orchdata.planning.windows import TokenRanges
 
 if TYPE_CHECKING:
@@ -175,27 +176,58 @@ class Plan:
         """Return the route of `phase`'s features in a micro-step, from `encoded` to `arriving`, seen from `peer` of
         `rank`.
         """
-        return route_of_parts(
-            self.parts[phase],
-            self.rank,
-            self.encoded(phase, rank, microbatch, peer),
-            self.arriving(phase, rank, microbatch, peer),
+        parts, label = self.parts[phase], f"{phase}, step {self.step}, micro-step {microbatch}"
+        encoded, arriving = (of(phase, rank, microbatch, peer) for of in (self.encoded, self.arriving))
+        if self.teams is None or (self.team_size[parts.sample[np.append(encoded, arriving)]] == 1).all():
+            given = parts, self.rank, encoded, arriving, rank, self.num_ranks
+            return route_of_parts(*given, label=label, peer=peer, num_peers=self.num_peers)
+        number, receivers, first, sent = self._segments(phase, encoded)
+        order = np.lexsort((encoded[number], receivers))
+        route = grouped_route(
             rank,
             self.num_ranks,
-            label=f"{phase}, step {self.step}, micro-step {microbatch}",
-            peer=peer,
-            num_peers=self.num_peers,
+            receivers=receivers[order],
+            sent=sent[order],
+            senders=parts.rank[arriving],
+            received=self.held_rows(phase, arriving, rank)[1],
+            label=label,
         )
+        return in_segments(route, parts.tokens[encoded], number[order], first[order], sent[order])
+
+    def _segments(self, phase: str, part: Ints) -> tuple[Ints, NDArray[np.int32], Ints, Ints]:
+        """Return what ranks need of some parts, (num_segments,) each: the number in `part`, the rank that needs it, and
+        its first row and number of rows, maybe none.
+        """
+        sample = self.parts[phase].sample[part]
+        if self.teams is None:
+            return np.arange(len(part)), self.rank[sample], np.zeros_like(part), self.parts[phase].tokens[part]
+        number, rank = replace(self.teams, size=self.teams.size[sample]).members(self.rank[sample])
+        return number, rank, *self.held_rows(phase, part[number], rank)
+
+    def held_rows(self, phase: str, part: Ints, rank: int | NDArray[np.int32]) -> tuple[Ints, Ints]:
+        """Return the first row, and the number of rows, int64 (num_parts,) each, that `rank` gets of parts of its
+        samples: all, or where it has a slice those that may be in it.
+        """
+        parts = self.parts[phase]
+        if self.teams is None or self.joined_to is None:
+            return np.zeros_like(part), parts.tokens[part]
+        place = (rank - self.rank[parts.sample[part]]).astype(np.int64)
+        return rows_held(parts, part, place, self._joined_places, self.llm_positions)
+
+    @cached_property
+    def _joined_places(self) -> JoinedPlaces:
+        assert self.teams is not None and self.joined_to is not None
+        return joined_places(self.teams, self.rank, self.microbatch, self.llm_positions, self.joined_to)
 
     def feature_rows(self, phase: str) -> Ints:
         """Count the rows of `phase`'s features over all ranks: int64 (3,), those that stay on their rank, move inside a
         node and cross nodes. Where nodes are not known, each rank counts as one.
         """
-        parts = self.parts[phase]
-        home, node = self.rank[parts.sample], self.ranks_per_node or 1
-        way = (parts.rank != home).astype(np.int64) + (parts.rank // node != home // node)
+        number, needs, _, count = self._segments(phase, np.arange(len(self.parts[phase])))
+        encoder, node = self.parts[phase].rank[number], self.ranks_per_node or 1
+        way = (encoder != needs).astype(np.int64) + (encoder // node != needs // node)
         rows = np.zeros(3, np.int64)
-        np.add.at(rows, way, parts.tokens)
+        np.add.at(rows, way, count)
         return rows
 
     def _own(self, phase: str, rank: int, peer: int) -> OwnParts:
@@ -293,11 +325,45 @@ class Plan:
 
     def cost_bound(self, price: StepPrice, phases: Sequence[str]) -> int:
         """Return a bound: no assignment as in `lower_bound` has a smaller `cost`."""
-        if self.teams is not None:
+        if self.teams is not None and not self.parts:
             encoders = [self.costs[phase] for phase in phases if phase != "llm"]
             return self.teams.cost_bound(self.num_ranks, encoders, meets=price.meets_in_micro_steps)
         bounds = [self.lower_bound(phase) * self.peers_of(phase) for phase in phases]
         return price.lower_bound([self.costs[phase] for phase in phases], bounds, self.num_ranks)
+
+    @property
+    def joined_to(self) -> int | None:
+        """The multiple to which joined slices are padded; None where members of teams have whole sequences."""
+        return self.padded.joined_to if isinstance(self.padded, NoPadding) else None
+
+    @property
+    def microbatch_tokens(self) -> Ints:
+        """The LLM tokens of packed microbatches with padding, without dummies: int64 (num_ranks, num_microbatches)."""
+        if self.joined_to is None:
+            return self._shares.loads(self.llm_positions, self.num_ranks)
+        size, tokens = self.team_size, np.zeros((self.num_ranks, self.num_microbatches), np.int64)
+        for each in np.unique(size).tolist():
+            at, count = size == each, self.num_ranks // each
+            where = self.rank[at] // each, self.microbatch[at], count, self.num_microbatches
+            joined = loads_by_rank_and_microbatch(self.llm_positions[at], *where)
+            slices = -(-joined // (each * self.joined_to)) * self.joined_to
+            tokens[: count * each] += np.repeat(slices, each, axis=0)
+        return tokens
+
+    @property
+    def tokenized(self) -> int:
+        """LLM tokens that ranks read and tokenize: a member does all of each sequence of which it has a part."""
+        size, lengths = self.team_size.astype(np.int64), self.llm_positions
+        if self.joined_to is None:
+            return int((lengths * size).sum())
+        total, shared = int(lengths[size == 1].sum()), np.flatnonzero(size > 1)
+        keys = np.stack([size[shared], self.rank[shared], self.microbatch[shared]])
+        for key in np.unique(keys, axis=1).T:
+            at = shared[(keys == key[:, None]).all(axis=0)]
+            (team,) = joined_sequences(size[at], lengths[at], self.joined_to)
+            members = -(-team.borders[1:] // team.tokens) - team.borders[:-1] // team.tokens
+            total += int((lengths[at] * members).sum())
+        return total
 
     @property
     def filled(self) -> tuple[int, int] | None:

@@ -2,6 +2,9 @@
 
     encoder output --send_order--> grouped by receiver --all-to-all--> grouped by sender --receive_order--> merge
 
+A part may go to several ranks in segments, (part, first row, number of rows). Then rows of the encoder's output are
+sent several times or not at all, and the way back adds up what comes for each.
+
 The route is composed from both assignments: features travel once, and every rank knows all split sizes without
 communication.
 """
@@ -26,9 +29,12 @@ class Route:
     Attributes:
         rank, num_ranks: of the group.
         send_rows, receive_rows: int64 (num_ranks,), rows to and from each rank, this one included.
-        send_order: int64 (num_rows_in,); `features[send_order]` is grouped by receiver. None where it already is.
+        send_order: int64 (num_sent,); `features[send_order]` is grouped by receiver. None where it already is.
         receive_order: int64 (num_rows_out,); `received[receive_order]` is in the receiver's order. None where rows
             already arrive so, grouped by sender.
+        num_rows: rows of the encoder's output, where segments travel: `send_order` may repeat rows and leave some out,
+            and `receive_order` may leave some out. None where every row is sent once, and needed.
+        adds: of a way back with `num_rows`: rows are added at the places that the orders name, to zeros.
         part_route: the same with one row a part; None where each row is a part.
         zeroed: int64, rows that this rank sends as zeros, with a gradient of zeros: those of parts that failed.
         label: its name in errors: "image, step 12, micro-step 0".
@@ -44,6 +50,8 @@ class Route:
     receive_rows: Ints
     send_order: Ints | None = None
     receive_order: Ints | None = None
+    num_rows: int | None = None
+    adds: bool = False
     part_route: Route | None = None
     zeroed: Ints | None = None
     label: str = ""
@@ -52,13 +60,21 @@ class Route:
 
     @property
     def num_rows_in(self) -> int:
-        """Rows this rank sends, to itself included."""
-        return int(self.send_rows.sum())
+        """Rows of this rank's features: each is sent once, maybe to itself, or in segments."""
+        return self._rows(self.send_order, self.adds, int(self.send_rows.sum()))
 
     @property
     def num_rows_out(self) -> int:
-        """Rows this rank receives, from itself and its peers included."""
-        return int(self.receive_rows.sum() if self.peer_rows is None else self.peer_rows.sum())
+        """Rows this rank has after it, from itself and its peers included."""
+        if self.peer_rows is not None:
+            return int(self.peer_rows.sum())
+        return self._rows(self.receive_order, not self.adds, int(self.receive_rows.sum()))
+
+    def _rows(self, order: Ints | None, at_samples: bool, moved: int) -> int:
+        """Return the rows on one side of the all-to-all: at the samples, or where they were encoded."""
+        if self.num_rows is None:
+            return moved
+        return self.num_rows if not at_samples else moved if order is None else len(order)
 
     @property
     def parts(self) -> Route:
@@ -66,13 +82,19 @@ class Route:
         return self if self.part_route is None else self.part_route
 
     def reverse(self) -> Route:
-        """The way back through the all-to-all, which gradients take."""
+        """The way back through the all-to-all, which gradients take: those of a row that was sent several times add
+        up, and that of a row that was sent to no one is zero.
+        """
+        orders = self.receive_order, self.send_order
+        if self.num_rows is None:
+            orders = _inverse(orders[0]), _inverse(orders[1])
         return replace(
             self,
             send_rows=self.receive_rows,
             receive_rows=self.send_rows,
-            send_order=_inverse(self.receive_order),
-            receive_order=_inverse(self.send_order),
+            send_order=orders[0],
+            receive_order=orders[1],
+            adds=self.num_rows is not None and not self.adds,
             part_route=None if self.part_route is None else self.part_route.reverse(),
             zeroed=None,
             peer_rows=None,
@@ -83,6 +105,7 @@ class Route:
             return NotImplemented
         return (
             (self.rank, self.num_ranks, self.label, self.peer) == (other.rank, other.num_ranks, other.label, other.peer)
+            and (self.num_rows, self.adds) == (other.num_rows, other.adds)
             and np.array_equal(self.send_rows, other.send_rows)
             and np.array_equal(self.receive_rows, other.receive_rows)
             and _same(self.send_order, other.send_order)
@@ -102,6 +125,7 @@ def make_route(
     encoder_rank: ArrayLike,
     llm_rank: ArrayLike,
     tokens: ArrayLike,
+    segments: ArrayLike | None = None,
     encoder_order: ArrayLike | None = None,
     llm_order: ArrayLike | None = None,
     label: str = "",
@@ -116,14 +140,18 @@ def make_route(
     Args:
         rank, num_ranks: of this process, and of the group.
         encoder_rank: integers (num_parts,), the rank that encodes each part.
-        llm_rank: integers (num_parts,), the rank that has the part's sample in the llm phase.
+        llm_rank: integers (num_parts,), the rank that has the part's sample in the llm phase; with segments
+            (num_segments,), the rank that needs each.
         tokens: integers (num_parts,), at least 0: rows the encoder yields for each part.
+        segments: integers (num_segments, 3), part, first row and number of rows of each: a part may have several, to
+            one rank or several ranks, or none. None where each part is one.
         encoder_order: integers (num_parts,), a permutation of the parts: their order in every rank's encoder output.
-        llm_order: the same for the parts that every rank expects to receive.
+        llm_order: the same for the parts, or the segments, that every rank expects to receive.
         label: its name in errors.
 
     Raises:
-        ValueError: shapes that differ, a rank outside the group, negative tokens, an order that is no permutation.
+        ValueError: shapes that differ, a rank outside the group, negative tokens, rows that a part does not have, an
+            order that is no permutation.
     """
     num_ranks = checked_count(num_ranks, "num_ranks")
     if checked_count(rank, "rank", 0) >= num_ranks:
@@ -131,33 +159,52 @@ def make_route(
     sizes = _integers(tokens, "tokens", np.asarray(tokens).size, None)
     count = len(sizes)
     encoders = _integers(encoder_rank, "encoder_rank", count, num_ranks)
-    receivers = _integers(llm_rank, "llm_rank", count, num_ranks)
-    sending, receiving = _order(encoder_order, "encoder_order", count), _order(llm_order, "llm_order", count)
+    part, first, rows = np.arange(count), np.zeros(count, np.int64), sizes
+    if segments is not None:
+        part, first, rows = _segments(segments, sizes)
+    receivers = _integers(llm_rank, "llm_rank", len(part), num_ranks)
+    sending, receiving = _order(encoder_order, "encoder_order", count), _order(llm_order, "llm_order", len(part))
 
-    encoded = sending[encoders[sending] == rank]
-    grouped = encoded[np.argsort(receivers[encoded], kind="stable")]
-    # Every rank groups its parts by receiver and keeps their order within a group.
-    coming = sending[receivers[sending] == rank]
-    arrival = coming[np.argsort(encoders[coming], kind="stable")]
+    # Every rank groups what it sends by receiver, and keeps the order of parts within a group.
+    encoded, place = sending[encoders[sending] == rank], np.argsort(sending)
+    sequence = np.argsort(place[part], kind="stable")
+    mine = sequence[encoders[part[sequence]] == rank]
+    grouped = mine[np.argsort(receivers[mine], kind="stable")]
+    coming = sequence[receivers[sequence] == rank]
+    arrival = coming[np.argsort(encoders[part[coming]], kind="stable")]
     expected = receiving[receivers[receiving] == rank]
-
-    def ordered(route: Route, row_counts: Ints) -> Route:
-        return replace(
-            route,
-            send_order=_row_order(encoded, grouped, row_counts),
-            receive_order=_row_order(arrival, expected, row_counts),
-        )
 
     route = grouped_route(
         rank,
         num_ranks,
-        receivers=receivers[encoded],
-        sent=sizes[encoded],
-        senders=encoders[coming],
-        received=sizes[coming],
+        receivers=receivers[grouped],
+        sent=rows[grouped],
+        senders=encoders[part[arrival]],
+        received=rows[arrival],
         label=label,
     )
-    return replace(ordered(route, sizes), part_route=ordered(route.parts, np.ones(count, np.int64)))
+    by_part, once = np.argsort(encoded, kind="stable"), np.ones(len(part), np.int64)
+    number = by_part[np.searchsorted(encoded[by_part], part[grouped])]
+    route = in_segments(route, sizes[encoded], number, first[grouped], rows[grouped], as_parts=segments is None)
+    received = replace(route.parts, receive_order=_row_order(arrival, expected, once))
+    return replace(route, receive_order=_row_order(arrival, expected, rows), part_route=received)
+
+
+def in_segments(route: Route, sizes: Ints, part: Ints, first: Ints, rows: Ints, *, as_parts: bool = False) -> Route:
+    """Return a grouped route with the order in which a rank sends segments of what it encodes.
+
+    Args:
+        sizes: int64 (num_encoded,), rows of the parts that the rank encodes, in that order.
+        part, first, rows: int64 (num_segments,), what it sends, grouped by receiver: number in `sizes`, first row and
+            number of rows.
+        as_parts: each part is one segment.
+    """
+    if as_parts and np.array_equal(part, np.arange(len(sizes))):
+        return route
+    starts = np.cumsum(sizes) - sizes
+    whole, each = (None, None) if as_parts else (int(sizes.sum()), len(sizes))
+    parts = replace(route.parts, send_order=part, num_rows=each)
+    return replace(route, send_order=_spans(starts[part] + first, rows), num_rows=whole, part_route=parts)
 
 
 def grouped_route(
@@ -204,9 +251,13 @@ def _row_order(given: Ints, wanted: Ints, sizes: Ints) -> Ints | None:
         return None
     starts = np.zeros(len(sizes), np.int64)
     starts[given] = np.cumsum(sizes[given]) - sizes[given]
-    lengths = sizes[wanted]
-    shifts = starts[wanted] - (np.cumsum(lengths) - lengths)
-    return np.repeat(shifts, lengths) + np.arange(int(lengths.sum()))
+    return _spans(starts[wanted], sizes[wanted])
+
+
+def _spans(starts: Ints, lengths: Ints) -> Ints:
+    """Return the rows of spans, one after another: int64 (sum of lengths,)."""
+    spans: Ints = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
+    return spans
 
 
 def _totals(ranks: Ranks, sizes: Ints, num_ranks: int) -> Ints:
@@ -242,6 +293,22 @@ def _integers(values: ArrayLike, name: str, count: int, limit: int | None) -> In
         allowed = "at least 0" if limit is None else f"from 0 to {limit - 1}"
         raise ValueError(f"{name}[{part}] is {array[part]}; it must be {allowed}")
     return array.astype(np.int64)
+
+
+def _segments(segments: ArrayLike, sizes: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return part, first row and rows of each."""
+    array = np.asarray(segments).reshape(-1, 3) if np.size(segments) == 0 else np.asarray(segments)
+    if array.ndim != 2 or array.shape[1] != 3:
+        raise ValueError(f"segments must be (num_segments, 3): part, first row, rows; got shape {array.shape}")
+    limits = ("part", len(sizes)), ("first row", None), ("rows", None)
+    part, first, rows = (
+        _integers(column, f"segments' {name}", len(array), limit)
+        for (name, limit), column in zip(limits, array.T, strict=True)
+    )
+    if (beyond := first + rows > sizes[part]).any():
+        at = int(beyond.argmax())
+        raise ValueError(f"segments[{at}] is {array[at].tolist()}; part {part[at]} has {sizes[part[at]]} rows")
+    return part, first, rows
 
 
 def _order(order: ArrayLike | None, name: str, count: int) -> Ints:

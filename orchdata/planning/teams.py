@@ -30,12 +30,13 @@ class Teams:
     """Ranks share long sequences: a team of 2, 4, 8, ... ranks attends to a sequence together, chosen in each step.
 
     A member of a team of g pays the sequence's `llm` cost / g, rounded up, and `per_token` for each of its tokens / g;
-    or what `cost` says. Samples with media are never shared.
+    or what `cost` says. Samples with media are shared under `assignment="per_phase"` alone.
 
     Attributes:
         largest: the most ranks of a team, a power of two. Which samples are usable depends on it, as it does on
             `Balance.max_tokens`.
-        cut: who cuts a sequence into slices: "trainer", every member gets the whole sequence.
+        cut: who cuts sequences into slices. "loader": a member gets its slice of the team's sequences, which
+            `od.TeamAttention` computes with. "trainer": every member gets the whole sequences.
         gain: a step shares only if its `Balance.price` falls by this part.
         per_token: cost of a shared token for the exchange between members, in the unit of the cost model's `llm`; one
             number, or one for each size. With 0 sharing costs nothing but the rounding.
@@ -45,15 +46,15 @@ class Teams:
     """
 
     largest: int
-    cut: Literal["trainer"]
+    cut: Literal["loader", "trainer"] = "loader"
     gain: float = 0.02
     per_token: float | Mapping[int, float] = 0.0
     cost: Mapping[int, PhaseCost] | None = None
     mixed: bool = True
 
     def __post_init__(self) -> None:
-        if self.cut != "trainer":
-            raise ValueError(f"Teams.cut must be 'trainer': the trainer cuts shared sequences, got {self.cut!r}")
+        if self.cut not in ("loader", "trainer"):
+            raise ValueError(f"Teams.cut must be 'loader' or 'trainer', who cuts shared sequences, got {self.cut!r}")
         largest = checked_count(self.largest, "Teams.largest", 2)
         if largest & (largest - 1):
             raise ValueError(f"Teams.largest must be a power of two, got {largest}")
@@ -156,3 +157,41 @@ class StepTeams:
         if not meets:
             return self.lower_bound(num_ranks, encoders)
         return self.lower_bound(num_ranks) + sum(int(lower_bound(costs, num_ranks)) for costs in encoders)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JoinedSequences:
+    """The sequences of one team in a microbatch, joined and padded once, and the slice of each member.
+
+    Attributes:
+        size: ranks of the team.
+        at: of the sequences in the microbatch, int64 (num_sequences,), consecutive.
+        borders: int64 (num_sequences + 1,), of whole sequences; padding follows the last.
+        tokens: of a slice.
+    """
+
+    size: int
+    at: NDArray[np.intp]
+    borders: Ints
+    tokens: int
+
+    def held(self, place: int) -> tuple[Ints, Ints]:
+        """Return the first token, and the one after the last, that a member has of each sequence: (num_sequences,)."""
+        first, lengths = place * self.tokens - self.borders[:-1], np.diff(self.borders)
+        return np.clip(first, 0, lengths), np.clip(first + self.tokens, 0, lengths)
+
+
+def joined_sequences(sizes: Ranks, lengths: Ints, multiple_of: int) -> list[JoinedSequences]:
+    """Return the sequences of one rank's microbatch by their teams, the largest first.
+
+    Args:
+        sizes, lengths: (num_sequences,), the size of each one's team, descending, and its tokens.
+        multiple_of: of which the length of a slice is a multiple.
+    """
+    joined = []
+    for size in np.unique(sizes)[::-1].tolist():
+        at = np.flatnonzero(sizes == size)
+        borders = np.concatenate([[0], np.cumsum(lengths[at])])
+        tokens = -(-int(borders[-1]) // (size * multiple_of)) * multiple_of
+        joined.append(JoinedSequences(size, at, borders, tokens))
+    return joined

@@ -40,7 +40,8 @@ _ROUND: Final = 1024
 class PlannedStep(NamedTuple):
     """One step. Costs are in the unit of the cost model, see `orchdata.planning.balance`.
 
-    `totals` are sums over ranks of each phase; `microbatches` are of each rank, samples and tokens of all.
+    `totals` are sums over ranks of each phase; `microbatches` are of each rank, samples and tokens of all. `tokenized`
+    are the tokens that ranks read and tokenize, more than `tokens` where members of teams do so for whole sequences.
     """
 
     cost: int
@@ -49,6 +50,7 @@ class PlannedStep(NamedTuple):
     microbatches: int
     samples: int
     tokens: int
+    tokenized: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +109,7 @@ class PlannedSteps:
         return changes
 
     def mean(self, name: str) -> float:
-        """Return the mean of `samples`, `tokens` or `microbatches` of a step."""
+        """Return the mean of `samples`, `tokens`, `tokenized` or `microbatches` of a step."""
         return float(sum(getattr(step, name) for step in self.steps) / len(self.steps))
 
 
@@ -137,6 +139,7 @@ def _planned(spec: PlanSpec, task: StepTask, priced: tuple[str, ...], num_peers:
         microbatches=plan.num_microbatches,
         samples=len(plan.row),
         tokens=int(plan.llm_positions.sum()),
+        tokenized=plan.tokenized,
     )
 
 

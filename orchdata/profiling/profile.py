@@ -98,8 +98,9 @@ class Profile(Figures):
             over an even one if one rank has it.
         layouts: padding of LLM microbatches in each layout, on the ranks of `main_scale`.
         scales: for each number of ranks, over `steps` steps of an epoch. `settings`: share of the step that ranks wait,
-            in all and in each phase, its standard error, settings that it beats by three errors. `scopes`: groups of
-            ranks that read from a shard. `less_than_a_step`: all the data were planned as one step.
+            in all and in each phase, its standard error, settings that it beats by three errors; `tokenized`, the
+            tokens that ranks read and tokenize over those of the step (members of teams do whole texts). `scopes`:
+            groups of ranks that read from a shard. `less_than_a_step`: all the data were planned as one step.
     """
 
     def __repr__(self) -> str:
@@ -252,7 +253,7 @@ def profile(
     price = balance.price
 
     # Leave out samples that are too large.
-    source = layout_costs(index, cost, layout)
+    source = layout_costs(index, cost, layout, balance)
     counts = IndexTokens(index, 1 if isinstance(layout, Padded) else layout.multiple_of)
     above = oversize_rows(source, balance, unused)
     too_large = np.unique(np.concatenate([np.zeros(0, np.int64), *above.values()]))
@@ -396,7 +397,7 @@ def profile(
 
 def _refuse_what_is_not_profiled(balance: Balance, layout: Layout, encoder_peers: int) -> None:
     if encoder_peers > 1 and balance.teams is not None:
-        raise ValueError("peers share encoders under per_phase alone, and teams need whole samples: leave one out")
+        raise ValueError("peers share the features of whole samples, which teams cut: leave one out")
     if balance.order is not None:
         raise ValueError(
             f"Balance.order={balance.order!r} is not profiled: costs say nothing about a pipeline's stages; leave it "

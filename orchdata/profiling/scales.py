@@ -183,6 +183,7 @@ def make_settings(
             phases={phase: steps.waiting_in(phase) for phase in steps.balanced} if steps.adds_up else {},
             samples=steps.mean("samples"),
             tokens=steps.mean("tokens"),
+            tokenized=steps.mean("tokenized") / max(1.0, steps.mean("tokens")),
             microbatches=steps.mean("microbatches"),
             better_than=tuple(
                 other

@@ -23,6 +23,7 @@ _WORTH: Final = 0.02
 """Less waiting that makes a setting worth its price: that features travel between ranks."""
 _LITTLE: Final = 0.02
 _LITTLE_LONGER: Final = 0.005
+_MUCH_TOKENIZED: Final = 2.0
 """Share of waiting that is not worth a range."""
 
 
@@ -179,7 +180,7 @@ def _of_sharing(profile: Profile) -> list[Finding]:
     scale, largest = profile.main_scale, profile.largest[0]
     if profile.teams is not None:
         few = Finding("Teams of so few ranks do not hold every usable sample within max_tokens: they were not planned.")
-        return [] if "teams" in scale.settings else [few]
+        return [_of_tokenizing(scale.settings["teams"].tokenized)] if "teams" in scale.settings else [few]
     refused = profile.layout == "padded" or profile.length or {"equal_count", "max_samples"} & {*profile.balance}
     has_media = any(count for phase, count in largest.positions.items() if phase != "llm")
     if refused or has_media or recommended(scale) == "per_phase" or "peers" in scale.settings:
@@ -189,10 +190,21 @@ def _of_sharing(profile: Profile) -> list[Finding]:
     size = min(1 << (ceil(largest.step) - 1).bit_length(), 1 << (scale.ranks.bit_length() - 1))
     return [
         Finding(
-            f"The largest sequence takes one rank {_times(largest.step)} as long as an even step. Ranks can share it "
-            f"if your trainer cuts sequences: --teams {size} plans that, as does Balance(teams=od.Teams(...))."
+            f"The largest sequence takes one rank {_times(largest.step)} as long as an even step. Ranks can share it: "
+            f"--teams {size} plans that, as does Balance(teams=od.Teams(largest={size}))."
         )
     ]
+
+
+def _of_tokenizing(ratio: float) -> Finding:
+    """Say what members of teams read and tokenize: all of each text of which they have a part."""
+    said = f"With teams ranks tokenize {ratio:.1f} tokens for each token of a step: a member does all of its texts."
+    if ratio > _MUCH_TOKENIZED:
+        said += (
+            " That is much: see that loaders keep up (`stats()`), give them num_workers=, or cut long texts by "
+            "TextPreprocessor(max_tokens=..., overflow=...)."
+        )
+    return Finding(said)
 
 
 def _of_no_help(profile: Profile, none: Figures) -> Finding:
@@ -356,7 +368,8 @@ def arguments_of_call(profile: Profile) -> list[tuple[str, str]]:
         f"{its.layout} {100 * its.padding:.0f} %{' (this)' if its.layout == chosen else ''}" for its in profile.layouts
     )
     name = "od.Padded" if profile.layout == "padded" else "od.Packed"
-    if profile.is_of_processor and best != "teams":
+    is_cut_later = best == "teams" and "cut='trainer'" in str(profile.teams)
+    if profile.is_of_processor and not is_cut_later:
         name, options = "od.hf.Inputs", ["model.config", *options]
         names = "the recipe is of a Hugging Face processor, and its model takes batches with its own names"
         reason = f"{names}; {reason}"
@@ -387,7 +400,9 @@ def arguments_of_call(profile: Profile) -> list[tuple[str, str]]:
     given = ", ".join(f"{name}={value!r}" for name, value in (own | given_too).items())
     if best == "teams":
         given = ", ".join(filter(None, (f"teams={profile.teams}", given)))
-        reason = "ranks share long sequences; the trainer cuts them, as by od.megatron_packed"
+        attention = "attention is od.TeamAttention, or od.hf.share_attention(model, loader)"
+        cut = "the trainer cuts them, as by od.megatron_packed" if is_cut_later else attention
+        reason = f"ranks share long sequences; {cut}"
     arguments.append((f"balance=od.Balance({given})", reason))
     if profile.has_cost_model:
         arguments.append(("cost=cost", "the cost model of this profile"))

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def _kept_from_compilers(function: _Function) -> _Function:
+def kept_from_compilers(function: _Function) -> _Function:
     """Put a graph break around a function: torch.compile must not trace a collective with autograd.
 
     Only if the compiler was imported: importing it takes a second and 70 MB, which a loader does not need.
@@ -67,7 +67,7 @@ def exchange(
 ) -> ExchangeHandle: ...
 
 
-@_kept_from_compilers
+@kept_from_compilers
 def exchange(
     features: Tensor, route: Route, *, group: Group = None, requires_grad: bool, async_op: bool = False
 ) -> Tensor | ExchangeHandle:
@@ -131,7 +131,7 @@ class ExchangeHandle:
         else:
             self._flight.start(features.detach(), "forward")
 
-    @_kept_from_compilers
+    @kept_from_compilers
     def wait(self) -> Tensor:
         """Return the result; waits for it the first time. Raises RuntimeError as `exchange` does."""
         if self._result is None:
@@ -185,8 +185,9 @@ class _Flight:
             assert self._place is not None
             with self._errors(direction):
                 rows = links.combined(rows, self.route, self._place, _name(self.route))
-        sent = _ordered(rows[: route.num_rows_in], route.send_order).contiguous()
-        whole = sent.new_empty((route.num_rows_out, *sent.shape[1:]))
+        sent = _placed(rows[: route.num_rows_in], route.send_order, route, int(route.send_rows.sum())).contiguous()
+        arriving = int((route.receive_rows if route.peer_rows is None else route.peer_rows).sum())
+        whole = sent.new_empty((arriving, *sent.shape[1:]))
         received, work = whole[links.own(route)], None
         if route.num_ranks == 1:
             received.copy_(sent)
@@ -205,7 +206,7 @@ class _Flight:
                 move.work.wait()
             received, whole = move.received, move.whole
             del move  # Frees the sent rows before rows are reordered.
-            ordered = _ordered(received, route.receive_order)
+            ordered = _placed(received, route.receive_order, route, route.num_rows_out)
             if route.peer_rows is None:
                 return ordered
             if ordered is not received:
@@ -272,8 +273,14 @@ class _Finish(torch.autograd.Function):
         return torch.zeros(0, device=gradient.device), None
 
 
-def _ordered(rows: Tensor, order: NDArray[Any] | None) -> Tensor:
-    return rows if order is None else rows.index_select(0, torch.tensor(order, device=rows.device))
+def _placed(rows: Tensor, order: NDArray[Any] | None, route: Route, num_rows: int) -> Tensor:
+    """Return the rows in this order, or `num_rows` rows to which they are added in it."""
+    if order is None:
+        return rows
+    index = torch.tensor(order, device=rows.device)
+    if route.adds:
+        return rows.new_zeros((num_rows, *rows.shape[1:])).index_add_(0, index, rows)
+    return rows.index_select(0, index)
 
 
 def _without(rows: Tensor, route: Route) -> Tensor:

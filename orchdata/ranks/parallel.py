@@ -112,6 +112,9 @@ class Rank:
         dp_groups: process groups, one after another, that together reach the data-parallel ranks and no others; empty
             without torch.distributed.
         ranks: global numbers of the ranks that run this loader; empty if they are not known.
+        column: global numbers of the data-parallel ranks, in their order, at this process's place in the mesh's other
+            dims; empty without torch.distributed.
+        peer_dims: names of these other dims.
         peer, num_peers: of `DataParallel.encoder_dims`: the number of this process among those that share the parts of
             its data-parallel rank, row-major in `encoder_dims`, and how many they are.
         peer_groups: process groups, one after another, that together reach these peers and no others.
@@ -126,6 +129,8 @@ class Rank:
     check_plan_every: int = 0
     dp_groups: tuple[Any, ...] = ()
     ranks: tuple[int, ...] = ()
+    column: tuple[int, ...] = ()
+    peer_dims: tuple[str, ...] = ()
     peer: int = 0
     num_peers: int = 1
     peer_groups: tuple[Any, ...] = ()
@@ -157,9 +162,12 @@ def resolve_rank(dp: Any = None) -> Rank:
             _warn_of_a_launcher()
             return Rank(ranks_per_node=ranks_per_node())
         world = dist.group.WORLD
-        size = dist.get_world_size()
+        ranks = tuple(range(dist.get_world_size()))
         return Rank(
-            dist.get_rank(), size, world, (), (), ranks_per_node(), dp_groups=(world,), ranks=tuple(range(size))
+            *(dist.get_rank(), len(ranks), world, (), (), ranks_per_node()),
+            dp_groups=(world,),
+            ranks=ranks,
+            column=ranks,
         )
     if isinstance(dp, DataParallel):
         resolved = _of_mesh(dp) if _is_mesh(dp.mesh) else _of_group(dp.mesh)
@@ -197,7 +205,9 @@ def _of_group(group: Any) -> Rank:
     if rank < 0:
         raise ValueError("dp is a process group this process does not belong to")
     ranks = tuple(dist.get_process_group_ranks(group))
-    return Rank(rank, len(ranks), group, (group,), (), ranks_per_node(), dp_groups=(group,), ranks=ranks)
+    return Rank(
+        *(rank, len(ranks), group, (group,), (), ranks_per_node()), dp_groups=(group,), ranks=ranks, column=ranks
+    )
 
 
 def _of_mesh(dp: DataParallel) -> Rank:
@@ -240,6 +250,8 @@ def _of_mesh(dp: DataParallel) -> Rank:
         _ranks_of_a_node(ranks[:, 0].tolist()),
         dp_groups=tuple(mesh.get_group(dim) for dim in dims),
         ranks=tuple(sorted(ranks.flatten().tolist())),
+        column=tuple(ranks[:, mine[0, 1]].tolist()),
+        peer_dims=tuple(names[dim] for dim in peers if mesh.size(dim) > 1),
         peer=peer,
         num_peers=num_peers,
         peer_groups=tuple(mesh.get_group(name) for name in dp.encoder_dims),

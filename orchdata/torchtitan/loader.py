@@ -16,10 +16,10 @@ from torch import Tensor
 from torchtitan.trainer import BaseDataLoader  # where it is in all versions
 
 from orchdata.batch.batch import Batch
-from orchdata.batch.megatron import next_labels
+from orchdata.batch.tensors import whole_lengths
 from orchdata.dataloader import DataLoader as _DataLoader
 
-_LLM = frozenset(("input_ids", "labels", "position_ids", "cu_seqlens", "max_seqlen"))
+_LLM = frozenset(("input_ids", "labels", "shift_labels", "position_ids", "cu_seqlens", "max_seqlen"))
 
 Item = tuple[dict[str, Any], Tensor]
 """What torchtitan takes of a microbatch: "input" and the model's other arguments, and labels."""
@@ -38,6 +38,8 @@ class DataLoader(BaseDataLoader):
     `labels` of the next token, -100 where there is no loss. Positions restart with each sample, by which torchtitan
     knows where attention ends; those of padding restart at the longest sequence that it was configured for, too.
 
+    Of sequences that ranks share a rank has slices, and the model gets `teams` too, for `od.TeamAttention`.
+
     torchtitan divides the summed loss by the labels that it counts over all ranks and microbatches of its step. A
     sample that failed to decode is not among these, which `batch.loss_scale` would have kept as planned.
 
@@ -53,8 +55,8 @@ class DataLoader(BaseDataLoader):
     Raises:
         TypeError: `make` gives something else than an od.DataLoader; a `collate_fn` of your own without a `convert`.
         ValueError: a loader of other data-parallel ranks than torchtitan's; padded batches, or mrope; sources with loss
-            weights; teams without a `convert`; a sample that is longer than torchtitan's longest sequence; a step of
-            several microbatches, where no `TrainerMixin` is there to take them.
+            weights; `Teams(cut="trainer")` without a `convert`; a sample that is longer than torchtitan's longest
+            sequence; a step of several microbatches, where no `TrainerMixin` is there to take them.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -138,14 +140,15 @@ class DataLoader(BaseDataLoader):
             self._check_lengths(batch, longest)
             positions = positions % longest  # padding is a sequence of any length
         inputs = {"input": batch.llm.input_ids, "positions": positions}
-        labels = next_labels(batch.llm.labels)
+        labels = batch.llm.next_labels
         if self._has_rows:
             inputs, labels = {name: value[None] for name, value in inputs.items()}, labels[None]
         others = {name: value for name, value in replace(batch, unnamed=()).model_inputs().items() if name not in _LLM}
         return inputs | others, labels
 
     def _check_lengths(self, batch: Batch, longest: int) -> None:
-        for (shard, key), length in zip(batch.sample_ids, batch.llm.lengths.tolist(), strict=False):
+        lengths = whole_lengths(batch.llm, batch.teams) if batch.has_slices else batch.llm.lengths
+        for (shard, key), length in zip(batch.sample_ids, lengths.tolist(), strict=False):
             if length > longest:
                 raise ValueError(
                     f"sample {key} of {shard} has {length} tokens, and torchtitan is configured for sequences of "

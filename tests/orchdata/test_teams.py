@@ -158,8 +158,9 @@ def test_members_that_count_their_part_have_the_gradients_of_one_rank(ranks: lis
     assert min(rank["control"] for rank in ranks) > 1e-3, "a text that two members count must show"
 
 
-def test_what_fails_on_one_member_is_blank_on_all_and_counted_once(ranks: list[dict[str, Any]]) -> None:
-    found = [rank["failing"] for rank in ranks]
+@pytest.mark.parametrize("cut", ["failing", "slices failing"])
+def test_what_fails_on_one_member_is_blank_on_all_and_counted_once(cut: str, ranks: list[dict[str, Any]]) -> None:
+    found = [rank[cut] for rank in ranks]
     (shared, whole), (first, home) = found[0]["failed"], found[0]["first"]
     holders = [rank for rank, each in enumerate(found) if shared in each["places"]]
     assert len(holders) > 1

@@ -26,7 +26,7 @@ from orchdata.dataset.shards import layout_costs, oversize_rows
 pytestmark = pytest.mark.usefixtures("same_cache")
 
 COST = od.CostModel(llm=od.PhaseCost(1.0, 0.01))
-TEAMS = od.Teams(largest=4, cut="trainer")
+TEAMS = od.Teams(largest=4)
 LENGTHS = [*np.random.default_rng(0).integers(20, 100, 76).tolist(), 900, 800, 700, 600]
 
 
@@ -155,10 +155,13 @@ def test_what_others_refuse_says_what_to_do() -> None:
     mesh = SimpleNamespace(mesh_dim_names=("dp", "cp"), size=(4, 2).__getitem__)
     with pytest.raises(ValueError, match="its dim cp: make these ranks data-parallel"):
         check_teams(od.Balance(teams=TEAMS), None, dp=od.DataParallel(mesh))
+    peers = SimpleNamespace(mesh_dim_names=("dp", "tp"), size=(4, 2).__getitem__)
+    with pytest.raises(ValueError, match="encoder_dims"):
+        check_teams(od.Balance(teams=TEAMS), None, dp=od.DataParallel(peers, encoder_dims=("tp",)))
     check_teams(od.Balance(teams=TEAMS), None, dp=SimpleNamespace(mesh_dim_names=("dp", "cp"), size=lambda dim: 1))
     with pytest.raises(ValueError, match="for a DataLoader"):
         od.post_balance([[1]], cost=int, balance=od.Balance(teams=TEAMS))
-    for name, value in {"scope": "none", "assignment": "per_phase", "equal_count": True, "max_samples": 9}.items():
+    for name, value in {"scope": "none", "equal_count": True, "max_samples": 9}.items():
         with pytest.raises(ValueError, match=f"leave {name} out"):
             od.Balance(teams=TEAMS, **{name: value})  # type: ignore[arg-type]
 
@@ -191,8 +194,13 @@ def test_the_profile_shows_what_teams_bring(dataset: od.ShardDataset) -> None:
     assert settings["teams"].waiting < settings["joint"].waiting / 2
     others = {name: its.waiting for name, its in settings.items() if name != "teams"}
     assert others == {name: its.waiting for name, its in plain.main_scale.settings.items()}
-    assert "balance=od.Balance(teams=od.Teams(largest=4, cut='trainer'))" in shared.call
+    assert "balance=od.Balance(teams=od.Teams(largest=4))" in shared.call
     assert any("of ranks (their communication not counted) brings that to" in said for said in shared.summary)
+    # Members read whole texts, which is much from 2 tokens a token of the step on.
+    pairs = dataset.profile(**given, balance=od.Balance(teams=od.Teams(largest=2)))
+    ratios = [each.main_scale.settings["teams"].tokenized for each in (pairs, shared)]
+    assert 1 < ratios[0] < 2 < ratios[1]
+    assert [any("That is much" in said for said in each.summary) for each in (pairs, shared)] == [False, True]
     # Without them they are named as the remedy, except where they are refused.
     assert any("--teams 8" in said for said in plain.summary) and "teams" not in plain.main_scale.settings
     refused = dataset.profile(**given, layout=od.Padded())
@@ -209,5 +217,5 @@ def test_the_command_plans_teams(dataset: od.ShardDataset, tmp_path: Path) -> No
     shown = CliRunner().invoke(app, [*common, "--html", str(page), "--samples", "0"])
     assert shown.exit_code == 0 and "shared by teams" in shown.stdout and "shared by teams" in page.read_text()
     as_json = json.loads(CliRunner().invoke(app, [*common, "--json"]).stdout)
-    assert as_json["teams"] == "od.Teams(largest=4, cut='trainer')" and "teams" in as_json["scales"][0]["settings"]
+    assert as_json["teams"] == "od.Teams(largest=4)" and "teams" in as_json["scales"][0]["settings"]
     assert "use od.Packed()" in CliRunner().invoke(app, [*common, "--padded"]).stderr

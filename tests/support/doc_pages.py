@@ -54,6 +54,12 @@ def batches() -> dict[str, Any]:
     return next(iter(in_folder()["loader"])).model_inputs() | {"self": model}
 
 
+def attending(input_ids: torch.Tensor, teams: Any, attend: od.TeamAttention, **_: Any) -> torch.Tensor:
+    """A model of one head, which is the tokens."""
+    head = input_ids.float()[:, None, None]
+    return attend(head, head, head, teams)
+
+
 def choosing_settings() -> dict[str, Any]:
     _tar("data/a.tar", omni_samples(200))
     return {}
@@ -207,7 +213,7 @@ RUN: dict[str, Callable[[], dict[str, Any]]] = {
     "data.md": data,
     "fields.md": fields,
     "layouts.md": layouts,
-    "long_sequences.md": lambda: training() | {"mesh": (0, 1)},
+    "long_sequences.md": lambda: training() | {"mesh": (0, 1), "model": attending},
     "losses.md": nothing,
     "media.md": nothing,
     "mixtures.md": mixtures,

@@ -22,7 +22,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "losses.md"
 RECIPE = od.Recipe(image=None, audio=None, keep=("cls",))
 WEIGHTS = {"first": 1.0, "second": 3.0}
 SMALL = od.Balance(max_tokens=30)
-TEAMS = od.Balance(teams=od.Teams(largest=2, cut="trainer"))
+TEAMS = {cut: od.Balance(teams=od.Teams(largest=2, cut=cut)) for cut in ("loader", "trainer")}
 
 Loss = Callable[[od.Batch], Tensor]
 
@@ -48,11 +48,11 @@ class Model(torch.nn.Module):
 
     def ends(self, batch: od.Batch) -> Tensor:
         ends = torch.tensor([where.stop - 1 for where in batch.samples], dtype=torch.long)
-        return self.states(batch)[ends[batch.is_counted]]
+        return self.states(batch)[ends[batch.has_end]]
 
     def routed(self, batch: od.Batch) -> tuple[Tensor, Tensor]:
         states = self.states(batch)
-        own = zip(batch.samples, batch.is_counted.tolist(), strict=True)
+        own = zip(batch.samples, (batch.is_counted | batch.has_slices).tolist(), strict=True)
         tokens = torch.cat([states[:0], *[states[where] for where, here in own if here]])
         probabilities = self.router(tokens).softmax(1)
         return probabilities, probabilities.topk(2).indices
@@ -67,15 +67,16 @@ def page() -> dict[str, Any]:
 
 
 def token_losses(model: Model, batch: od.Batch) -> Tensor:
-    losses = F.cross_entropy(model.vocabulary(model.states(batch))[:-1], batch.llm.labels[1:], reduction="none")
-    return F.pad(losses, (1, 0))
+    return F.cross_entropy(model.vocabulary(model.states(batch)), batch.llm.next_labels, reduction="none")
 
 
 def losses_of_page(model: Model) -> dict[str, Loss]:
     names = page()
     return {
         "class": lambda batch: names["class_loss"](model.states(batch), model.head, batch),
-        "mean": lambda batch: names["mean_of_samples"](model.vocabulary(model.states(batch)), batch),
+        "mean": lambda batch: names["mean_of_samples"](
+            model.vocabulary(model.states(batch)), batch, lambda size: dist.group.WORLD
+        ),
         "contrastive": lambda batch: names["contrastive_loss"](
             *(each(model.ends(batch)) for each in (model.one, model.other))
         ),
@@ -139,9 +140,9 @@ def work(first: str, second: str) -> dict[str, Any]:
     ours, plain, found = losses_of_page(model), plain_losses(model), dict[str, Any]()
     data = [od.ShardDataset(path, recipe=RECIPE) for path in (first, second)]
     mixture = od.Mixture(dict(zip(WEIGHTS, map(od.Source, data), strict=True)), stop="first")
-    for name, in_teams in product(ours, (False, True)):
+    for name, cut in product(ours, ("", *TEAMS)):
         whole = {"data": mixture if name == "tasks" else data[0], "global_batch_size": GLOBAL_BATCH_SIZE}
-        balance = TEAMS if in_teams else od.Balance() if name in ("contrastive", "router") else SMALL
+        balance = TEAMS[cut] if cut else od.Balance() if name in ("contrastive", "router") else SMALL
         options = {"balance": balance} | whole
         shared, alone = (
             od.DataLoader(options.pop("data"), **options),
@@ -155,9 +156,9 @@ def work(first: str, second: str) -> dict[str, Any]:
             worst = max(worst, float((got / dist.get_world_size() - wanted).abs().max()))
             smallest = min(smallest, float(wanted.norm()))
             counts.append([len(each.sample_ids) for each in step])
-            tokens_in_teams += sum(team.rows.stop - team.rows.start for each in step for team in each.teams)
-        assert (tokens_in_teams > 0) == in_teams
-        found[name + " in teams" * in_teams] = {"worst": worst, "smallest": smallest, "counts": counts}
+            tokens_in_teams += sum(team.cu_seqlens[-1] for each in step for team in each.teams if team.size > 1)
+        assert (tokens_in_teams > 0) == bool(cut)
+        found[name + cut] = {"worst": worst, "smallest": smallest, "counts": counts}
     return found
 
 

@@ -25,12 +25,12 @@ RECIPE = od.Recipe(image=None, audio=None, keep=("n",))
 SIZE = 12
 
 
-def loader(texts: str, dp: Any, **options: Any) -> od.DataLoader:
+def loader(texts: str, dp: Any, cut: Any = "trainer", **options: Any) -> od.DataLoader:
     """Steps of 12 texts, some longer than a rank's share. Two sources have the same ones but the longest."""
     data = od.ShardDataset(texts, RECIPE)
     mixture = od.Mixture({"one": od.Source(data), "two": od.Source(data.filter("tokens < 3000"))}, stop="all")
     cost = od.CostModel(llm=od.PhaseCost(1.0, 0.01))
-    balance = od.Balance(teams=od.Teams(largest=4, cut="trainer"))
+    balance = od.Balance(teams=od.Teams(largest=4, cut=cut))
     given = {"global_batch_size": SIZE, "cost": cost, "balance": balance, "num_threads": 0} | options
     return od.DataLoader(mixture, dp=dp, **given)
 
@@ -78,9 +78,9 @@ def distance(texts: str, *, everywhere: bool) -> float:
     return worst
 
 
-def failing(texts: str, dp: Any, rank: int, most: int | None = None) -> dict[str, Any]:
+def failing(texts: str, dp: Any, rank: int, most: int | None = None, cut: str = "trainer") -> dict[str, Any]:
     """The first step that shares: a shared text fails on all members but the first, and a whole text on its rank."""
-    given, write = loader(texts, dp, on_error=od.ErrorPolicy("skip", max_failures=most)), Pages.write
+    given, write = loader(texts, dp, cut, on_error=od.ErrorPolicy("skip", max_failures=most)), Pages.write
     plan = next(plan for step in range(len(given)) if (plan := given.plan_at(0, step)).teams is not None)
     shared, whole = int(plan.team_size.argmax()), int(plan.team_size.argmin())
 
@@ -98,16 +98,17 @@ def failing(texts: str, dp: Any, rank: int, most: int | None = None) -> dict[str
         Pages.write = write  # type: ignore[method-assign]
     is_blank: list[Callable[[int, slice], bool]] = [
         lambda _, where: not batch.llm.input_ids[where].any(),
-        lambda _, where: bool((batch.llm.labels[where] == -100).all()),
+        lambda _, where: bool((batch.llm.any_labels[where] == -100).all()),
         lambda number, _: batch.fields["n"][number] is None,
     ]
     places = plan.places(rank, 0).tolist()
+    where = {at: where for at, where in enumerate(batch.samples) if where.stop > where.start}  # a slice may have none
     return {
         "places": places,
-        "blank": [[places[at] for at, where in enumerate(batch.samples) if is_so(at, where)] for is_so in is_blank],
+        "blank": [[places[at] for at, each in where.items() if is_so(at, each)] for is_so in is_blank],
         "failed": [shared, whole],
         "first": plan.rank[[shared, whole]].tolist(),
-        "invalid": sum(int((~team.valid).sum()) for team in batch.teams),
+        "invalid": sum(int((~team.valid).sum()) for team in batch.teams if team.size > 1),
         "count": given.stats()["failures"]["count"],
         "samples": given.stats()["samples"] / (plan.step + 1),
         "digest": digest(batch),
@@ -120,14 +121,17 @@ def work(texts: str) -> dict[str, Any]:
         "apart": distance(texts, everywhere=False),
         "control": distance(texts, everywhere=True),
         "failing": failing(texts, None, rank),
+        "slices failing": failing(texts, None, rank, cut="loader"),
         "none allowed": failing(texts, None, rank, 0),
     }
     if dist.get_world_size() == 4:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         for replicate in ("read", "broadcast"):
             dp = od.DataParallel(mesh, dims=("dp",), replicate=replicate)  # type: ignore[arg-type]
-            bad = failing(texts, dp, mesh.get_local_rank("dp"))
-            found[replicate] = [bad["digest"], bad["blank"], *(digest(batch) for batch in loader(texts, dp))]
+            for cut in ("trainer", "loader"):
+                bad = failing(texts, dp, mesh.get_local_rank("dp"), cut=cut)
+                seen = [bad["digest"], bad["blank"], *(digest(batch) for batch in loader(texts, dp, cut))]
+                found[replicate] = found.get(replicate, []) + seen
     return found
 
 

@@ -171,7 +171,15 @@ def hugging_face(processor: Any, model: Any, accelerator: Any, batch: od.Batch) 
     assert_type(od.hf.cost(model), od.CostModel)
     od.DataLoader(dataset, 8, collate_fn=od.hf.Inputs(model.config))
     od.hf.accelerate(loader, accelerator)
-    print(od.hf.image_modality(processor), od.hf.encode, od.hf.rounds, od.hf.loss, od.torchtitan.DataLoader)
+    od.hf.share_attention(model, loader)
+    print(
+        od.TeamAttention(loader).group(2),
+        od.hf.image_modality(processor),
+        od.hf.encode,
+        od.hf.rounds,
+        od.hf.loss,
+        od.torchtitan.DataLoader,
+    )
 
 
 def plan(index: od.planners.Workload) -> od.planners.RunPlan:

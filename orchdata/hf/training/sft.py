@@ -16,7 +16,7 @@ from typing import Any, Final
 from transformers import TrainingArguments
 
 from orchdata.batch.batch import Batch
-from orchdata.hf.inputs import as_rows
+from orchdata.hf.inputs import Inputs, as_rows
 from orchdata.steps import OptimizerSteps
 
 _OPTIONS: Final = {
@@ -55,7 +55,8 @@ def stands_for(dataset: Any) -> Any:
 def sft_arguments(arguments: dict[str, Any], batch: Batch) -> dict[str, Any]:
     """Return a model's arguments as SFTTrainer's `compute_loss` reads them.
 
-    Raises ValueError for a model whose attention mask is not one of rows: SFTTrainer counts tokens by it.
+    Raises ValueError for a model whose attention mask is not one of rows, as SFTTrainer counts tokens by it; and for
+    slices, if the model's own loss does not take labels that were shifted.
     """
     mask = arguments.get("attention_mask")
     if mask is not None and getattr(mask, "ndim", 0) != 2:
@@ -63,8 +64,14 @@ def sft_arguments(arguments: dict[str, Any], batch: Batch) -> dict[str, Any]:
             "SFTTrainer counts the tokens of an attention mask of rows, and this model takes one that keeps packed "
             "samples apart: collate_fn=od.hf.Inputs(config, padded=True), or transformers' Trainer"
         )
+    if batch.has_slices and not (isinstance(batch.inputs, Inputs) and batch.inputs.scales_shifted):
+        raise ValueError(
+            "SFTTrainer takes the model's own loss, and this model's shifts labels that were shifted before sequences "
+            "were cut: leave Balance(teams=...) out, or use transformers' Trainer"
+        )
     kept = {name: value for name, value in arguments.items() if name != "num_items_in_batch"}
-    return kept | {"labels": as_rows(batch.llm.labels)}
+    labels = as_rows(batch.llm.any_labels)
+    return kept | {"labels": labels} | ({"shift_labels": labels} if batch.has_slices else {})
 
 
 def check_options(given: Iterable[Any]) -> None:

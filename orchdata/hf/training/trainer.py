@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -26,6 +27,7 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import get_last_checkpoint
 
 from orchdata.batch.batch import Batch
+from orchdata.batch.tensors import IGNORE
 from orchdata.dataloader import DataLoader
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
@@ -61,9 +63,10 @@ class TrainerMixin(_Base):
     `ignore_data_skip=True` leaves it out. `eval_loss` is the mean over the loss tokens of the whole evaluation set.
 
     The model is Hugging Face's with `collate_fn=od.hf.Inputs(config)`, per phase too, or any whose outputs have a
-    `loss_sum`. `compute_loss_func` and label smoothing are given unshifted labels and the number that makes a summed
-    loss the scaled one. An overridden `compute_loss` gets the model's arguments, with `num_items_in_batch` counted as
-    the Trainer does. Batches of a `collate_fn` of your own, or of map-style data, go to it as they are.
+    `loss_sum`. `compute_loss_func` and label smoothing are given unshifted labels, of slices with one position more,
+    and the number that makes a summed loss the scaled one. An overridden `compute_loss` gets the model's arguments,
+    with `num_items_in_batch` counted as the Trainer does. Batches of a `collate_fn` of your own, or of map-style data,
+    go to it as they are.
 
     With TRL's `SFTTrainer` in its place the loss is SFTTrainer's own, over the planned count of loss tokens.
 
@@ -185,7 +188,9 @@ class TrainerMixin(_Base):
                 "transformers' Trainer in place of SFTTrainer"
             )
         if own_loss is not None:
-            arguments = {name: arguments[name] for name in arguments.keys() - {"labels", "num_items_in_batch"}}
+            arguments = {
+                name: arguments[name] for name in arguments.keys() - {"labels", "shift_labels", "num_items_in_batch"}
+            }
         if isinstance(batch.inputs, Inputs) and batch.routes:
             arguments["mm_encoder_outputs"] = encode(model, batch)
         if computes_loss and own_loss is None:
@@ -193,7 +198,7 @@ class TrainerMixin(_Base):
             return super().compute_loss(model, sft_arguments(arguments, batch), return_outputs, num_items)
         outputs = model(**arguments)
         if own_loss is not None:
-            loss = own_loss(outputs, as_rows(batch.llm.labels), num_items_in_batch=1 / batch.loss_scale)
+            loss = own_loss(*_unshifted(outputs, batch), num_items_in_batch=1 / batch.loss_scale)
         elif not isinstance(batch.inputs, Inputs):
             loss = outputs.loss_sum * batch.loss_scale
         else:
@@ -374,6 +379,17 @@ class TrainerMixin(_Base):
             return nullcontext()
         context: AbstractContextManager[Any] = self.accelerator.no_sync(model=model)
         return context
+
+
+def _unshifted(outputs: Any, batch: Batch) -> tuple[Any, Tensor]:
+    """Return a model's outputs, and labels for a loss that shifts them. Where labels were shifted before the cut they
+    move back, with one position more: its logits predict nothing.
+    """
+    if not batch.has_slices:
+        return outputs, as_rows(batch.llm.any_labels)
+    padded = copy(outputs)
+    padded["logits"] = torch.nn.functional.pad(outputs["logits"], (0, 0, 0, 1))
+    return padded, torch.nn.functional.pad(as_rows(batch.llm.any_labels), (1, 0), value=IGNORE)
 
 
 class _EpochOfSteps(TrainerCallback):

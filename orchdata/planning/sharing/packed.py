@@ -37,9 +37,15 @@ _NEARLY = 19, 20  # full micro-steps: one more may cost less.
 
 @dataclass(frozen=True, slots=True)
 class NoPadding(Padding):
-    """Sequences one after another: a microbatch costs what its samples cost together."""
+    """Sequences one after another: a microbatch costs what its samples cost together.
+
+    Attributes:
+        joined_to: sequences of a microbatch are joined, and padded once to a multiple of this; None where each sequence
+            has padding of its own.
+    """
 
     adds_up: ClassVar[bool] = True
+    joined_to: int | None = None
 
     def share_out(self, step: StepSamples, num_microbatches: int | None = None) -> Shares:
         """The cheapest of the candidates above.

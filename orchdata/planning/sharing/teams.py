@@ -23,6 +23,7 @@ from orchdata.native.assign.teams import NEVER, PARTS, least_works, solve_teams
 from orchdata.native.microbatches.micro_steps import bins_cost, deal_cells, packing_orders
 from orchdata.native.microbatches.teams import fill_micro_steps
 from orchdata.native.sorting import descending_order
+from orchdata.planning.balance import Balance
 from orchdata.planning.sharing.accumulated import SAMPLES, counted, share_out_in
 from orchdata.planning.sharing.micro_steps import MANY_SAMPLES, balanced_inside
 from orchdata.planning.sharing.packed import NO_PADDING
@@ -44,14 +45,20 @@ _DEAL_BITS = 40  # Costs are dealt in so many bits.
 
 
 def share_in_teams(
-    step: StepSamples, teams: Teams, exponent: int, accumulate: int, may_share: NDArray[np.bool_]
+    step: StepSamples,
+    teams: Teams,
+    exponent: int,
+    accumulate: int,
+    may_share: NDArray[np.bool_],
+    multiple_of: int = 1,
 ) -> Shares:
     """Return ranks and microbatches, with teams where these lower the price by `Teams.gain` or a sample is above a cap.
 
     Args:
         exponent: costs are those of the model times 2**exponent.
         accumulate: micro-steps; 1: as many as the caps need.
-        may_share: bool (n,), samples without media.
+        may_share: bool (n,), samples that ranks may share: without media where these are encoded with their sample.
+        multiple_of: joined slices of a microbatch are padded to a multiple of this, within the cap.
 
     Raises:
         ValueError: a sample that no team of so many ranks holds within its cap, or too few micro-steps.
@@ -60,8 +67,8 @@ def share_in_teams(
     def whole() -> Shares:
         return share_out_in(step, NO_PADDING, accumulate) if accumulate > 1 else NO_PADDING.share_out(step)
 
-    step = replace(step, balance=replace(step.balance, teams=None))
-    ways = _Ways(step, teams, exponent, accumulate, may_share)
+    step = replace(step, balance=without_teams(step.balance, multiple_of))
+    ways = _Ways(step, teams, exponent, accumulate, may_share, multiple_of)
     if ways.sizes[-1] == 1:
         return whole()
     must, keeps, found = bool((ways.table[:, 0] == NEVER).any()), 1 - teams.gain, None
@@ -80,6 +87,12 @@ def share_in_teams(
     return found if shared is None or shared[0] > keeps * step.price(found) else shared[1]
 
 
+def without_teams(balance: Balance, multiple_of: int) -> Balance:
+    """Return the same for whole samples: they fill what slices, each rounded up, leave of the rounded cap."""
+    caps = {phase: cap - (cap % multiple_of if phase == "llm" else 0) or cap for phase, cap in balance.caps.items()}
+    return replace(balance, teams=None, max_tokens=caps or None)
+
+
 class _Ways:
     """Ways to share out a step in teams.
 
@@ -87,7 +100,13 @@ class _Ways:
     """
 
     def __init__(
-        self, step: StepSamples, teams: Teams, exponent: int, number: int, may_share: NDArray[np.bool_]
+        self,
+        step: StepSamples,
+        teams: Teams,
+        exponent: int,
+        number: int,
+        may_share: NDArray[np.bool_],
+        multiple_of: int,
     ) -> None:
         self.step, self.number, self.mixed = counted(step, number) if number > 1 else step, number, teams.mixed
         self.sizes, cap = teams.sizes(step.num_ranks), step.balance.caps.get("llm", MAX_TOTAL)
@@ -95,7 +114,7 @@ class _Ways:
         # int64 (n, num_sizes).
         self.table = teams.member_costs(step.costs["llm"], step.positions, self.sizes, exponent)
         self.table[~may_share, 1:] = NEVER
-        self.slices = -(-step.positions[:, None] // self.sizes)
+        self.slices = -(-step.positions[:, None] // (self.sizes * multiple_of)) * multiple_of
         above = (self.slices > cap) & may_share[:, None]
         oversize = above[:, -1].copy()
         if oversize.any() and step.balance.oversize != "own":
@@ -283,7 +302,7 @@ class _Ways:
         is_shared, taken = (size > 1)[sample], {"llm": of.own(self.slices)[sample]}
         is_first = owner == rank[sample]
         sizes = {
-            phase: np.where(is_shared, taken.get(phase, is_first if phase == SAMPLES else 0), column[sample])
+            phase: np.where(is_shared, taken.get(phase, is_first * column[sample]), column[sample])
             for phase, column in step.sizes.items()
         }
         members = replace(

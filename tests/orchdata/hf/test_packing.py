@@ -150,8 +150,8 @@ def test_a_leak_past_the_window_alone_is_found(planted: Any, monkeypatch: pytest
 def test_a_verdict_on_code_without_a_version_is_not_kept(planted: Any, private_cache: Path) -> None:
     inputs = od.hf.Inputs(planted(leaks=False))
     assert inputs.verdict.packs and not (private_cache / "packing").exists() and not packing._seen
-    assert packing._name(transformers.LlavaConfig(text_config=planted()), inputs.family, "sdpa") == ""
-    assert packing._name(llama(), inputs.family, "sdpa")
+    assert packing.name_of(transformers.LlavaConfig(text_config=planted()), inputs.family, "sdpa") == ""
+    assert packing.name_of(llama(), inputs.family, "sdpa")
 
 
 def test_a_small_leak_is_distinguished_from_rounding() -> None:
@@ -190,7 +190,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch:
 
 def test_a_process_that_gets_inputs_tries_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = pickle.dumps(od.hf.Inputs(llama()))
-    for name in ("tiny_model", "_tried", "_find"):
+    for name in ("tiny_model", "_tried", "find"):
         monkeypatch.setattr(packing, name, never)
     got = pickle.loads(sent)
     assert got.verdict.packs and not got.padded and isinstance(got.layout, od.Packed)

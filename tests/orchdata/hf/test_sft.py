@@ -131,7 +131,7 @@ def test_options_of_rows_are_refused(shards: list[str], tmp_path: Path) -> None:
 
 
 def test_a_mask_of_packed_samples_is_refused() -> None:
-    batch: Any = SimpleNamespace(llm=SimpleNamespace(labels=torch.zeros(4, dtype=torch.int64)))
+    batch: Any = SimpleNamespace(has_slices=False, llm=SimpleNamespace(any_labels=torch.zeros(4, dtype=torch.int64)))
     with pytest.raises(ValueError, match="padded=True"):
         sft_arguments({"attention_mask": torch.ones(1, 1, 4, 4)}, batch)
     given = sft_arguments({"attention_mask": torch.ones(1, 4), "num_items_in_batch": 3}, batch)

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import orchdata as od
 from orchdata.planning.route import Route, grouped_route, make_route
 
 Row = tuple[int, int]  # part, row of it
@@ -88,6 +90,7 @@ def test_the_reverse_route_brings_every_row_back(parts: Parts) -> None:
     routes = [parts.route(rank) for rank in range(parts.num_ranks)]
     held = [parts.held(rank) for rank in range(parts.num_ranks)]
     assert carry([route.reverse() for route in routes], carry(routes, held)) == held
+    assert all(route.num_rows is None for route in routes)
     assert [route.reverse().reverse() for route in routes] == routes
 
 
@@ -126,6 +129,32 @@ def test_with_peers_an_all_to_all_for_each_and_a_gather_bring_every_row() -> Non
     assert routes[0] != replace(routes[0], peer=0)
 
 
+@given(parts(), st.data())
+def test_segments_go_to_every_rank_that_needs_them(parts: Parts, data: st.DataObject) -> None:
+    part = st.sampled_from([part for part, tokens in enumerate(parts.tokens) if tokens] or [-1])
+    drawn = data.draw(st.lists(st.tuples(part, st.integers(0, 3), st.integers(0, 4)), max_size=9))
+    segments = [(at, min(first, parts.tokens[at] - 1), 1) for at, first, _ in drawn if at >= 0]
+    needs = [rank % parts.num_ranks for at, _, rank in drawn if at >= 0]
+    order = data.draw(st.permutations(range(len(needs))))
+    given: Any = {"encoder_rank": parts.encoder_rank, "tokens": parts.tokens, "encoder_order": parts.encoder_order}
+    given |= {"llm_rank": needs, "segments": segments, "llm_order": order}
+    routes = [make_route(rank, parts.num_ranks, **given) for rank in range(parts.num_ranks)]
+    held = [parts.held(rank) for rank in range(parts.num_ranks)]
+    wanted = [[segments[at][:2] for at in order if needs[at] == rank] for rank in range(parts.num_ranks)]
+    assert carry(routes, held) == wanted
+    assert [route.reverse().reverse() for route in routes] == routes
+
+
+def test_gradients_of_rows_that_are_sent_twice_add_up_and_others_are_zero() -> None:
+    segments = [(1, 0, 2), (1, 1, 1), (0, 2, 1)]
+    route = make_route(0, 1, encoder_rank=[0, 0], llm_rank=[0, 0, 0], tokens=[3, 2], segments=segments)
+    rows = torch.arange(5.0).requires_grad_()
+    arrived = od.exchange(rows, route, requires_grad=True)
+    assert arrived.tolist() == [3, 4, 4, 2]
+    (arrived * torch.tensor([1.0, 2.0, 4.0, 8.0])).sum().backward()
+    assert rows.grad is not None and rows.grad.tolist() == [0, 0, 8, 1, 6]
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -138,6 +167,7 @@ def test_with_peers_an_all_to_all_for_each_and_a_gather_bring_every_row() -> Non
         ({"tokens": [[1, 4]]}, r"tokens must have one entry for each of 2 parts, got shape \(1, 2\)"),
         ({"tokens": [1.5, 2.0]}, "tokens must be integers, got dtype float64"),
         ({"encoder_order": [1, 1]}, "encoder_order must contain each of 2 parts once, got 1 repeats"),
+        ({"segments": [[0, 1, 2], [1, 0, 3]]}, r"segments\[0\] is \[0, 1, 2\]; part 0 has 2 rows"),
         ({"llm_order": [0, 2]}, r"llm_order\[1\] is 2; it must be from 0 to 1"),
     ],
 )

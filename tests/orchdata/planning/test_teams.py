@@ -159,7 +159,7 @@ def test_too_few_ranks_are_named() -> None:
     ("given", "reason"),
     [
         ({"largest": 6}, "power of two"),
-        ({"cut": "loader"}, "must be 'trainer'"),
+        ({"cut": "model"}, "must be 'loader' or 'trainer'"),
         ({"gain": 1.0}, "below 1"),
         ({"mixed": 1}, "True or False"),
         ({"per_token": {2: 1.0}}, "each of the sizes"),

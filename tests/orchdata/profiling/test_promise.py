@@ -140,7 +140,7 @@ def test_what_training_would_refuse_is_refused(dataset: od.ShardDataset) -> None
         profile(dataset.index(), balance=od.Balance(max_tokens={"image": 999}), layout=od.Padded(encoders="padded"))
     with pytest.raises(ValueError, match="order='1f1b' is not profiled"):
         profile(dataset.index(), balance=od.Balance(order="1f1b", num_stages=2))
-    with pytest.raises(ValueError, match="teams need whole samples"):
+    with pytest.raises(ValueError, match="which teams cut"):
         profile(dataset.index(), balance=od.Balance(teams=od.Teams(largest=2, cut="trainer")), encoder_peers=2)
 
 

@@ -154,6 +154,20 @@ def test_torchtitan_s_own_trainer_is_refused_inside_a_step_and_a_validator_is_no
     assert len(items) == sum(len(step) for step in loader(dataset).steps())
 
 
+def test_slices_have_labels_that_were_shifted_before_the_cut(dataset: od.ShardDataset) -> None:
+    given: dict[str, Any] = {"collate_fn": od.Packed(), "balance": od.Balance(teams=od.Teams(largest=2, gain=0.0))}
+    shared = 0
+    for dp in ((0, 2), (1, 2)):
+        items = make(dataset, dp=dp, graphs=False, **given).dataloader.optimizer_steps()
+        for batch, ((inputs, labels), *_) in zip(loader(dataset, dp, **given), items, strict=False):
+            assert torch.equal(labels[0], batch.llm.shift_labels)
+            shared += sum(team.size > 1 for team in inputs["teams"])
+            inputs["teams"][0].use.mark()
+    assert shared
+    with pytest.raises(ValueError, match=r"configured for sequences of 20: "):
+        make(dataset, graphs=False, runtime=ROWS | {"seq_len": 20}, **given).run(1)
+
+
 def test_what_would_be_another_step_is_refused(dataset: od.ShardDataset) -> None:
     with pytest.raises(ValueError, match="makes 2 gradient accumulation steps"):
         make(dataset, accumulation=2)
