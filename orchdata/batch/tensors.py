@@ -213,6 +213,10 @@ class TeamUse:
     taken: str = ""
     is_by_name: bool = False
 
+    def __deepcopy__(self, _: Any) -> TeamUse:
+        """Return itself: a copied batch is of the same loader."""
+        return self
+
     def take(self, batch: str) -> None:
         """Model inputs of this batch were taken."""
         self.taken = batch

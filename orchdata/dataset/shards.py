@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int64]
 _OR_CUT: Final = ", or cut long texts by TextPreprocessor(max_tokens=..., overflow=...)"
+_OR_SHARE: Final = ", or let ranks share them by Balance(teams=od.Teams(largest=...))"
 
 
 def prepare_shards(
@@ -466,7 +467,7 @@ def oversize_rows(costs: IndexCosts, balance: Balance, excluded: Ints) -> dict[s
                 if phase == "llm" and cap < costs.length:
                     out = f"length={costs.length}, minus the positions of dummies; {out}"
             if phase == "llm":
-                out += _OR_CUT
+                out += _OR_CUT + ("" if balance.teams is not None or costs.length is not None else _OR_SHARE)
             raise ValueError(
                 f"{above.worst} has {above.largest} {phase} positions{even}, max_tokens allows {cap} (the largest of "
                 f"{len(above.rows)} samples above it); {out}"

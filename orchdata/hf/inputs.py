@@ -23,7 +23,7 @@ from orchdata.batch.batch import Batch
 from orchdata.batch.tensors import IGNORE, LLMBatch, MediaBatch
 from orchdata.hf.families import FAMILIES, READ_PADDING, TOWERS, Family, family_of, model_class, takes, thinker
 from orchdata.hf.packing import Arguments, SwitchingRope, Verdict, attention_of, switching_rope, verdict_of
-from orchdata.hf.sharing import Sharing, sharing_of
+from orchdata.hf.sharing import Sharing, Unshared, sharing_of
 from orchdata.hf.tiny import undisturbed
 from orchdata.notices import warn_once
 from orchdata.planning.layout import Attention, Empty, Layout, Packed, Padded, Positions
@@ -305,7 +305,7 @@ class Inputs:
             use = batch.teams[0].use
             if use is not None and not use.is_by_name:
                 raise ValueError("this loader shares sequences: call od.hf.share_attention(model, loader) first")
-            arguments["teams"] = batch.teams
+            arguments |= {"teams": batch.teams, "past_key_values": Unshared()}
         elif self._makes_masks:
             arguments["attention_mask"] = _packed_masks(batch, self.config, family.sees_ahead, self._attention)
         elif not self.padded and "flash" in self._attention:
@@ -423,7 +423,8 @@ def _loss_follows(config: Any, *, shifted: bool = False) -> bool:
         model, own = object.__new__(kind), copy.deepcopy(config)
         own._attn_implementation = "eager"  # none is computed, and others may not be installed here
         PreTrainedModel.__init__(model, own)
-        model.model, model.lm_head, model.vocab_size = _OfBase(torch.randn(1, 5, 4)), nn.Linear(4, vocab), vocab
+        setattr(model, kind.base_model_prefix, _OfBase(torch.randn(1, 5, 4)))
+        model.lm_head, model.vocab_size = nn.Linear(4, vocab), vocab
         ids = torch.randint(0, vocab, (1, 5))
         labels = torch.where(torch.arange(5) < 2, IGNORE, ids)
         given: dict[str, Any] = {"input_ids": ids, "position_ids": torch.arange(5)[None], "labels": labels}

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 from orchdata.batch.batch import Batch
-from orchdata.batch.tensors import IGNORE, Team
+from orchdata.batch.tensors import IGNORE, Team, TeamUse
 from orchdata.hf.families import Family, thinker
 from orchdata.hf.packing import (
     POSITIONS,
@@ -66,8 +66,9 @@ class Sharing:
 def share_attention(model: Any, loader: Any, kernel: Kernel = sdpa_by_sequence) -> None:
     """Let a model of transformers attend over the teams of a loader, in its text model alone.
 
-    Called once, after the loader was made and before the model is wrapped or compiled. `model(**batch.model_inputs())`
-    then exchanges heads in every layer, in training and in evaluation; a forward without teams is the model's own.
+    Called once for each loader that has teams, before the model is wrapped or compiled. `model(**batch.model_inputs())`
+    then exchanges heads in every layer, in training and in evaluation; a forward without teams is the model's own. Any
+    other model raises ValueError for such inputs.
 
     Args:
         model: of transformers.
@@ -84,8 +85,8 @@ def share_attention(model: Any, loader: Any, kernel: Kernel = sdpa_by_sequence) 
             f"od.hf.share_attention takes a loader with collate_fn=od.hf.Inputs(model.config), and this one is for "
             f"{type(asked).__name__}, the model of {type(config).__name__}"
         )
-    install(model, TeamAttention(loader, kernel))
     use = loader._runtime.context.delivery.team_use
+    install(model, TeamAttention(loader, kernel), use)
     use.is_by_name = True
     use.mark()  # inputs that were asked for before were refused
 
@@ -115,8 +116,21 @@ def sharing_of(config: Any, family: Family, arguments_of: ArgumentsOf) -> Sharin
     return found
 
 
-def install(model: Any, attend: Callable[..., Tensor]) -> None:
-    """Give the text model our name of attention, and its forward an argument `teams`; again: with another `attend`."""
+class Unshared:
+    """What stands for a cache in inputs with teams: a model that is not shared reads it, a shared one never does."""
+
+    def __getattr__(self, name: str) -> Any:
+        kind = ValueError if name.startswith(("get_", "update")) else AttributeError  # what others ask of any object
+        raise kind(
+            "these are slices of sequences that ranks share, and this model attends to them by themselves: call "
+            "od.hf.share_attention(model, loader) for each model that gets them"
+        )
+
+
+def install(model: Any, attend: Callable[..., Tensor], use: TeamUse | None = None) -> None:
+    """Give the text model our name of attention, and its forward an argument `teams`: those of the loader of `use` have
+    this attention.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -126,19 +140,24 @@ def install(model: Any, attend: Callable[..., Tensor]) -> None:
     if own in ALL_MASK_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(own + SHARED, partial(_mask, own))
     config._attn_implementation_internal = own + SHARED
-    for handle in vars(model).get("_shares_attention", ()):
-        handle.remove()
-    model._shares_attention = (
-        model.register_forward_pre_hook(partial(_begin, attend), with_kwargs=True),
-        model.register_forward_hook(_end, always_call=True),
-    )
+    if "_attends" not in vars(model):
+        model._attends = {}
+        model.register_forward_pre_hook(_begin, with_kwargs=True)
+        model.register_forward_hook(_end, always_call=True)
+    model._attends[use] = attend
 
 
-def _begin(attend: Any, _: Any, args: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _begin(model: Any, args: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Put an attention in place of the teams: a checkpointed layer that is run again has it again."""
     teams = arguments.pop("teams", ())
     _forward.is_shared = bool(teams)
-    return args, arguments | {"attend": partial(attend, teams=teams)} if teams else arguments
+    if not teams:
+        return args, arguments
+    if (attend := model._attends.get(teams[0].use)) is None:
+        raise ValueError("this loader shares sequences: call od.hf.share_attention(model, loader) for it, too")
+    if isinstance(arguments.get("past_key_values"), Unshared):
+        del arguments["past_key_values"]
+    return args, arguments | {"attend": partial(attend, teams=teams)}
 
 
 def _end(*_: Any) -> None:

@@ -113,6 +113,10 @@ class TeamAttention:
         self._groups = _groups(runtime.rank, self._sizes[1:])
         self._use = runtime.context.delivery.team_use
 
+    def __deepcopy__(self, _: Any) -> TeamAttention:
+        """Of a copy of a model, as for an average of its weights: process groups cannot be copied."""
+        return self
+
     @kept_from_compilers
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, teams: Sequence[Team], **options: Any) -> Tensor:
         """Attend to the whole sequences of the microbatch's teams, and to this rank's own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import warnings
@@ -91,10 +92,19 @@ def test_a_loader_refuses_a_model_that_cannot_be_shared(tmp_path: Path) -> None:
     opt = config_of("opt", **SMALL, ffn_dim=48, word_embed_proj_dim=64, dropout=0.0)
     for config, loads in ((config_of("llama", **NARROW), shared), (opt, loader(opt))):
         model = transformers.AutoModelForCausalLM.from_config(config)
-        for _ in range(2):  # a second call changes nothing
-            od.hf.share_attention(model, loads)
-        for batch in loads:  # one rank has no team to share with, and its model attends to each sample
-            od.hf.loss(model(**batch.model_inputs()), batch).backward()
+        other, evaluated = copy.deepcopy(model), loader(config)
+        for each in (loads, evaluated, loads):  # a second call changes nothing
+            od.hf.share_attention(model, each)
+        averaged = copy.deepcopy(model)
+        # One rank has no team to share with, and its model attends to each sample.
+        for batch, unseen in zip(loads, evaluated, strict=True):
+            for each in (batch, unseen):
+                inputs = each.model_inputs()
+                loss = od.hf.loss(model(**inputs), each)
+                loss.backward()
+                assert od.hf.loss(averaged(**inputs), each) == loss
+            with pytest.raises(ValueError, match="for each model that gets them"):
+                other(**inputs)
 
 
 @pytest.mark.parametrize("own", ["eager", "sdpa"])
