@@ -1,12 +1,19 @@
 """Run by test_team_attention, one process a rank: gradients of models that attend in teams, against one process.
 
-team_attention_job.py TEXTS
+team_attention_job.py TEXTS CHATS           everything but a run that is killed
+team_attention_job.py CHATS FOLDER killed   train, save a state after each of two steps, and die in the third
+team_attention_job.py CHATS FOLDER resumed  train from that state on
 """
 
 from __future__ import annotations
 
 import copy
+import json
+import os
+import signal
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,10 +31,12 @@ from torch.utils.checkpoint import checkpoint
 import orchdata as od
 from orchdata.ranks.team_attention import attend_over
 
-SEQUENCES = {  # by number of ranks: (size, first rank, lengths) of each team; rank 2 of 4 has none of its own
+SEQUENCES = {  # by number of ranks: (size, first rank, lengths) of each team; rank 2 has none of its own
     2: [(2, 0, [37, 20]), (1, 0, [5])],
     4: [(4, 0, [37, 20]), (2, 0, [14]), (2, 2, [9, 6]), (1, 0, [5]), (1, 1, [3, 4]), (1, 3, [8])],
+    8: [(8, 0, [37, 20]), (4, 0, [14]), (4, 4, [21]), (2, 0, [9, 6]), (2, 6, [11]), (1, 1, [3, 4]), (1, 7, [8])],
 }
+VOCAB = 260
 PIECE = 3
 """A slice is a multiple of so many tokens."""
 
@@ -73,8 +82,8 @@ def eager(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    heads: int = 4
-    kv_heads: int = 4
+    heads: int = 8
+    kv_heads: int = 8
     value_dim: int = 6
     window: int = -1
     wrapper: str = ""
@@ -111,7 +120,7 @@ class Model(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
+        self.embed, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
         self.blocks = nn.ModuleList(Block(case) for _ in range(2))
         self.double()
 
@@ -216,14 +225,15 @@ def refusals(texts: str) -> dict[str, Any]:
 def hugging_face(texts: str, way: str) -> dict[str, Any]:
     """Steps of a Llama whose loader cuts sequences, in two microbatches, against one rank that has them whole."""
     config = transformers.LlamaConfig(
-        vocab_size=260,
-        hidden_size=16,
+        vocab_size=VOCAB,
+        hidden_size=32,
         intermediate_size=24,
         num_hidden_layers=2,
-        num_attention_heads=4,
+        num_attention_heads=8,
         num_key_value_heads=2,
     )
     inputs = od.hf.Inputs(config, padded=False, probe=False)
+    torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).double()
     if way:
         model.activation_checkpointing_enable()
@@ -234,14 +244,15 @@ def hugging_face(texts: str, way: str) -> dict[str, Any]:
     od.hf.share_attention(model, ours)
     for module in (*model.model.layers, model) if way == "fsdp2" else ():
         fully_shard(module)
+    wrapped = DistributedDataParallel(model) if way == "ddp" else model
     ours.set_epoch(0)
     for shared, (one,) in zip(ours.steps(), whole.steps(), strict=True):
         for batch in shared:
             sizes |= {team.size for team in batch.teams}
-            model(**batch.model_inputs()).loss.backward()
+            wrapped(**batch.model_inputs()).loss.backward()
         alone(**one.model_inputs()).loss.backward()
         found, wanted = gradients(model), gradients(alone)
-        if way != "fsdp2":
+        if way in ("", "checkpointed"):
             dist.all_reduce(found)
             found /= dist.get_world_size()
         worst = max(worst, float((found - wanted).abs().max() / wanted.abs().max()))
@@ -250,6 +261,69 @@ def hugging_face(texts: str, way: str) -> dict[str, Any]:
     own = one.model_inputs()
     assert torch.equal(model(**own).loss, alone(**own).loss)  # without teams it is the model's own attention
     return {"distance": worst, "sizes": sorted(sizes), "refused": refused}
+
+
+def train(model: Model, ours: od.DataLoader, attend: Any) -> Iterator[tuple[Any, ...]]:
+    """Steps of an epoch; without `attend` those of one rank, sequence by sequence. Number, samples with the tokens of
+    each that are here, labels that count, and sizes of teams."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in ours.steps():
+        optimizer.zero_grad()
+        for batch in step:
+            llm, inputs = batch.llm, []
+            if attend is None:
+                for where in batch.samples:
+                    labels = F.pad(llm.labels[where][1:], (0, 1), value=-100)
+                    inputs.append((llm.input_ids[where], llm.position_ids[where], labels))
+            else:
+                inputs.append((llm.input_ids, llm.position_ids, llm.shift_labels))
+            for each in inputs:
+                (model(*each, attend, batch.teams) * batch.loss_scale).backward()
+        for parameter in model.parameters() if attend is not None else ():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        optimizer.step()
+        ranges = [batch.token_ranges or [(0, each.stop - each.start) for each in batch.samples] for batch in step]
+        samples = [
+            (source, *key, *tokens)
+            for batch, tokens_of in zip(step, ranges, strict=True)
+            for source, key, tokens in zip(batch.sources.tolist(), batch.sample_ids, tokens_of, strict=True)
+        ]
+        sizes = {team.size for batch in step for team in batch.teams}
+        yield step[0].step, samples, sum(batch.loss_tokens for batch in step), sorted(sizes)
+
+
+def packed_chats(chats: str) -> dict[str, Any]:
+    """Distance of the gradients of each step of an epoch in two microbatches, and the part of tokens with a label."""
+    model, alone, worst, found, counts = Model(Case()), Model(Case()), 0.0, set(), [0, 0]
+    ours = loader(chats, None, "loader", accumulate=2, shuffle=True)
+    whole = loader(chats, (0, 1), balance="global", shuffle=True)
+    shared, one = train(model, ours, od.TeamAttention(ours)), train(alone, whole, None)
+    for (_, _, _, sizes), (_, samples, labels, _) in zip(shared, one, strict=True):
+        wanted = gradients(alone)
+        worst = max(worst, float((gradients(model) - wanted).abs().max() / wanted.abs().max()))
+        found |= set(sizes)
+        counts = [counts[0] + labels, counts[1] + sum(stop - first for *_, first, stop in samples)]
+    return {"distance": worst, "sizes": sorted(found), "learned": counts[0] / counts[1]}
+
+
+def broken_run(chats: str, folder: str, way: str) -> dict[str, Any]:
+    model, ours = Model(Case()), loader(chats, None, "loader", accumulate=2, shuffle=True)
+    attend, path, rows = od.TeamAttention(ours), Path(folder) / "state.pt", []
+    if way == "resumed":
+        saved = torch.load(path)
+        model.load_state_dict(saved["model"])
+        ours.load_state_dict(saved["loader"])
+    for row in train(model, ours, attend):
+        rows.append(row)
+        if way == "killed":
+            if len(rows) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            (Path(folder) / f"{dist.get_rank()}.json").write_text(json.dumps(rows))
+            dist.barrier()
+            if dist.get_rank() == 0:
+                torch.save({"model": model.state_dict(), "loader": ours.state_dict()}, path)
+    return {"rows": rows, "weights": torch.cat([each.flatten() for each in model.parameters()]).tolist()}
 
 
 def forgotten(texts: str) -> str:
@@ -268,13 +342,14 @@ def said(call: Any) -> str:
     return "nothing"
 
 
-def work(texts: str) -> dict[str, Any]:
+def work(texts: str, chats: str) -> dict[str, Any]:
     attend = od.TeamAttention(loader(texts, None))
     found: dict[str, Any] = {name: distance(case, attend) for name, case in CASES.items()}
-    for way in ("", "checkpointed", "fsdp2"):
+    for way in ("", "checkpointed", "fsdp2", "ddp"):
         found[f"Llama {way}"] = hugging_face(texts, way)
+    found["chats"] = packed_chats(chats)
     return found | {"controls": controls(attend), "refusals": refusals(texts), "forgotten": forgotten(texts)}
 
 
 if __name__ == "__main__":
-    run_rank(work)
+    run_rank(lambda *given: (broken_run if len(given) == 3 else work)(*given))

@@ -30,7 +30,7 @@ def loader(texts: str, dp: Any, cut: Any = "trainer", **options: Any) -> od.Data
     data = od.ShardDataset(texts, RECIPE)
     mixture = od.Mixture({"one": od.Source(data), "two": od.Source(data.filter("tokens < 3000"))}, stop="all")
     cost = od.CostModel(llm=od.PhaseCost(1.0, 0.01))
-    balance = od.Balance(teams=od.Teams(largest=4, cut=cut))
+    balance = od.Balance(teams=od.Teams(largest=8, cut=cut))
     given = {"global_batch_size": SIZE, "cost": cost, "balance": balance, "num_threads": 0} | options
     return od.DataLoader(mixture, dp=dp, **given)
 
