@@ -136,7 +136,7 @@ class TeamAttention:
         if not teams:
             raise ValueError("there are no teams in this batch, which is not of a loader with od.Teams(cut='loader')")
         check_heads(query.shape[1], self._sizes)
-        self._use.mark()
+        (getattr(teams[0], "use", None) or self._use).mark()  # of a loader for evaluation, maybe
         return attend_over(teams, query, key, value, self.kernel, self._swap, **options)
 
     def group(self, size: int) -> Any:

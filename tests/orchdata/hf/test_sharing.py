@@ -105,6 +105,10 @@ def test_a_loader_refuses_a_model_that_cannot_be_shared(tmp_path: Path) -> None:
                 assert od.hf.loss(averaged(**inputs), each) == loss
             with pytest.raises(ValueError, match="for each model that gets them"):
                 other(**inputs)
+    attend = od.TeamAttention(shared)
+    for batch in evaluated:  # of another loader than its own
+        heads = torch.zeros(len(batch.model_inputs()["input_ids"][0]), 4, 8)
+        attend(heads, heads, heads, batch.teams)
 
 
 @pytest.mark.parametrize("own", ["eager", "sdpa"])
