@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 _TURNS = 7
@@ -27,6 +28,8 @@ def main(path: Path, num_ranks: int, batch_size: int) -> dict[str, float]:
     from orchdata.bench.plan import OMNI_COST
     from orchdata.dataloader import DataLoader
     from orchdata.loaders.index.index import Index
+    from orchdata.loop.position import Position
+    from orchdata.loop.state import State
     from orchdata.order.steps import StepTask
     from orchdata.planning.make_plan import make_plan
 
@@ -46,12 +49,13 @@ def main(path: Path, num_ranks: int, batch_size: int) -> dict[str, float]:
         "before_bytes": before,
         "anonymous_bytes": anonymous_bytes(),
     }
-    state = loader.state_dict()
+    state = State.from_json(loader.state_dict())
 
     def plan(step: int, *, resume: bool = False) -> float:
         began = time.thread_time()
         if resume:
-            loader.load_state_dict({**state, "step": step, **loader._runtime.prepared.steps.location(0, step, None)})
+            location = loader._runtime.prepared.steps.location(0, step, None)
+            loader.load_state_dict(replace(state, position=Position(0, step), location=location).to_json())
         make_plan(spec, StepTask(0, step))
         return time.thread_time() - began
 

@@ -30,7 +30,7 @@ from orchdata.dataset.options import (
     listed_rows,
 )
 from orchdata.dataset.prepare import prepare
-from orchdata.dataset.resume.restore import restore
+from orchdata.dataset.resume import check_allowed, known_count, restore, state_of
 from orchdata.delivery.delivery import Delivery
 from orchdata.delivery.policy import FailureBudget
 from orchdata.delivery.stats import Stats
@@ -38,11 +38,11 @@ from orchdata.engines.threads import can_pin
 from orchdata.engines.torch_workers import IterableContent, set_epoch
 from orchdata.engines.work import WorkerSeeds
 from orchdata.finalizers import Ending, wait_for_finalizers
-from orchdata.loaders.errors import BLANK, StateError
+from orchdata.loaders.errors import BLANK
 from orchdata.loop.loop import EpochLoop, Stream
 from orchdata.loop.planned import Engines, LoopContext, PlannedStream
 from orchdata.loop.position import Position, Progress
-from orchdata.loop.state import check_allowed, dump_state, known_count
+from orchdata.loop.state import State
 from orchdata.loop.torch_stream import IterableSource, IterableStream, MapSource, MapStream
 from orchdata.notices import warn_once, warn_user
 from orchdata.order.sampler import SamplerSteps
@@ -230,13 +230,12 @@ class Runtime:
 
     def state(self, progress: Progress) -> dict[str, Any]:
         """Return the loader's state: see `DataLoader.state_dict`."""
-        prepared, position = self.prepared, progress.position
+        position = progress.position
         if self.is_single_rank:
-            position = progress.promised(self.seeds.draw, prepared.steps.draw)
+            position = progress.promised(self.seeds.draw, self.prepared.steps.draw)
             if not position.workers:
                 position = replace(position, workers=self.state_before())
-        state = dump_state(position, prepared.bound_fingerprint, prepared.steps)
-        return state | prepared.state_of_order(state)
+        return state_of(self.prepared, position).to_json()
 
     def even_tail(self) -> None:
         """From now on, the last step of an epoch of map-style data has as many samples on each rank, with repeats."""
@@ -265,9 +264,7 @@ class Runtime:
     def load_state(self, state: dict[str, Any], allow: Sequence[str], num_workers: int) -> Position:
         """Return the position of a state, after the order that it stores was installed."""
         check_allowed(allow)
-        prepared, position = restore(self.prepared, state, allow, num_workers)
-        if prepared.is_iterable and position.step and not position.workers:
-            raise StateError("the state does not say how far each worker has iterated the data set")
+        prepared, position = restore(self.prepared, State.from_json(state), allow, num_workers)
         if prepared is not self.prepared:
             self.install(prepared)
         if self.is_single_rank:

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from orchdata.balancers.checks import checked_count
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.spec import BuildSpec, Content
-from orchdata.dataset.resume.mixture import dump_mixture
-from orchdata.dataset.resume.rows import SourceRows, bound, dump_rows
+from orchdata.dataset.usable_rows import SourceRows
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.storage.node.cache import Cache
@@ -27,7 +26,6 @@ from orchdata.order.steps import Batches, GlobalBatches, Steps, StreamSteps, Sum
 from orchdata.planning.balance import Balance, as_balance
 from orchdata.planning.layout import Packed, Padded, fixed_length, layout_of
 from orchdata.planning.make_plan import PlanSpec, SampleCosts
-from orchdata.planning.windows import WindowBatches
 from orchdata.ranks.parallel import DataParallel, Rank
 
 IndexUse = Literal["build", "require"]
@@ -173,16 +171,6 @@ class PreparedDataset:
         """Usable samples of the data set."""
         return self.spec.plan.order.num_samples
 
-    @property
-    def has_windows(self) -> bool:
-        """Whether steps are windows of concatenated documents."""
-        return isinstance(self.spec.plan.batches, WindowBatches)
-
-    @property
-    def bound_fingerprint(self) -> Mapping[str, Any]:
-        """What a state must agree with, besides the `rows` of shards."""
-        return bound(self.fingerprint) if self.rows else self.fingerprint
-
     def with_order(self, order: MixtureOrder) -> PreparedDataset:
         """Return the same mixture with another order."""
         batches = self.spec.plan.batches
@@ -190,15 +178,6 @@ class PreparedDataset:
             batches = replace(batches, sums=order)
         spec = replace(self.spec, plan=replace(self.spec.plan, order=order, batches=batches))
         return replace(self, spec=spec)
-
-    def state_of_order(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a state with this position stores of samples and their order, besides the fingerprint."""
-        if not self.rows:
-            return {}
-        order, found = self.spec.plan.order, dump_rows(self.rows)
-        if isinstance(order, MixtureOrder) and not self.has_windows:
-            found |= dump_mixture(order, state["epoch"], state["position"])
-        return found
 
 
 def batch_sizes(

@@ -20,8 +20,8 @@ from orchdata.dataset.indexed.new_shards import NewShards
 from orchdata.dataset.indexed.unread import warn_of_missing, warn_of_no_loss, warn_of_unread, whole_parts
 from orchdata.dataset.mixed import joined_index, mixture_fingerprint, mixture_order
 from orchdata.dataset.options import LoaderOptions, PreparedDataset, Quarantine, TokenBudgets, refuse_parts
-from orchdata.dataset.resume.rows import rows_of
 from orchdata.dataset.sharded import is_mixture
+from orchdata.dataset.usable_rows import rows_of
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.delivery.unusable import IndexedFailures, lost_samples, refuse_above_budget, unusable_of, warn_of_bad
 from orchdata.loaders.errors import DataError, TooManyFailures

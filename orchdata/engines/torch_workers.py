@@ -24,7 +24,7 @@ from orchdata.engines.pickling import explain_pickling
 from orchdata.engines.processes.engine import Workers
 from orchdata.engines.processes.message import Failed, Sent, packed, unpacked
 from orchdata.engines.work import is_lost_by_torch, seed_process, sendable
-from orchdata.order.stateful import exhaust, has_own_state, restore_states, states_of
+from orchdata.order.stateful import exhaust, restore_states, states_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,6 +255,11 @@ def set_epoch(dataset: Any, epoch: int) -> bool:
     if has_epoch:
         dataset.set_epoch(epoch)
     return has_epoch
+
+
+def has_own_state(state: Mapping[str, Any]) -> bool:
+    """Return whether a data set's state contains more than how far it was iterated."""
+    return bool(state.keys() - {"epoch", "steps", "ended"})
 
 
 def _own_epoch(state: Mapping[str, Any]) -> int | None:

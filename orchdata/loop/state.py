@@ -1,205 +1,170 @@
 """The state of a loader: its position in which epoch, and the fingerprint of what it loads.
 
-Small, JSON-safe, versioned, and the same on every rank: rank 0's loads everywhere. `dataset/resume/` compares what
-samples are usable.
+    state_of --> State --to_json--> a plain dict, in a checkpoint --from_json--> State --> restore
+
+Small, JSON-safe, versioned, and the same on every rank: rank 0's loads everywhere. No other file knows its keys.
+`dataset/resume.py` makes states of data sets, and compares them.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import orchdata
 from orchdata.loaders.errors import StateError
 from orchdata.loop.position import Position, stored
+from orchdata.order.merge import By, SourceProgress, StretchStart
+from orchdata.order.mixture import ResumePoint
 from orchdata.order.sampler import generator_state
-from orchdata.order.steps import Begin, Draw, Steps, draw_of_cut, is_begin
+from orchdata.order.steps import Location, is_begin
+from orchdata.order.stretch import DUE_BITS
 
 VERSION = 1
-SIZES = ("global_batch_size", "global_batch_tokens")  # which may differ where `allow` names them
-WEIGHTS = "weights"  # of a mixture, which may too
-SAMPLES = "samples"  # that are usable, which may too: the next epoch begins, see `dataset/resume`
-WINDOWS = "windows"  # of concatenated documents: neither may differ, because windows of all epochs follow each other
-_MOST_BYTES = 8192  # of a mixture's fingerprint; a larger one is stored as digests
-_MEASURES = frozenset((*SIZES, "tokens_multiple_of"))
+WINDOWS = "windows"  # in the fingerprint of concatenated documents
 _KINDS: dict[str, type[Any] | tuple[type[Any], ...]] = {
     **dict.fromkeys(("epoch", "step", "position", "tokens", "token", "base_seed", "worker"), int),
-    **dict.fromkeys(("fingerprint", "drawn", "document", "written_by"), Mapping),
+    **dict.fromkeys(("fingerprint", "drawn", "document"), Mapping),
     **dict.fromkeys(("left", "workers", "rows"), (list, tuple)),
 }
+_NEEDED = ("epoch", "step", "fingerprint")
 _DRAWS: dict[str, type[Any]] = {"seed": int, "state": str, "cut": object}  # keys of a draw
 _LARGEST = 1 << 63
+_MOST_ROWS = 1 << 48
+_MOST_GIVEN = 1 << 62
 
 
-def dump_state(position: Position, fingerprint: Mapping[str, Any], steps: Steps) -> dict[str, Any]:
-    """Return a state that shares nothing with the loader: torch.distributed.checkpoint loads in place. Raises what
-    `state_dict` of a data set in this process raises.
+class RowsDigest(NamedTuple):
+    """What identifies the usable rows of a data set, or of a source of a mixture.
+
+    Attributes:
+        num_usable: their number.
+        digest: of their names, in order.
+        runs: the first bytes of the digests of equal runs of them.
+        tokens: digest of their tokens; None where steps do not depend on them.
     """
-    optional = {
-        "drawn": None if position.draw is None else deepcopy(dict(position.draw)),
-        "base_seed": position.base_seed if position.is_drawn else None,
-        "left": list(position.left) or None,
-        "sampler": deepcopy(position.sampler),
-        "workers": [None if get is None else deepcopy(get()) for get in position.workers] or None,
-    }
-    if position.workers and position.step:
-        optional["worker"] = position.worker
-    return {
-        "version": VERSION,
-        "epoch": position.epoch,
-        "step": position.step,
-        **steps.location(position.epoch, position.step, position.draw),
-        **{name: value for name, value in optional.items() if value is not None},
-        "fingerprint": _small(fingerprint),
-    }
+
+    num_usable: int
+    digest: str
+    runs: bytes
+    tokens: str | None = None
 
 
-def load_state(
-    state: Mapping[str, Any],
-    fingerprint: Mapping[str, Any],
-    steps: Steps,
-    allow: Sequence[str] = (),
-    num_workers: int = 0,
-    *,
-    check: bool = True,
-) -> Position:
-    """Return the position of `state`. Raises StateError, with each difference, if it belongs to another loader.
+class MixtureState(NamedTuple):
+    """What the sources of a mixture have given and are due. Its size does not depend on the number of stages.
 
-    Args:
-        steps: of this loader; of a mixture, in the stages that the state stores.
-        allow: names of SIZES or WEIGHTS, that may differ: the rest of the epoch is then cut again, from the state's
-            position on.
-        num_workers: of this loader.
-        check: whether `steps` can locate the state's step, to compare it with the state.
+    Attributes:
+        now: what each source has given and is due at the position of the state.
+        periods: the periods at that position.
+        resumed: where the run continues.
     """
-    check_form(state)
-    is_other_size, has_other_weights = check_loader(state, fingerprint, allow)
-    position = _position(state, num_workers)
-    if not is_other_size:
-        if check:
-            _check_location(state, position, steps)
-        if not has_other_weights:
-            return position
-    return _cut_again(state, position, steps)
+
+    now: StretchStart
+    periods: tuple[int, ...]
+    resumed: ResumePoint
 
 
-def check_loader(state: Mapping[str, Any], fingerprint: Mapping[str, Any], allow: Sequence[str]) -> tuple[bool, bool]:
-    """Raise StateError if another loader wrote a state: it may differ from this one only in what `allow` names. Return
-    whether the size of a step and the weights are others.
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """The state of a loader.
+
+    Attributes:
+        fingerprint: of the loader that wrote it.
+        location: where its step begins.
+        rows: of shards, the usable rows of the data set, or of each source. Sources with the same rows have one object.
+        mixture: of a mixture, except of its windows, whose position is searched for from the start of the run.
     """
-    theirs = state.get("fingerprint", {})
-    if _is_small(theirs):
-        fingerprint = _digested(fingerprint)
-    if WINDOWS in fingerprint or WINDOWS in theirs:
-        differences, other_size, other_weights = _differences_of_windows(theirs, fingerprint), None, False
-    else:
-        differences = _differences(_without_size(theirs), _without_size(fingerprint), "")
-        other_size = _other_size(theirs, fingerprint)
-        other_weights = WEIGHTS in theirs and WEIGHTS in fingerprint and theirs[WEIGHTS] != fingerprint[WEIGHTS]
-        if other_size is not None and other_size[0] not in allow:
-            differences.append(other_size[1])
-        if other_weights and WEIGHTS not in allow:
-            how = f"load_state_dict(state, allow=({WEIGHTS!r},)) continues with the weights here"
-            there, here = _shown_weights(theirs[WEIGHTS]), _shown_weights(fingerprint[WEIGHTS])
-            differences.append(f"weights are {there} in the state and {here} here ({how})")
-    if differences:
-        raise StateError("the state belongs to another loader: " + "; ".join(differences))
-    return other_size is not None, other_weights
 
+    position: Position
+    fingerprint: Mapping[str, Any]
+    location: Location = Location()
+    rows: tuple[RowsDigest, ...] = ()
+    mixture: MixtureState | None = None
 
-def _differences_of_windows(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """Return the differences if one of the loaders has windows of concatenated documents."""
-    there, here = ({**each, WEIGHTS: _shown_weights(each.get(WEIGHTS))} for each in (theirs, ours))
-    differences = _differences(there, here, "")
-    if differences and any(theirs.get(name) != ours.get(name) for name in (*SIZES, WINDOWS, WEIGHTS)):
-        differences.append(
-            "where a step of Packed(concatenate=True) begins depends on all steps before it, so allow= cannot change "
-            "that: use the former arguments, or begin an epoch with the new ones by set_epoch()"
+    def to_json(self) -> dict[str, Any]:
+        """Raises what `state_dict` of a data set in this process raises."""
+        position, location = self.position, self.location
+        state = {
+            "version": VERSION,
+            "epoch": position.epoch,
+            "step": position.step,
+            "position": location.position,
+            "tokens": location.tokens,
+            "document": location.document,
+            "token": location.token,
+            "drawn": None if position.draw is None else dict(position.draw),
+            "base_seed": position.base_seed if position.is_drawn else None,
+            "left": list(position.left) or None,
+            "sampler": position.sampler,
+            "workers": [None if get is None else get() for get in position.workers] or None,
+            "worker": position.worker if position.workers and position.step else None,
+            "fingerprint": self.fingerprint,
+            "rows": _dump_rows(self.rows) or None,
+            "written_by": {"orchdata": orchdata.__version__} if self.rows else None,
+            "given": None if self.mixture is None else _dump_mixture(self.mixture, self.fingerprint["mixture"]),
+        }
+        # It shares nothing with the loader: torch.distributed.checkpoint loads in place.
+        return deepcopy({name: value for name, value in state.items() if value is not None})
+
+    @classmethod
+    def from_json(cls, state: Any) -> State:
+        """Raises StateError for what is no state, a version that is not known, and values that no state has."""
+        _check_form(state)
+        epoch, step, fingerprint = state["epoch"], state["step"], state["fingerprint"]
+        _check_draw(draw := state.get("drawn"))
+        base_seed, left = state.get("base_seed"), tuple(state.get("left") or ())
+        if not all(isinstance(each, int) and 0 <= each < step for each in left):
+            raise StateError(f"the state is damaged: steps {list(left)} cannot be left of {step}")
+        position = Position(
+            epoch,
+            step,
+            draw,
+            base_seed=base_seed,
+            is_drawn=base_seed is not None,
+            left=left,
+            sampler=state.get("sampler"),
+            workers=tuple(None if each is None else stored(each) for each in state.get("workers") or ()),
+            worker=state.get("worker", -1),
         )
-    return differences
+        location = Location(state.get("position"), state.get("tokens"), state.get("document"), state.get("token"))
+        has_given = "mixture" in fingerprint and WINDOWS not in fingerprint
+        return cls(
+            position=position,
+            fingerprint=fingerprint,
+            location=location,
+            rows=_load_rows(state.get("rows") or ()),
+            mixture=_load_mixture(state.get("given"), fingerprint["mixture"], epoch, location) if has_given else None,
+        )
 
 
-def is_alike(state: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
-    """Return whether a state is of shards, and of as many sources with the same names, as a fingerprint of shards."""
-    theirs = state.get("fingerprint")
-    if not isinstance(theirs, Mapping) or ("mixture" in theirs) != ("mixture" in ours):
-        return False
-    if "mixture" not in ours:
-        return isinstance(theirs.get("order"), Mapping)
-    mixture, named = theirs["mixture"], theirs.get("sources")
-    orders = mixture.get("sources") if isinstance(mixture, Mapping) else None
-    if not isinstance(orders, Mapping) or not isinstance(named, Mapping):
-        return False
-    return bool(orders.keys() == named.keys() == ours["sources"].keys())
+class PostState(NamedTuple):
+    """The state of `post_balance` on one rank.
 
-
-def is_of_mixture(state: Any, fingerprint: Mapping[str, Any]) -> bool:
-    """Return whether a state is of the mixture of a fingerprint, with any weights."""
-    theirs = state.get("fingerprint") if isinstance(state, Mapping) else None
-    if not isinstance(theirs, Mapping) or state.get("version") != VERSION:
-        return False
-    ours = _digested(fingerprint) if _is_small(theirs) else fingerprint
-    return bool(theirs.get("mixture") == ours["mixture"])
-
-
-def has_weights(state: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> bool:
-    """Return whether a state of a mixture has the weights of a fingerprint."""
-    return bool(state["fingerprint"].get(WEIGHTS) == fingerprint[WEIGHTS])
-
-
-def _shown_weights(described: Any) -> Any:
-    """Return the weights of one stage as shares of 1, as a fingerprint has its periods; several stages as they are."""
-    if not (isinstance(described, list) and len(described) == 1):
-        return described
-    rates = {name: 1 / period if period else 0.0 for name, period in described[0][1].items()}
-    return {name: float(f"{rate / sum(rates.values()):.5g}") for name, rate in rates.items()}
-
-
-def _small(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a fingerprint as a state stores it: with digests for a mixture of many sources."""
-    if "mixture" in fingerprint and len(json.dumps(fingerprint)) > _MOST_BYTES:
-        return _digested(fingerprint)
-    return deepcopy(dict(fingerprint))
-
-
-def _is_small(fingerprint: Any) -> bool:
-    mixture = fingerprint.get("mixture") if isinstance(fingerprint, Mapping) else None
-    return isinstance(mixture, Mapping) and mixture.get("digests") is True
-
-
-def _digested(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fingerprint of a mixture with a digest for each source's order and recipe; the shuffle, which all
-    sources share, stays readable.
+    Attributes:
+        step: number of the next step.
+        exhausted: whether the loader has no more in this epoch.
+        loader: state of the loader before that step.
     """
-    mixture = dict(fingerprint["mixture"])
-    orders = mixture["sources"]
-    mixture |= {
-        "digests": True,
-        "shuffle": deepcopy(next(iter(orders.values()))["shuffle"]),
-        "sources": {name: _digest(order) for name, order in orders.items()},
-    }
-    sources = {
-        name: {field: value if isinstance(value, float) else _digest(value) for field, value in source.items()}
-        for name, source in fingerprint["sources"].items()
-    }
-    return {**deepcopy(dict(fingerprint)), "mixture": mixture, "sources": sources}
+
+    step: int
+    exhausted: bool
+    loader: Any
+
+    def to_json(self) -> dict[str, Any]:
+        return {"version": VERSION, **self._asdict()}
+
+    @classmethod
+    def from_json(cls, state: Any) -> PostState:
+        """Raises StateError for anything else."""
+        if not isinstance(state, Mapping) or state.get("version") != VERSION or not {*cls._fields} <= state.keys():
+            raise StateError(f"this is not a state of post_balance of version {VERSION}: {str(state)[:200]}")
+        return cls(*(state[name] for name in cls._fields))
 
 
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-def check_allowed(allow: Sequence[str]) -> None:
-    """Raise ValueError for names that may never differ."""
-    known = (*SIZES, WEIGHTS, SAMPLES)
-    if isinstance(allow, str) or any(name not in known for name in allow):
-        raise ValueError(f"allow must name entries of {', '.join(map(repr, known))}, which may differ; got {allow!r}")
-
-
-def check_form(state: Any) -> None:
+def _check_form(state: Any) -> None:
     """Raise StateError for what is no state, a version that is not known, and values of wrong types."""
     if not isinstance(state, Mapping) or "version" not in state:
         raise StateError("this is not a state of an orchdata DataLoader: it has no 'version'")
@@ -212,44 +177,10 @@ def check_form(state: Any) -> None:
         )
     for name, kind in _KINDS.items():
         value = state.get(name)
-        if name not in state or (value is None and name == "drawn"):
+        if value is None and name not in _NEEDED:
             continue
-        if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and abs(value) >= _LARGEST):
+        if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and not 0 <= value < _LARGEST):
             raise StateError(f"the state is damaged: its {name!r} is {value!r}"[:200])
-
-
-def place_of(state: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the epoch and the step of a state. Raises StateError for what are none."""
-    epoch, step = state.get("epoch"), state.get("step")
-    if not (isinstance(epoch, int) and epoch >= 0 and isinstance(step, int) and step >= 0):
-        raise StateError(f"the state points at epoch {epoch!r}, step {step!r}")
-    return epoch, step
-
-
-def _position(state: Mapping[str, Any], num_workers: int) -> Position:
-    (epoch, step), draw = place_of(state), state.get("drawn")
-    _check_draw(draw)
-    workers = state.get("workers", [])
-    if workers and len(workers) != max(1, num_workers):
-        raise StateError(
-            f"the state has the data set's state in each of {len(workers)} workers, and this loader has {num_workers}: "
-            f"samples of such a data set belong to its workers, so pass num_workers={len(workers)}"
-            f"{', or 0' if len(workers) == 1 else ''}"
-        )
-    base_seed, left = state.get("base_seed"), tuple(state.get("left", ()))
-    if not all(isinstance(each, int) and 0 <= each < step for each in left):
-        raise StateError(f"the state is damaged: steps {list(left)} cannot be left of {step}")
-    return Position(
-        epoch,
-        step,
-        draw,
-        base_seed=base_seed,
-        is_drawn=base_seed is not None,
-        left=left,
-        sampler=state.get("sampler"),
-        workers=tuple(None if each is None else stored(each) for each in workers),
-        worker=state.get("worker", -1),
-    )
 
 
 def _check_draw(draw: Mapping[str, Any] | None) -> None:
@@ -272,116 +203,96 @@ def _check_draw(draw: Mapping[str, Any] | None) -> None:
         raise StateError(f"the state is damaged: invalid 'cut' value {known['cut']!r:.80}, which is no cut of an epoch")
 
 
-def _check_location(state: Mapping[str, Any], position: Position, steps: Steps) -> None:
-    """Raise StateError if the loader has no such step, or at another position."""
-    epoch, step, draw = position.epoch, position.step, position.draw
-    try:
-        num_steps = known_count(steps, epoch, draw)
-        here = {} if num_steps is not None and step > num_steps else steps.location(epoch, step, draw)
-    except (LookupError, ValueError) as error:
-        reason = f"the state's epoch was drawn from {draw!r}, which is no draw of this loader's order"
-        raise StateError(reason) from error
-    if num_steps is not None and step > num_steps:
-        raise StateError(f"the state points at epoch {epoch}, step {step}; an epoch has {num_steps} steps")
-    for name, unit in (("tokens", "tokens"), ("position", "samples")):
-        if name in here and state.get(name, here[name]) != here[name]:
-            raise StateError(
-                f"step {step} of epoch {epoch} begins after {state[name]} {unit} in the state and {here[name]} here"
-            )
-    for name in ("document", "token"):
-        if name in here and state.get(name) != here[name]:
-            raise StateError(
-                f"step {step} of epoch {epoch} begins at {name} {state.get(name)} in the state and {here[name]} here"
-            )
+def _dump_rows(rows: Sequence[RowsDigest]) -> list[Any]:
+    """Return an entry for each; a number stands for an earlier entry."""
+    entries: list[Any] = []
+    numbers: dict[int, int] = {}
+    for usable in rows:
+        number = numbers.setdefault(id(usable), len(entries))
+        runs = b64encode(usable.runs).decode()
+        entry = {"num_usable": usable.num_usable, "usable": usable.digest, "runs": runs}
+        entry |= {} if usable.tokens is None else {"tokens": usable.tokens}
+        entries.append(entry if number == len(entries) else number)
+    return entries
 
 
-def _cut_again(state: Mapping[str, Any], position: Position, steps: Steps) -> Position:
-    """Return the position with the rest of the epoch cut by this loader's size."""
-    num_delivered = state.get("position")
-    if not isinstance(num_delivered, int) or num_delivered < 0:
-        raise StateError(
-            "the state does not say how many samples were delivered, which a loader of another global batch size "
-            "continues from: only states of a ShardDataset, or of map-style data with a seed, do"
-        )
-    if not num_delivered:
-        return Position(position.epoch)
-    draw = draw_of_cut(Begin(position.step, num_delivered))
-    if "position" not in steps.location(position.epoch, position.step, draw):
-        raise StateError("samples that torch draws continue with the global batch size that they were drawn with")
-    return Position(position.epoch, position.step, draw)
+def _load_rows(entries: Sequence[Any]) -> tuple[RowsDigest, ...]:
+    rows: list[RowsDigest] = []
+    for entry in entries:
+        if type(entry) is int and 0 <= entry < len(rows):
+            rows.append(rows[entry])
+            continue
+        try:
+            runs = b64decode(entry["runs"], validate=True)
+            usable = RowsDigest(entry["num_usable"], entry["usable"], runs, entry.get("tokens"))
+            if type(usable.digest) is not str or not 0 <= usable.num_usable < _MOST_ROWS:
+                raise ValueError(entry)
+        except (LookupError, TypeError, ValueError) as error:
+            raise StateError(f"the state is damaged: its 'rows' have {entry!r:.80}") from error
+        rows.append(usable)
+    return tuple(rows)
 
 
-def known_count(steps: Steps, epoch: int, draw: Draw | None) -> int | None:
-    """Return the number of optimizer steps of an epoch; None if it is known only at the end."""
-    try:
-        return steps.count(epoch, draw)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def _without_size(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    both = WEIGHTS in fingerprint
-    return {
-        name: value for name, value in fingerprint.items() if name not in _MEASURES and not (both and name == WEIGHTS)
+def _dump_mixture(mixture: MixtureState, described: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the sources have given; `described` is the mixture in the fingerprint."""
+    now, periods, resumed = mixture
+    given = {
+        "weights": list(periods),
+        "begun": list(resumed.given_before),
+        "now": _dump_start(now, described["by"]),
+        "is_changed": resumed.is_changed,
     }
+    if resumed.stretch_start is not None:
+        given["changed"] = _dump_start(resumed.stretch_start, described["by"])
+    if described["stop"] == "repeat":
+        given["start"] = {"samples": list(resumed.start.counts), "tokens": list(resumed.start.given)}
+    return given
 
 
-def _other_size(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str, str] | None:
-    """If steps have another size, return the name of ours, and the difference as text."""
-    there, here = ({name: each[name] for name in _MEASURES & each.keys()} for each in (theirs, ours))
-    if there == here:
-        return None
-    name = next(name for name in SIZES if name in here)
-    how = f"load_state_dict(state, allow=({name!r},)) cuts what is left of the epoch again"
-    if there.keys() == here.keys() == {name}:
-        same = f"{name}={there[name]} goes on with the steps of the state"
-        if name == "global_batch_size":
-            same += ", on any number of ranks (batch_size counts for each rank)"
-        return name, f"{name} is {there[name]} in the state and {here[name]} here: {same}; {how}"
-    sizes = [", ".join(f"{key}={size[key]}" for key in sorted(size)) for size in (there, here)]
-    return name, f"a step has {sizes[0]} in the state and {sizes[1]} here: {how}"
-
-
-_WHAT = {
-    "dataset": "the list of shards, their names, sizes or contents, or how columns=, key= or containers= read them,",
-    "recipe": "the recipe",
-    "rows": "the order of your own, shuffle=array,",
-    "selection": "the choice of samples by filter, split, take or select",
-}
-_DIGEST = re.compile(r"[0-9a-f]{16,}")
-
-
-def _of(path: str) -> str:
-    """Return the name of the source in the path of a difference."""
-    names = path.split(".")
-    return f" of source {names[names.index('sources') + 1]!r}" if "sources" in names[:-1] else ""
-
-
-def _is_digest(value: Any) -> bool:
-    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
-
-
-def _shown(value: Any) -> str:
-    """Return a value for messages, without its digests."""
-    return _DIGEST.sub("...", repr(value))
-
-
-def _differences(theirs: Any, ours: Any, path: str) -> list[str]:
-    """Return the differences as text."""
-    if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
-        names = [*ours, *(name for name in theirs if name not in ours)]
-        return [
-            difference
-            for name in names
-            for difference in _differences(theirs.get(name), ours.get(name), f"{path}.{name}" if path else str(name))
-        ]
-    if theirs == ours:
-        return []
-    words = f"{path} is {_shown(theirs)} in the state and {_shown(ours)} here"
-    if _is_digest(theirs) or _is_digest(ours):
-        words = f"{_WHAT.get(path.rpartition('.')[2], path)}{_of(path)} differs: the state has another one"
-    if path == "order.format":
-        words += (
-            " (the algorithm of orders has changed: finish the epoch with the orchdata that began it, or begin one)"
+def _load_mixture(given: Any, described: Any, epoch: int, location: Location) -> MixtureState:
+    try:
+        count, by = len(described["sources"]), described["by"]
+        none = (0,) * count
+        start = SourceProgress(none, none)
+        if described["stop"] == "repeat":
+            start = _load_progress(given["start"], count)
+        samples, tokens = _ints(given["begun"], 2)
+        stretch_start = _load_start(given["changed"], count, by) if "changed" in given else None
+        resumed = ResumePoint(epoch, (samples, tokens), start, stretch_start, given["is_changed"] is True)
+        mixture = MixtureState(_load_start(given["now"], count, by), _ints(given["weights"], count), resumed)
+    except (KeyError, TypeError, ValueError) as error:
+        raise StateError(
+            f"the state is damaged: invalid amounts that the sources of its mixture have given: {given!r}"[:300]
+        ) from error
+    delivered = mixture.now.progress.position - start.position
+    if delivered != location.position:
+        raise StateError(
+            f"the state is damaged: its mixture has given other amounts at this position than it says, {delivered} "
+            f"samples of the epoch at position {location.position!r:.40}"
         )
-    return [words]
+    return mixture
+
+
+def _dump_start(start: StretchStart, by: By) -> dict[str, list[int]]:
+    progress, due = start
+    # Debts have fewer digits than what is due.
+    debts = [each - (amount << DUE_BITS) for each, amount in zip(due, progress.amounts(by), strict=True)]
+    return {"samples": list(progress.counts), "tokens": list(progress.given), "debts": debts}
+
+
+def _load_start(start: Mapping[str, Any], count: int, by: By) -> StretchStart:
+    progress, debts = _load_progress(start, count), _ints(start["debts"], count, least=-(_MOST_GIVEN << DUE_BITS))
+    due = tuple(debt + (amount << DUE_BITS) for debt, amount in zip(debts, progress.amounts(by), strict=True))
+    return StretchStart(progress, due)
+
+
+def _load_progress(progress: Mapping[str, Any], count: int) -> SourceProgress:
+    samples, tokens = (_ints(progress[name], count, most=_MOST_GIVEN) for name in ("samples", "tokens"))
+    return SourceProgress(samples, tokens)
+
+
+def _ints(values: Any, count: int, least: int = 0, most: int = _MOST_GIVEN << DUE_BITS) -> tuple[int, ...]:
+    ints = tuple(values)
+    if len(ints) != count or not all(type(value) is int and least <= value <= most for value in ints):
+        raise ValueError(values)
+    return ints

@@ -25,7 +25,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 
 from orchdata.loaders.errors import StateError
 from orchdata.order.stateful import exhaust, is_stateful, restore_states, states_of
-from orchdata.order.steps import Draw, GlobalBatches, StepTask
+from orchdata.order.steps import Draw, GlobalBatches, Location, StepTask
 
 ENDED: Final = "ended"
 """Key in a sampler's state: whether it had ended when the state was taken."""
@@ -304,8 +304,8 @@ class SamplerSteps:
     def count(self, epoch: int, draw: Draw | None = None) -> int:
         return len(self._source) if self._batched else self._batches.count(len(self._source))
 
-    def location(self, epoch: int, step: int, draw: Draw | None) -> dict[str, int]:
-        return {}
+    def location(self, epoch: int, step: int, draw: Draw | None) -> Location:
+        return Location()
 
     def draw(self) -> Draw | None:
         return self._source.draw()

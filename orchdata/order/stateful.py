@@ -31,8 +31,3 @@ def exhaust(items: Iterator[Any]) -> None:
     end = object()
     while next(items, end) is not end:
         pass
-
-
-def has_own_state(state: Any) -> bool:
-    """Return whether a data set's state contains more than how far it was iterated."""
-    return bool(state.keys() - {"epoch", "steps", "ended"})

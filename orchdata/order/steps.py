@@ -41,6 +41,22 @@ _START = Begin(0, 0)
 _EPOCHS_KEPT = 4
 
 
+class Location(NamedTuple):
+    """Where a step begins, for a state; None for what is not counted.
+
+    Attributes:
+        position: samples of the epoch before it; of windows, documents of the epoch that were delivered to their end.
+        tokens: tokens of the epoch before it.
+        document: of windows, the first one that is not delivered to its end, JSON-safe.
+        token: of windows, its first token that is not delivered.
+    """
+
+    position: int | None = None
+    tokens: int | None = None
+    document: Mapping[str, Any] | None = None
+    token: int | None = None
+
+
 class Batches(Protocol):
     """How an epoch is cut into global batches."""
 
@@ -178,8 +194,8 @@ def _check_step(step: int, first: int, count: int) -> None:
 class LocatesSteps(Protocol):
     """Batches that say themselves where a step begins."""
 
-    def location(self, epoch: int, step: int) -> dict[str, Any]:
-        """Return where a step begins, for a state: see `Steps.location`."""
+    def location(self, epoch: int, step: int) -> Location:
+        """Return where a step begins."""
 
 
 class Steps(Protocol):
@@ -194,12 +210,8 @@ class Steps(Protocol):
         None if its samples depend on nothing random.
         """
 
-    def location(self, epoch: int, step: int, draw: Draw | None) -> dict[str, Any]:
-        """Return where a step begins, for a state: "position", samples of the epoch before it, and "tokens" likewise;
-        of windows of documents also the "document" and its "token".
-
-        `step` may be the number of steps, for the end of the epoch. Empty if samples cannot be counted.
-        """
+    def location(self, epoch: int, step: int, draw: Draw | None) -> Location:
+        """Return where a step begins. `step` may be the number of steps, for the end of the epoch."""
 
     def tasks(
         self, epoch: int, first: int, draw: Draw | None, *, again: bool, sampler_state: Any = None
@@ -236,7 +248,7 @@ class OrderedSteps:
     def count(self, epoch: int, draw: Draw | None = None) -> int:
         return self.batches.count(self.length(epoch), epoch, begin_of(draw))
 
-    def location(self, epoch: int, step: int, draw: Draw | None) -> dict[str, Any]:
+    def location(self, epoch: int, step: int, draw: Draw | None) -> Location:
         if isinstance(self.batches, LocatesSteps):
             return self.batches.location(epoch, step)
         begin = begin_of(draw)
@@ -244,8 +256,8 @@ class OrderedSteps:
         if step > first:
             position = self.batches.bounds(step - 1, self.length(epoch), epoch, begin)[1]
         if not isinstance(self.batches, TokenBatches):
-            return {"position": position}
-        return {"position": position, "tokens": self.batches.sums.before(epoch, position)}
+            return Location(position)
+        return Location(position, self.batches.sums.before(epoch, position))
 
     def bounds(self, task: StepTask) -> tuple[int, int]:
         """Return the positions [start, stop) of a step. Raises IndexError outside the epoch."""
@@ -303,8 +315,8 @@ class StreamSteps:
     def count(self, epoch: int, draw: Draw | None = None) -> int:
         return self.batches.count(self.length())
 
-    def location(self, epoch: int, step: int, draw: Draw | None) -> dict[str, int]:
-        return {}
+    def location(self, epoch: int, step: int, draw: Draw | None) -> Location:
+        return Location()
 
     def draw(self) -> Draw | None:
         return None

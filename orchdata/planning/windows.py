@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from orchdata.loaders.index.index import Index, basename
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import SampleOrder
-from orchdata.order.steps import Begin, Sums
+from orchdata.order.steps import Begin, Location, Sums
 from orchdata.order.token_sums import TokenCounts
 
 Ints = NDArray[np.int64]
@@ -128,20 +128,18 @@ class WindowBatches:
             epoch=np.concatenate([part.epoch for part in parts])[of],
         )
 
-    def location(self, epoch: int, step: int) -> dict[str, Any]:
-        """Return where a step begins, for a state, JSON-safe: "document" and its first "token" that is not delivered;
-        "position", the documents of this epoch that were delivered to their end; "tokens" of this epoch before it.
-        """
+    def location(self, epoch: int, step: int) -> Location:
+        """Return where a step begins."""
         start = self._tokens(epoch, step)[0]
         (epoch_of, token, _), *_ = self._parts(epoch, start, start + 1)
         position = self.sums.position(epoch_of, token)
         row = int(self.order.rows(epoch_of, position, position + 1)[1][0])
-        return {
-            "position": position if epoch_of == epoch else 0 if epoch_of < epoch else self.order.length(epoch),
-            "tokens": max(0, start),
-            "document": {"epoch": epoch_of, "position": position, **self._name_of(row)},
-            "token": token - self.sums.before(epoch_of, position),
-        }
+        return Location(
+            position=position if epoch_of == epoch else 0 if epoch_of < epoch else self.order.length(epoch),
+            tokens=max(0, start),
+            document={"epoch": epoch_of, "position": position, **self._name_of(row)},
+            token=token - self.sums.before(epoch_of, position),
+        )
 
     def _name_of(self, row: int) -> dict[str, Any]:
         piece = int(self.index.piece[np.array([row])][0])

@@ -14,7 +14,7 @@ import numpy as np
 
 from orchdata.engines.warm import Warming
 from orchdata.finalizers import Ending, User, call_soon
-from orchdata.loaders.errors import StateError
+from orchdata.loop.state import PostState
 from orchdata.planning.balance import Balance, as_balance
 from orchdata.post_balancing.group import LostRanksError, RankGroup
 from orchdata.post_balancing.plan import MoveRule, PostPlan
@@ -22,7 +22,6 @@ from orchdata.post_balancing.prefetch import Prefetcher
 from orchdata.post_balancing.step import Cost, LossTokens, PartsOf, PostBatch, ReadyStep, StepMaker
 from orchdata.ranks.parallel import ranks_per_node, resolve_rank
 
-VERSION = 1
 _STEPS_AHEAD = 2
 _CLOSE_SECONDS = 5.0
 _STAGES = ("waiting", "fetching", "planning", "moving")
@@ -120,8 +119,8 @@ class PostBalanced:
         self._rank_group = rank_group
         self._rule = rule
         self._iterations = 0
-        self._loaded: Mapping[str, Any] | None = None  # start of the next iteration; None for the beginning
-        self._state: Mapping[str, Any] | None = None  # after the last delivered step
+        self._loaded: PostState | None = None  # start of the next iteration; None for the beginning
+        self._state: PostState | None = None  # after the last delivered step
         self._stats = PostStats()
         self._running: dict[Prefetcher, Ending] = {}
 
@@ -136,7 +135,7 @@ class PostBalanced:
             raise RuntimeError("an earlier error closed the connections of post_balance: call it again on all ranks")
         begin, self._loaded = self._loaded, None
         if begin is None and self._has_state:
-            self._state = self._state_of(0, False, self._loader.state_dict())
+            self._state = PostState(0, False, self._loader.state_dict())
         maker = StepMaker(
             self._loader,
             self._cost,
@@ -145,8 +144,8 @@ class PostBalanced:
             self._rank_group,
             self._rule,
             iteration=self._iterations,
-            step=0 if begin is None else begin["step"],
-            exhausted=begin is not None and begin["exhausted"],
+            step=0 if begin is None else begin.step,
+            exhausted=begin is not None and begin.exhausted,
         )
         self._iterations += 1
         if self._rank_group.size == 1:
@@ -159,7 +158,7 @@ class PostBalanced:
             finally:
                 close = partial(_close, self._running, prefetcher, _CLOSE_SECONDS)
                 close() if user.drops_it() else call_soon(close)  # the collector may close this generator
-        self._state = self._state_of(0, False, maker.state)
+        self._state = PostState(0, False, maker.state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's own position: the wrapped loader's state after the last delivered step, and that step's
@@ -169,7 +168,7 @@ class PostBalanced:
             TypeError: the loader has no state.
         """
         self._need_state()
-        return dict(self._state or self._state_of(0, False, self._loader.state_dict()))
+        return (self._state or PostState(0, False, self._loader.state_dict())).to_json()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`, this rank's own, at the next iteration. Closes an iteration under way, on all ranks.
@@ -179,12 +178,10 @@ class PostBalanced:
             TypeError: the loader has no state.
         """
         self._need_state()
-        wanted = {"version", "step", "exhausted", "loader"}
-        if not isinstance(state, Mapping) or state.get("version") != VERSION or not wanted <= state.keys():
-            raise StateError(f"this is not a state of post_balance of version {VERSION}: {str(state)[:200]}")
+        loaded = PostState.from_json(state)
         self._stop(None)
-        self._loader.load_state_dict(state["loader"])
-        self._state = self._loaded = dict(state)
+        self._loader.load_state_dict(loaded.loader)
+        self._state = self._loaded = loaded
 
     def stats(self) -> dict[str, Any]:
         """Return moves, imbalance and milliseconds of the delivered steps; see `PostStats.as_dict`."""
@@ -197,7 +194,7 @@ class PostBalanced:
     def _deliver(self, steps: Iterator[ReadyStep]) -> Iterator[PostBatch]:
         for made in self._stats.timed(steps):
             if self._has_state:
-                self._state = self._state_of(made.batch.step + 1, made.exhausted, made.state)
+                self._state = PostState(made.batch.step + 1, made.exhausted, made.state)
             batch = made.batch
             del made
             yield batch
@@ -218,9 +215,6 @@ class PostBalanced:
                 f"post_balance cannot resume: {type(self._loader).__name__} has no state_dict and load_state_dict, so"
                 " its position is not known; wrap a loader that has them, such as torchdata's StatefulDataLoader"
             )
-
-    def _state_of(self, step: int, exhausted: bool, loader: Any) -> dict[str, Any]:
-        return {"version": VERSION, "step": step, "exhausted": exhausted, "loader": loader}
 
 
 class PostStats:

@@ -14,9 +14,12 @@ from mixture_cases import periods_of, sources_of
 from rank_loaders import loaders, steps_of
 
 import orchdata as od
-from orchdata.dataset.resume.mixture import dump_mixture, load_mixture
+from orchdata.dataset.resume import mixture_at
+from orchdata.loop.position import Position
+from orchdata.loop.state import State
 from orchdata.order.merge import Stage
 from orchdata.order.mixture import MixtureOrder
+from orchdata.order.steps import Location
 
 pytestmark = pytest.mark.usefixtures("same_cache")
 
@@ -66,14 +69,14 @@ def test_what_a_state_tells_goes_on_the_same(by: Any) -> None:
     scale = 900 if by == "tokens" else 20
     stages = [Stage(scale * k, periods_of(weights[k % 5])) for k in range(20)]
     order = MixtureOrder(sources_of(lengths), stages, by=by, stop="repeat", epoch_size=("samples", 700))
-    whole = order.rows(0, 0, 700)
+    whole, fingerprint = order.rows(0, 0, 700), {"mixture": order.describe()}
     for position in range(1, 700, 23):
-        described = json.loads(json.dumps(dump_mixture(order, 0, position)))
-        if "given" not in described:
-            continue
-        resumed = load_mixture(described["given"], order, 0).resumed
-        later = order.restaged(stages, resumed)
+        told, location = mixture_at(order, 0, position), Location(position)
+        state = State(position=Position(), location=location, fingerprint=fingerprint, mixture=told).to_json()
+        loaded = State.from_json(json.loads(json.dumps(state))).mixture
+        assert loaded == told
+        later = order.restaged(stages, loaded.resumed)
         for one, other in zip(later.rows(0, position, 700), whole, strict=True):
             assert np.array_equal(one, other[position:])
-        assert dump_mixture(later, 0, position) == described
+        assert mixture_at(later, 0, position) == told
         assert np.array_equal(later.rows(0, 0, 700)[1], whole[1]), "earlier samples are the same too"

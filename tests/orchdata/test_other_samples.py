@@ -18,7 +18,7 @@ from rank_loaders import Steps, loaders, steps_of
 from shard_factory import write_shard
 
 import orchdata as od
-from orchdata.dataset.resume.rows import SourceRows
+from orchdata.dataset.usable_rows import SourceRows
 
 pytestmark = pytest.mark.usefixtures("same_cache")
 
@@ -214,15 +214,15 @@ def test_the_shards_of_the_first_change_are_named(seed: int) -> None:
     num_rows = draw.choice([1, 5, 63, 64, 65, 200, 1000])
     before = {row for row in range(num_rows) if draw.random() < draw.choice([0, 0.2])}
     then = made_up(random.Random(seed), num_rows, before)
-    assert then.change_since(made_up(random.Random(seed), num_rows, before).entry) == ""
+    assert then.change_since(made_up(random.Random(seed), num_rows, before).digest) == ""
     row = draw.randrange(num_rows)
     if row in before or draw.random() < 0.7:
         now = made_up(random.Random(seed), num_rows, before ^ {row})
-        assert f"{then.num_usable:,} in the state and {now.num_usable:,} here" in now.change_since(then.entry)
+        assert f"{then.num_usable:,} in the state and {now.num_usable:,} here" in now.change_since(then.digest)
     else:
         now = made_up(random.Random(seed), num_rows, before, [row])
     first, last = (int(np.searchsorted(now.index.shard_rows, at, side="right")) - 1 for at in (row, num_rows - 1))
-    words = now.change_since(then.entry)
+    words = now.change_since(then.digest)
     named = words.rpartition("first in ")[2]
     assert f"{first}.tar" in named or ("more shards" in named and first > 2), words
     if num_rows > 500 and first not in (0, last):  # a run is a 64th of it
@@ -233,4 +233,4 @@ def test_a_sample_in_another_shard_is_another_one() -> None:
     one = made_up(random.Random(1), 100, set())
     shard_rows = one.index.shard_rows + np.array([0, 0, 1, 0, 0, 0])
     other = replace(one, index=SimpleNamespace(**{**vars(one.index), "shard_rows": shard_rows}))  # type: ignore[arg-type]
-    assert other.change_since(one.entry) and not one.change_since(one.entry)
+    assert other.change_since(one.digest) and not one.change_since(one.digest)

@@ -36,6 +36,7 @@ from orchdata.hf.scaled_loss import loss as scaled_loss
 from orchdata.hf.towers import encode
 from orchdata.hf.training.sft import check_options, is_sft, sft_arguments, stand_in, stands_for
 from orchdata.loaders.errors import StateError
+from orchdata.loop.state import State
 from orchdata.steps import OptimizerSteps
 from orchdata.trainers import ONE_LOADER, compare_epochs
 
@@ -286,11 +287,11 @@ class TrainerMixin(_Base):
                 "ignore_data_skip=True goes on with its weights, from the start of the epoch"
             )
         steps.load_state_dict(stored["loader"])
-        theirs, ours = divmod(state.global_step, len(steps)), steps.state_dict()
-        if (ours["epoch"], ours["step"]) != theirs:
+        theirs, ours = divmod(state.global_step, len(steps)), State.from_json(steps.state_dict()).position
+        if (ours.epoch, ours.step) != theirs:
             raise StateError(
                 f"{folder} is of step {theirs[1]} of epoch {theirs[0]}, by the {len(steps)} steps that an epoch has "
-                f"here, and its loader of step {ours['step']} of epoch {ours['epoch']}: begin training with the loader "
+                f"here, and its loader of step {ours.step} of epoch {ours.epoch}: begin training with the loader "
                 "at the start of epoch 0"
             )
 

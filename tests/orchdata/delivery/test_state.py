@@ -3,17 +3,31 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from orchdata.dataset.resume import check_allowed, restore
 from orchdata.loaders.errors import StateError
 from orchdata.loop.position import Position
-from orchdata.loop.state import check_allowed, dump_state, load_state
+from orchdata.loop.state import State
 from orchdata.order.steps import Begin, GlobalBatches, OrderedSteps, draw_of_cut
 
 FINGERPRINT = {"dataset": "abc", "order": {"seed": 3, "shuffle": {"window": 64, "streams": 1}}, "global_batch_size": 24}
 
 EPOCHS = OrderedSteps(batches=GlobalBatches(size=24), length=lambda _: 240)
+
+
+def dump_state(position: Position, fingerprint: dict[str, Any], steps: OrderedSteps) -> dict[str, Any]:
+    location = steps.location(position.epoch, position.step, position.draw)
+    return State(position=position, location=location, fingerprint=fingerprint).to_json()
+
+
+def load_state(state: Any, fingerprint: dict[str, Any], steps: OrderedSteps, allow: tuple[str, ...] = ()) -> Position:
+    spec = SimpleNamespace(plan=SimpleNamespace(order=None))
+    prepared: Any = SimpleNamespace(fingerprint=fingerprint, rows=(), steps=steps, spec=spec, is_iterable=False)
+    return restore(prepared, State.from_json(state), allow, 0)[1]
 
 
 def test_state_survives_json() -> None:
@@ -45,7 +59,7 @@ def encoded(state: bytes) -> str:
     [
         ({"version": 99}, "version 99"),
         ({"step": 11}, "step 11"),
-        ({"step": -1}, "step -1"),
+        ({"step": -1}, "'step' is -1"),
         ({"step": 5, "position": 119}, "step 5 of epoch 0 begins after 119 samples in the state and 120 here"),
         ({"epoch": "x"}, "'x'"),
         ({"epoch": 10**30}, "damaged: its 'epoch'"),

@@ -8,10 +8,8 @@ The digests are of content: names of samples in their shards. Where they differ,
 
 from __future__ import annotations
 
-import binascii
 import hashlib
-from base64 import b64decode, b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-import orchdata
 from orchdata.dataset.indexed.first import num_first_rows
 from orchdata.dataset.sharded import is_mixture
 from orchdata.loaders.errors import StateError
 from orchdata.loaders.index.index import Index, basename
 from orchdata.loaders.index.joined import JoinedIndex
+from orchdata.loop.state import RowsDigest
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order
 from orchdata.order.steps import Batches, TokenBatches
@@ -41,8 +39,6 @@ _CHUNK_ROWS = 1 << 20
 _DIGEST_BYTES = 8
 _RUN_BYTES = 4  # stored of each run's digest: they only name shards
 _NAMED = 3
-_LARGEST = 1 << 48
-_OF_ROWS = ("num_samples", "excluded", "num_excluded")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,25 +76,26 @@ class SourceRows:
         return self.index.is_split and bool(np.any(self.index.piece[: self.num_rows]))
 
     @cached_property
-    def entry(self) -> dict[str, Any]:
-        """What a state stores of the rows, JSON-safe."""
+    def digest(self) -> RowsDigest:
+        """What a state stores of the rows."""
         runs = self._runs(self.num_usable)
         whole = _hasher()
         for run in runs:
             whole.update(run)
-        stored = b64encode(b"".join(run[:_RUN_BYTES] for run in runs)).decode()
-        found = {"num_usable": self.num_usable, "usable": whole.hexdigest(), "runs": stored}
-        return found | ({"tokens": self._tokens()} if self.by_tokens or self.is_split else {})
+        starts = b"".join(run[:_RUN_BYTES] for run in runs)
+        tokens = self._tokens() if self.by_tokens or self.is_split else None
+        return RowsDigest(self.num_usable, whole.hexdigest(), starts, tokens)
 
-    def change_since(self, then: Mapping[str, Any]) -> str:
-        """Return how the rows differ from those of a state's entry, in words; "" for equal ones."""
-        now, count = self.entry, then["num_usable"]
-        if (count, then["usable"]) == (self.num_usable, now["usable"]):
-            is_same = "tokens" not in then or then["tokens"] == now.get("tokens", then["tokens"])
+    def change_since(self, then: RowsDigest) -> str:
+        """Return how the rows differ from those of a state, in words; "" for equal ones."""
+        now, count = self.digest, then.num_usable
+        if then[:2] == now[:2]:
+            is_same = then.tokens == now.tokens or None in (then.tokens, now.tokens)
             return "" if is_same else f"usable samples of {self.called} have other numbers of tokens than in the state"
         what = "pieces of samples" if self.is_split else "samples"
         words = f"usable {what} of {self.called} are others: {count:,} in the state and {self.num_usable:,} here"
-        differing = [k for k, run in enumerate(self._runs(count)) if run[:_RUN_BYTES] != _stored_run(then, k)]
+        starts = [then.runs[_RUN_BYTES * k : _RUN_BYTES * (k + 1)] for k in range(_RUNS)]
+        differing = [k for k, run in enumerate(self._runs(count)) if run[:_RUN_BYTES] != starts[k]]
         return f"{words}, first in {self._shards_of(differing[0], count)}" if differing else words
 
     def _shards_of(self, run: int, count: int) -> str:
@@ -210,62 +207,26 @@ def rows_of(
     return tuple(found)
 
 
-def dump_rows(sources: Sequence[SourceRows]) -> dict[str, Any]:
-    """Return what a state stores of the rows of its sources, in their order; a number stands for an equal entry."""
-    found: list[Any] = []
-    seen: dict[tuple[str, int, str], int] = {}
-    for source in sources:
-        same = seen.setdefault((str(source.index.path), source.num_rows, source.excluded_digest), len(found))
-        found.append(dict(source.entry) if same == len(found) else same)
-    return {"rows": found, "written_by": {"orchdata": orchdata.__version__}}
+def digests_of(sources: Sequence[SourceRows]) -> tuple[RowsDigest, ...]:
+    """Return what a state stores of each source: one object for equal rows of one index, which are hashed once."""
+    known: dict[tuple[str, int, str], SourceRows] = {}
+    keys = [(str(source.index.path), source.num_rows, source.excluded_digest) for source in sources]
+    return tuple(known.setdefault(key, source).digest for key, source in zip(keys, sources, strict=True))
 
 
-def changes_since(state: Mapping[str, Any], sources: Sequence[SourceRows]) -> list[str]:
-    """Return how the rows of sources differ from those of a state, in words. Raises StateError for a damaged one."""
-    stored = state.get("rows")
-    if not isinstance(stored, list | tuple) or len(stored) != len(sources):
-        raise StateError(f"the state is damaged: its 'rows' are {stored!r:.80}")
-    entries: list[Mapping[str, Any]] = []
-    for each in stored:
-        entry = entries[each] if type(each) is int and 0 <= each < len(entries) else each
-        kinds = {"num_usable": int, "usable": str, "runs": str}
-        is_entry = isinstance(entry, Mapping) and all(type(entry.get(name)) is kind for name, kind in kinds.items())
-        if not is_entry or not 0 <= entry["num_usable"] < _LARGEST:
-            raise StateError(f"the state is damaged: its 'rows' have {each!r:.80}")
-        entries.append(entry)
-    words = [source.change_since(entry) for source, entry in zip(sources, entries, strict=True)]
+def changes_since(then: Sequence[RowsDigest], sources: Sequence[SourceRows]) -> list[str]:
+    """Return how the rows of sources differ from those of a state, in words. Raises StateError for other sources."""
+    if len(then) != len(sources):
+        raise StateError(
+            f"the state is damaged: its 'rows' are of {len(then)} sources, and the loader has {len(sources)}"
+        )
+    words = [source.change_since(digest) for source, digest in zip(sources, then, strict=True)]
     return [each for each in words if each]
-
-
-def bound(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a fingerprint of shards without the usable rows, which `dump_rows` has, and the rules that judged them."""
-    found = dict(fingerprint)
-    if "order" in found:
-        return found | {"order": _without(found["order"], _OF_ROWS), "recipe": _without_rules(found["recipe"])}
-    mixture = {**found["mixture"]}
-    mixture["sources"] = {name: _without(order, _OF_ROWS) for name, order in mixture["sources"].items()}
-    sources = {name: {**each, "recipe": _without_rules(each["recipe"])} for name, each in found["sources"].items()}
-    return found | {"mixture": mixture, "sources": sources}
-
-
-def _without_rules(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    return _without(recipe, ("rules_version",))
-
-
-def _without(described: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {name: value for name, value in described.items() if name not in names}
 
 
 def _bounds(count: int) -> Ints:
     """Return where the runs of so many rows begin, and the end: int64 (_RUNS + 1,)."""
     return np.array([count * number // _RUNS for number in range(_RUNS + 1)], np.int64)
-
-
-def _stored_run(entry: Mapping[str, Any], number: int) -> bytes:
-    try:
-        return b64decode(entry["runs"], validate=True)[_RUN_BYTES * number : _RUN_BYTES * (number + 1)]
-    except (ValueError, binascii.Error) as error:
-        raise StateError(f"the state is damaged: {entry['runs']!r:.60} stands for no runs of rows") from error
 
 
 def _hasher() -> Any:
