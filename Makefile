@@ -3,7 +3,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-LINKS := .typing/orchdata
 ARGS ?=
 # What codespell reads, with its own dictionary and the words in docs/words.txt.
 SPELLED := README.md CONTRIBUTING.md docs/*.md docs/conf.py datasets balancers loaders native orchdata benchmarks examples scripts \
@@ -54,11 +53,11 @@ fuzz: $(STAMP)
 soak: $(STAMP)
 	PYTHONPATH=tests/support $(BIN)/python tests/soak/soak.py $(ARGS)
 
-check: $(STAMP) typing
+check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/codespell $(SPELLED)
-	MYPYPATH=.typing $(BIN)/mypy -p orchdata -p benchmarks
+	$(BIN)/mypy -p orchdata -p benchmarks
 	$(BIN)/python -m benchmarks.report --check
 	$(BIN)/python -m benchmarks.pictures --check
 	$(call SITE,dummy)
@@ -171,15 +170,8 @@ $(TOOL_VENVS)/%/.installed: $(STAMP) Makefile
 	$(@D)/bin/python -m pip install --quiet -c $(@D)/constraints.txt $($*_tool)
 	touch $@
 
-# Type checkers cannot follow the mapping of the root folders into one package: show them links instead.
-.PHONY: typing
-typing:
-	@rm -rf .typing && mkdir -p $(LINKS) && ln -s ../benchmarks ../examples .typing/
-	@for entry in orchdata/*; do ln -s ../../$$entry $(LINKS)/; done
-	@for folder in loaders balancers native; do ln -s ../../$$folder $(LINKS)/$$folder; done
-
 clean:
-	rm -rf $(VENV) $(PEER_VENVS) $(TOOL_VENVS) .typing .site docs/names docs/repository .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
+	rm -rf $(VENV) $(PEER_VENVS) $(TOOL_VENVS) .site docs/names docs/repository .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
 
 # The tests that compare floats, under the instruction sets of older processors; what integers decide is equal under all.
 .PHONY: test-cpus

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from orchdata.bench.harness import Result, WideTable, make_report
-from orchdata.cli.output import print_json, print_table
+from orchdata.cli.command import print_json, print_table
 
 Config = TypeVar("Config")
 

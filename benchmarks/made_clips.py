@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from PIL import Image, ImageDraw
 
-from orchdata.synth.media import COLOURS, SHAPES, draw_shape, ground
+from orchdata.synth import COLOURS, SHAPES, draw_shape, ground
 
 _WAYS: Final = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 # Encoders of a format, the best first, with options under which equal pictures give equal bytes.

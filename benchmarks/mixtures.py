@@ -18,10 +18,10 @@ import orchdata as od
 from benchmarks.command import run_command
 from benchmarks.indexed_shards import IndexedShards
 from orchdata.bench.harness import Result, work_folder
+from orchdata.bench.plan import synthetic_index
 from orchdata.loop.position import Position
 from orchdata.order.steps import StepTask
 from orchdata.planning.make_plan import make_plan
-from orchdata.synth.made_up_index import synthetic_index
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from benchmarks.command import run_command
 from orchdata.bench.harness import Result, work_folder
+from orchdata.bench.plan import synthetic_index
 from orchdata.loaders.storage.verified import forget
-from orchdata.synth.made_up_index import synthetic_index
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

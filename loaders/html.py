@@ -7,9 +7,7 @@ text, or is endless.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from functools import wraps
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
@@ -94,7 +92,6 @@ def paragraph(text: str) -> str:
     return f"<p>{escape(text)}</p>"
 
 
-MOST_BYTES: Final = 300_000
 # Every rule is of this class alone. Text and background are the notebook's; lines and bars are of its text's colour.
 _STYLE: Final = """
 .orchdata-view{color:inherit;font-size:13px;line-height:1.5;max-width:900px;overflow-wrap:anywhere}
@@ -128,25 +125,6 @@ def pairs(named: Iterable[tuple[str, Any]]) -> str:
     """Return names with values, shown as text, as a table without a head."""
     rows = "".join(f"<tr><th>{escape(name)}</th><td>{shown(str(value))}</td></tr>" for name, value in named)
     return f"<table>{rows}</table>" if rows else ""
-
-
-def never_raises(make: Callable[[Any], str]) -> Callable[[Any], str]:
-    """Decorate a `_repr_html_`: an object that cannot be shown now, or only in too many bytes, is shown as its repr."""
-
-    @wraps(make)
-    def made(self: Any) -> str:
-        html = ""
-        with suppress(Exception):
-            html = make(self)
-        if html and len(html.encode("utf-8", "replace")) <= MOST_BYTES:
-            return html
-        try:
-            text = repr(self)
-        except Exception:  # noqa: BLE001
-            text = object.__repr__(self)
-        return f"<pre>{shown(text, 2000)}</pre>"
-
-    return made
 
 
 def check_plots() -> None:

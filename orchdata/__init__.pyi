@@ -1,5 +1,7 @@
 """The public names, for type checkers and for `__init__.py`, which reads this file: a name stands here alone."""
 
+import types
+
 from . import balancers as balancers
 from . import hf as hf
 from . import planners as planners
@@ -76,3 +78,6 @@ from .testing.containers import check_container as check_container
 from .testing.engines import check_engine as check_engine
 
 __version__: str
+
+def _views() -> types.ModuleType: ...
+def _html(value: object) -> str: ...

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from orchdata.dataset.sharded import is_mixture, is_sharded
-from orchdata.loaders.html import never_raises, pairs, view
 from orchdata.loop.position import Progress
 
 _MOST_CHARACTERS = 200
@@ -95,30 +94,22 @@ def restore_snapshot(loader: Any, snapshot: LoaderSnapshot) -> None:
 
 def loader_text(loader: Any) -> str:
     """Return one line: the arguments that differ from the defaults, the rank, and the position."""
-    shown = [_shown_dataset(loader.dataset), *(f"{name}={value}" for name, value in _arguments(loader))]
-    rank, where = _place(loader)
-    return f"{type(loader).__name__}({', '.join(shown)}; {rank}; {where})"
+    (_, data), *arguments, (_, rank), (_, position) = facts_of(loader)
+    shown = [data, *(f"{name}={value}" for name, value in arguments)]
+    return f"{type(loader).__name__}({', '.join(shown)}; {rank}; {position})"
 
 
-@never_raises
-def loader_view(loader: Any) -> str:
-    """Return the view of a loader in a notebook: the same as `loader_text`."""
-    rank, where = _place(loader)
-    about = [("data", _shown_dataset(loader.dataset)), *_arguments(loader), ("rank", rank), ("position", where)]
-    return view(type(loader).__name__, pairs(about))
-
-
-def _arguments(loader: Any) -> list[tuple[str, str]]:
-    given = loader._given
+def facts_of(loader: Any) -> list[tuple[str, str]]:
+    """Return the data, the arguments that differ from the defaults, the rank, and the position, each with its name."""
+    given, rank, position = loader._given, loader._runtime.rank, loader._progress.position
     shown = [(name, _shown(value)) for name, value in given.items() if name not in ("dataset", "dp")]
     if not {"batch_size", "global_batch_size", "global_batch_tokens", "batch_sampler"} & given.keys():
         shown.insert(0, ("batch_size", str(loader.batch_size)))
-    return shown
-
-
-def _place(loader: Any) -> tuple[str, str]:
-    rank, position = loader._runtime.rank, loader._progress.position
-    return f"rank {rank.rank} of {rank.size}", f"epoch {position.epoch}, step {position.step}"
+    where = f"epoch {position.epoch}, step {position.step}"
+    return [
+        *(("data", _shown_dataset(loader.dataset)), *shown),
+        *(("rank", f"rank {rank.rank} of {rank.size}"), ("position", where)),
+    ]
 
 
 def _shown_dataset(dataset: Any) -> str:

@@ -16,9 +16,10 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
+import orchdata
 from orchdata.balancers.checks import checked_count, checked_epoch
 from orchdata.balancers.costs.model import CostModel
-from orchdata.copies import LoaderSnapshot, changed_arguments, loader_text, loader_view, restore_snapshot, take_snapshot
+from orchdata.copies import LoaderSnapshot, changed_arguments, loader_text, restore_snapshot, take_snapshot
 from orchdata.dataset.arguments import Arguments, CollateFn
 from orchdata.dataset.map_style import warn_shared
 from orchdata.dataset.options import DEFAULT_BATCH_SIZE, IndexUse, Quarantine
@@ -213,7 +214,7 @@ class DataLoader(Generic[T_co]):
         super().__setattr__(name, value)
 
     __repr__ = loader_text
-    _repr_html_ = loader_view
+    _repr_html_ = orchdata._html
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy or pickle the loader: the same arguments and position, and nothing runs yet.

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+import orchdata
 from orchdata.building.contents import IndexedShards
 from orchdata.dataset.mixed import index_of
 from orchdata.dataset.mixture import Mixture
@@ -26,7 +27,7 @@ from orchdata.dataset.shards import unchosen_rows
 from orchdata.loaders.errors import DataError, FieldError, OrchdataError
 from orchdata.loaders.failures import as_field_error
 from orchdata.loaders.generators import Pass
-from orchdata.loaders.html import never_raises, shown, view
+from orchdata.loaders.html import shown
 from orchdata.loaders.index.index import Index, basename
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.index.stored import StoredSample
@@ -227,9 +228,7 @@ class ShownSamples:
         ]
         return "\n".join([f"{len(self.samples)} samples", *lines])
 
-    @never_raises
-    def _repr_html_(self) -> str:
-        return view(f"{len(self.samples)} samples", *(sample_html(each, basename) for each in self.samples))
+    _repr_html_ = orchdata._html
 
 
 def show(dataset: ShardDataset | Mixture, samples: int | str | Sequence[int | str]) -> ShownSamples:

@@ -51,9 +51,11 @@ class Function:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--names", action="store_true", help="list the long functions")
-    names = parser.parse_args(arguments).names
+    parser.add_argument("--constructor", action="store_true", help="from DataLoader(...), not from iter(loader)")
+    given = parser.parse_args(arguments)
+    names, begin = given.names, "DataLoader(...)" if given.constructor else "iter(loader)"
     written = {(each.file, each.first): each for path in python_files() for each in functions(path)}
-    loader, entered = entered_by_a_step()
+    loader, entered = entered_by_a_step(constructor=given.constructor)
     files = sorted({file for file, _ in entered})
     own = [each for place, each in written.items() if place in entered]
     around = [each for each in written.values() if each.file in files and not is_kernel(each)]
@@ -63,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"functions above {LONG} lines that a step enters": len(long(own)),
         f"functions above {LONG} lines in the files that it enters": len(long(around)),
         f"functions above {LONG} lines in {KERNELS}/": len(long(kernels)),
-        "library files entered from iter(loader) to the first batch": len(files),
+        f"library files entered from {begin} to the first batch": len(files),
         "lines of these files": sum(len(lines_of(REPOSITORY / file)) for file in files),
         "functions entered": len(own),
         "lines of these functions": sum(each.lines for each in own),
@@ -117,8 +119,8 @@ def is_kernel(function: Function) -> bool:
     return function.file.startswith(f"{KERNELS}/")
 
 
-def entered_by_a_step() -> tuple[od.DataLoader, set[Place]]:
-    """A loader, and the functions of the library that its first batch enters, in any thread."""
+def entered_by_a_step(*, constructor: bool) -> tuple[od.DataLoader, set[Place]]:
+    """A loader, and the functions of the library that its first batch enters, in any thread; or its constructor too."""
     from orchdata.synth import synthesize
 
     codes: set[CodeType] = set()
@@ -132,10 +134,13 @@ def entered_by_a_step() -> tuple[od.DataLoader, set[Place]]:
         synthesize("omni", Path(folder) / "shards", samples=64)
         dataset = od.ShardDataset(f"{folder}/shards/*.tar")
         dataset.index()
-        loader = od.DataLoader(dataset, batch_size=8, shuffle=True, dp=(0, 2), num_threads=0, num_workers=0)
-        threading.setprofile(note)
-        sys.setprofile(note)
+        if constructor:
+            threading.setprofile(note)
+            sys.setprofile(note)
         try:
+            loader = od.DataLoader(dataset, batch_size=8, shuffle=True, dp=(0, 2), num_threads=0, num_workers=0)
+            threading.setprofile(note)
+            sys.setprofile(note)
             steps = iter(loader)
             next(steps)
         finally:
@@ -148,7 +153,7 @@ def entered_by_a_step() -> tuple[od.DataLoader, set[Place]]:
 def places(codes: Iterable[CodeType]) -> Iterator[Place]:
     """Of the functions of the library among them; bodies of modules and classes are none."""
     for code in codes:
-        path = Path(code.co_filename)
+        path = Path(code.co_filename).resolve()  # links of the mapped folders
         if code.co_flags & inspect.CO_OPTIMIZED and path.is_relative_to(REPOSITORY):
             file = path.relative_to(REPOSITORY)
             if file.parts[0] in FOLDERS:

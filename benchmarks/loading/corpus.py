@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from orchdata.synth.media import make_audio, make_image
+from orchdata.synth import make_audio, make_image
 
 _SYLLABLES = tuple(
     first + vowel + last for first in "bdfgklmnprstv" for vowel in "aeiou" for last in ("", "n", "r", "s")

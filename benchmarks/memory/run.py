@@ -16,7 +16,7 @@ from benchmarks.memory import energon, hugging_face, ours
 from benchmarks.memory.job import MemoryJob, Used, measure
 from benchmarks.peers import Peer, chosen, settings_table
 from orchdata.bench.harness import WideTable, work_folder
-from orchdata.synth.media import make_sentences
+from orchdata.synth import make_sentences
 
 _SHARDS: Final = 2  # of a source: `interleave_datasets` gives work to as many workers as the smallest source has shards
 _LIMIT_SECONDS: Final = 900

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from orchdata.bench.harness import Result, WideTable, work_folder
-from orchdata.synth.made_up_index import synthetic_index
+from orchdata.bench.plan import synthetic_index
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _ONE = Path(__file__).with_name("one.py")
@@ -176,8 +176,9 @@ def tree_of(commit: str, target: Path) -> Path:
         )
     target.mkdir()
     subprocess.run(["tar", "-x", "-C", str(target)], input=archive.stdout, check=True)
-    for folder in _MAPPED:
-        (target / "orchdata" / folder).symlink_to(Path("..") / folder)
+    for link in (target / "orchdata" / folder for folder in _MAPPED):
+        if not link.is_symlink():  # commits of before have none
+            link.symlink_to(Path("..") / link.name)
     return target
 
 

@@ -9,15 +9,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.html import never_raises, pairs, view
+import orchdata
 from orchdata.loaders.modalities.modality import as_tensor
 
 if TYPE_CHECKING:
     import torch
-
-
-_MOST_LINES = 50
-"""Lines of a sample's view in a notebook."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -98,14 +94,7 @@ class Sample:
     fields: Mapping[str, Any] = field(default_factory=dict)
     piece: int = 0
 
-    @never_raises
-    def _repr_html_(self) -> str:
-        tokens = sum(len(part.token_ids) for part in self.parts if isinstance(part, TextPart))
-        trained = sum(int(part.loss.sum()) for part in self.parts if isinstance(part, TextPart))
-        about = [("shard", self.shard), ("key", self.key), ("text", f"{tokens:,} tokens, {trained:,} trained")]
-        about += [(part.modality, repr(part)) for part in self.parts if isinstance(part, MediaPart)]
-        about += [("fields", ", ".join(self.fields))] if self.fields else []
-        return view("Sample", pairs(about[:_MOST_LINES]))
+    _repr_html_ = orchdata._html
 
     if not TYPE_CHECKING:  # a type checker reports it itself
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+import orchdata
 from orchdata.batch.merge import merge_features, token_rows
 from orchdata.batch.tensors import IGNORE, LLMBatch, MediaBatch, Team, TextBatch, counted_labels, shown, whole_lengths
 from orchdata.loaders.amounts import counted
-from orchdata.loaders.html import never_raises, pairs, view
 from orchdata.planning.plan import Plan
 from orchdata.planning.route import Route
 
@@ -126,26 +126,11 @@ class Batch:
         shapes = [f"{len(self.sample_ids):,} samples", f"llm {shown(llm)}, {self.loss_tokens:,} tokens with loss"]
         for name, media in self.media.items():
             what = f"a dummy of {name}" if self._is_dummy(name) else f"{name} of {counted(media.num_tokens, 'token')}"
-            shapes.append(f"{what}, {_arrays(media)}")
+            shapes.append(f"{what}, {arrays_in_words(media)}")
         where = f"step {self.step}, microbatch {self.microbatch} of {self.num_microbatches}, on {llm.device}"
         return f"Batch({where}: {'; '.join(shapes)})"
 
-    @never_raises
-    def _repr_html_(self) -> str:
-        """Counts, and the shapes of all tensors: nothing is copied from a GPU."""
-        about = [
-            ("position", f"step {self.step}, microbatch {self.microbatch} of {self.num_microbatches}"),
-            ("device", self.llm.input_ids.device),
-            ("samples", f"{len(self.sample_ids):,}"),
-            ("tokens", f"{self.llm.input_ids.numel():,}, {self.loss_tokens:,} trained"),
-            ("input_ids", shown(self.llm.input_ids)),
-        ]
-        for name, media in self.media.items():
-            what = f"{counted(len(media.cu_seqlens) - 1, 'item')} of {counted(media.num_tokens, 'token')}"
-            if self._is_dummy(name):
-                what = "none; a dummy, without which this rank would not run the encoder"
-            about.append((name, f"{what}: {_arrays(media)}"))
-        return view("Batch", pairs(about))
+    _repr_html_ = orchdata._html
 
     def _is_dummy(self, modality: str) -> bool:
         """Return whether a modality has no item of any sample, but one that makes every rank run its encoder."""
@@ -444,7 +429,8 @@ class Batch:
         return replace(self, text=self.text.map(change), media=media, llm=self.llm.map(change), teams=teams)
 
 
-def _arrays(media: MediaBatch) -> str:
+def arrays_in_words(media: MediaBatch) -> str:
+    """Return names and shapes of the arrays."""
     return ", ".join(f"{array} {shown(tensor)}" for array, tensor in media.arrays.items())
 
 

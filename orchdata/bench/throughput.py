@@ -39,7 +39,7 @@ BARE = "bare threads"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThroughputBench:
-    """What to measure, as the options of the command say: `orchdata.cli.bench`."""
+    """What to measure, as the options of the command say: `orchdata.cli.machine`."""
 
     paths: tuple[str, ...] | None = None
     recipe: str | None = None

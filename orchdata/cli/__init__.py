@@ -1,4 +1,4 @@
-"""The command line: each command parses, calls and prints. Heavy imports wait until a command runs."""
+"""The command line: each command parses, calls and prints. Heavy imports wait until a command machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from orchdata import __version__
-from orchdata.cli import bench, cache, data, doctor, plan_run, runs, show
+from orchdata.cli import data, machine, plan_run, show
 
 app = typer.Typer(
     name="orchdata",
@@ -41,12 +41,12 @@ app.command()(data.profile)
 app.command()(data.verify)
 app.command()(plan_run.plan_run)
 app.command()(show.show)
-app.command()(doctor.doctor)
-app.command()(doctor.warm)
-app.command()(runs.synth)
-app.command()(runs.demo)
-app.add_typer(cache.app, name="cache")
-app.add_typer(bench.app, name="bench")
+app.command()(machine.doctor)
+app.command()(machine.warm)
+app.command()(machine.synth)
+app.command()(machine.demo)
+app.add_typer(machine.cache_app, name="cache")
+app.add_typer(machine.bench_app, name="bench")
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from fractions import Fraction
 from math import ceil
@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchdata.cli.options import (
+from orchdata.cli.command import (
     AllowRecipesOption,
     ColumnsOption,
     ContainersOption,
     CostOption,
-    DataOptions,
     FilterOption,
     IgnoreOption,
     IndexFieldsOption,
@@ -33,19 +32,18 @@ from orchdata.cli.options import (
     RecipeOption,
     StorageOptionsOption,
     caps_of,
+    data_options,
+    human_bytes,
     load_object,
-    ranks_list,
-)
-from orchdata.cli.output import (
-    FIRST_FAILURES,
     one_line_errors,
-    print_index,
+    overflow_words,
     print_json,
     print_table,
-    print_unit,
-    print_unread,
-    print_verified,
+    ranks_list,
+    recipe_named,
+    unread_lines,
 )
+from orchdata.loaders.amounts import counted
 from orchdata.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -53,9 +51,9 @@ if TYPE_CHECKING:
     from orchdata.dataset.shard_dataset import ShardDataset
     from orchdata.loaders.errors import DataError
     from orchdata.loaders.index.index import Index
-    from orchdata.loaders.recipe import Recipe
-    from orchdata.loaders.shards.reading import Reading
     from orchdata.verifying.verify import Verification
+
+FIRST_FAILURES = 10
 
 
 @one_line_errors
@@ -94,16 +92,17 @@ def index(
     Samples that cannot be used are listed. The exit code is 3 if they are more than --max-failures allows, a shard that
     cannot be read counting as its samples, and 1 if no sample can be used.
     """
+    from orchdata.cli.dataset import build, with_fields
     from orchdata.dataset.indexed.arguments import checked_target
     from orchdata.dataset.shard_dataset import ShardDataset
     from orchdata.loaders.index.own_columns import fields_of
 
     start = time.perf_counter()
-    given = DataOptions.parsed(media_root, column, container, index_field, storage_options, None, key, ignore)
+    given = data_options(media_root, column, container, storage_options, key, index_field, None, ignore)
     if merge:
         _merge(paths, out, given, others=(recipe, media_root, column, key, container, index_field, share, limit, jobs))
         return
-    dataset = ShardDataset(paths, recipe_named(recipe), **given.arguments)
+    dataset = ShardDataset(paths, recipe_named(recipe), **given)
     if limit is not None:
         if jobs is not None:
             raise ValueError("--limit measures in this process: leave --jobs out")
@@ -120,8 +119,8 @@ def index(
         scanned, where = len(built.shards), {"of_shards": len(dataset.urls)}
     else:
         urls = dataset.urls if share is None else _share(dataset.urls, share)
-        built, scanned = _build(urls, dataset.recipe, dataset.reading, force=force, jobs=jobs or 1)
-    built = _with_fields(dataset, built, force=force)
+        built, scanned = build(urls, dataset.recipe, dataset.reading, force=force, jobs=jobs or 1)
+    built = with_fields(dataset, built, force=force)
     own = {} if built.own is None else fields_of(built.own)
     if named is not None:
         named.write(built, share or "")
@@ -143,7 +142,7 @@ def index(
         raise typer.Exit(code)
 
 
-def _merge(paths: Sequence[str], out: str | None, given: DataOptions, others: Sequence[object]) -> None:
+def _merge(paths: Sequence[str], out: str | None, given: Mapping[str, Any], others: Sequence[object]) -> None:
     from orchdata.dataset.indexed.arguments import checked_file, checked_target, reading_of
     from orchdata.dataset.indexed.named_file import merged
 
@@ -153,7 +152,7 @@ def _merge(paths: Sequence[str], out: str | None, given: DataOptions, others: Se
         )
     files = [str(checked_file(path, (), None)) for path in paths]
     target = checked_target(out)
-    count = merged(files, target, reading_of(None, None, storage_options=given.storage_options))
+    count = merged(files, target, reading_of(None, None, storage_options=given["storage_options"]))
     typer.echo(f"written: {target}, the index of {count:,} shards")
 
 
@@ -237,6 +236,7 @@ def profile(
     """
     rank_counts, caps = None if ranks is None else ranks_list(ranks), caps_of(max_tokens or ())
     from orchdata.balancers import CostModel
+    from orchdata.cli.dataset import indexed
     from orchdata.planning.balance import Balance
     from orchdata.planning.layout import Packed, Padded
     from orchdata.planning.teams import Teams
@@ -265,7 +265,7 @@ def profile(
     if padded and length is not None:
         raise ValueError("--length is of packed microbatches: leave out --padded, or the length")
     layout = Padded(multiple_of=multiple_of) if padded else Packed(multiple_of=multiple_of, length=length)
-    given = DataOptions.parsed(media_root, column, container, index_field, storage_options, index_file, key, ignore)
+    given = data_options(media_root, column, container, storage_options, key, index_field, index_file, ignore)
     dataset, built = indexed(paths, recipe_named(recipe), given, expression, allow_recipes=allow_recipes)
     result = make_profile(
         built,
@@ -318,6 +318,7 @@ def verify(
     Processes of limited memory decode the samples, so samples that crash, hang or fill a process are listed too. The
     command fails if any sample is bad.
     """
+    from orchdata.cli.dataset import build_of
     from orchdata.dataset.shard_dataset import ShardDataset
     from orchdata.quarantine import check_target, write_quarantine
     from orchdata.verifying.verify import verify as verify_index
@@ -326,11 +327,11 @@ def verify(
     if out is not None:
         check_target(out)
     chosen = recipe_named(recipe)
-    given = DataOptions.parsed(media_root, column, container, None, storage_options, index_file, key)
-    dataset = ShardDataset(paths, chosen, **given.arguments)
+    given = data_options(media_root, column, container, storage_options, key, None, index_file)
+    dataset = ShardDataset(paths, chosen, **given)
     if out is not None and any(os.path.realpath(out) == os.path.realpath(url) for url in dataset.urls):
         raise ValueError(f"--out {out} is one of the shards, and would be replaced by the list: give another file")
-    built = _build_of(dataset)
+    built = build_of(dataset)
     how: dict[str, Any] = {"jobs": jobs, "timeout": timeout, "containers": dataset.containers, "files": dataset.files}
     if ray is not None:
         from orchdata.engines.on_ray.cluster import connect, num_cpus
@@ -354,18 +355,6 @@ def verify(
         raise typer.Exit(1)
 
 
-def recipe_named(name: str | None) -> Recipe:
-    """What `--recipe` names."""
-    from orchdata.loaders.recipe import Recipe
-
-    recipe = load_object(name, Recipe, "--recipe") if name is not None else Recipe()
-    try:
-        recipe.fingerprint()
-    except TypeError as error:  # a parameter of a modality, named
-        raise ValueError(str(error)) from error
-    return recipe
-
-
 def _warn_of_unended(dataset: ShardDataset, index: Index) -> None:
     from orchdata.building.contents import IndexedShards
     from orchdata.loaders.shards.open import by_identity
@@ -380,93 +369,6 @@ def _warn_of_unended(dataset: ShardDataset, index: Index) -> None:
             files=dataset.files,
         )
     )
-
-
-def indexed(
-    paths: list[str],
-    recipe: Recipe,
-    options: DataOptions,
-    expression: str | None,
-    *,
-    allow_recipes: bool,
-) -> tuple[ShardDataset | Mixture, Index]:
-    """Return the data set that a command's paths name, shards or a mixture, and its index, built where it is missing.
-
-    `allow_recipes` is as in `read_mixture`.
-    """
-    from orchdata.cli.mixture_file import is_mixture_file, read_mixture
-    from orchdata.dataset.mixed import joined_index
-    from orchdata.dataset.shard_dataset import ShardDataset
-
-    if not is_mixture_file(paths):
-        dataset = ShardDataset(paths, recipe, **options.arguments)
-        if expression is not None:
-            dataset = dataset.filter(expression)  # before anything is indexed: it may be none
-        return dataset, _build_of(dataset)
-    if expression is not None:
-        raise ValueError(f"--filter is of one data set: give the sources in {paths[0]} a `filter:` each")
-    if options.media_root is not None:
-        raise ValueError(f"--media-root is of one data set: give the sources in {paths[0]} a `media_root:` each")
-    if options.columns:
-        raise ValueError(f"--column is of one data set: give the sources in {paths[0]} `columns:` each")
-    if options.key:
-        raise ValueError(f"--key is of one data set: give the sources in {paths[0]} a `key:` each")
-    if options.index_fields:
-        raise ValueError(f"--index-field is of one data set: give the sources in {paths[0]} `index_fields:` each")
-    if options.storage_options:
-        raise ValueError(
-            f"--storage-options is of one data set: give the sources in {paths[0]} `storage_options:` each"
-        )
-    if options.index_file is not None:
-        raise ValueError(f"--index-file is of one data set: give the sources in {paths[0]} an `index_file:` each")
-    mixture = read_mixture(paths[0], recipe, allow_recipes=allow_recipes, containers=options.containers)
-    leaves = [leaf.dataset for leaf in mixture.leaves]
-    built = [_build_of(dataset) for dataset in leaves]
-    return mixture, joined_index(mixture, built)
-
-
-def _build_of(dataset: ShardDataset) -> Index:
-    if dataset.index_file is None:
-        index = _build(dataset.urls, dataset.recipe, dataset.reading, force=False)[0]
-    else:
-        with progress_bar("indexing shards") as advance:
-            index = dataset.index(progress=advance)
-    return _with_fields(dataset, index, force=False)
-
-
-def _with_fields(dataset: ShardDataset, index: Index, *, force: bool) -> Index:
-    """Return the index with the data set's `index_fields`."""
-    if not dataset.index_fields:
-        return index
-    with progress_bar("reading index fields") as advance:
-        return dataset.with_fields(index, force=force, progress=advance)
-
-
-def _build(
-    urls: Sequence[str],
-    recipe: Recipe,
-    reading: Reading,
-    *,
-    force: bool,
-    jobs: int = 1,
-) -> tuple[Index, int]:
-    """Return the index, and the number of its shards that were scanned now; the others were known."""
-    from orchdata.loaders.collector import leave_out_what_is_loaded
-    from orchdata.loaders.index.build import build_index
-    from orchdata.loaders.index.building.crew import BuildProgress
-
-    scanned = 0
-    reading = reading.looked_up(urls)
-    with progress_bar("indexing shards") as advance, redirect_stdout(sys.stderr):  # what a tokenizer prints
-
-        def shard_done(shard: BuildProgress) -> None:
-            nonlocal scanned
-            scanned += shard.measured
-
-        leave_out_what_is_loaded()  # it stays: the collector need not walk it while samples are measured
-        how: dict[str, Any] = {"reading": reading, "force": force, "jobs": jobs}
-        index = build_index(urls, recipe, **how, progress=shard_done, under_way=advance)
-        return index, scanned
 
 
 def index_report(dataset: ShardDataset, index: Index, scanned: int, seconds: float) -> dict[str, Any]:
@@ -533,3 +435,71 @@ def verify_report(index: Index, verification: Verification, out: Path | None, se
 
 def _as_dict(failure: DataError) -> dict[str, str]:
     return {"shard": failure.shard, "key": failure.key, "field": failure.field, "reason": failure.reason}
+
+
+def print_index(report: dict[str, Any]) -> None:
+    """Print what `index` found."""
+    size = human_bytes(report["totals"]["bytes"])
+    of_all = f" (the first of {report['of_shards']:,})" if "of_shards" in report else ""
+    typer.echo(
+        f"{counted(report['samples'], 'sample')} in {counted(report['shards'], 'shard')}{of_all}, {size}; "
+        f"{counted(report['scanned'], 'shard')} scanned in {report['seconds']:.1f} s"
+    )
+    for name, modality in report["totals"]["modalities"].items():
+        typer.echo(f"  {name}: {modality['samples']:,} samples, {modality['tokens']:,} LLM tokens")
+    from orchdata.loaders.records import LEFT_OUT
+
+    for line in overflow_words(report["totals"]["overflow"]):
+        typer.echo(f"  above max_tokens: {line}")
+    without_loss = report["totals"]["without_loss"]
+    if without_loss:
+        typer.echo(f"  without a token to learn: {without_loss:,} samples")
+    if left_out := report["totals"]["ignored_fields"].get(LEFT_OUT, 0):
+        typer.echo(f"  left out by Recipe.record: {left_out:,} samples")
+    for line in unread_lines(report["totals"]["unread"]):
+        typer.echo(f"  {line}")
+    for name, field in report.get("index_fields", {}).items():
+        typer.echo(f"  index field {name}: {field['type']}, {field['nulls']:,} without a value")
+    _print_bad(report)
+    for failure in report["failed_shards"]:
+        typer.echo(f"shard failed: {failure['shard']}: {failure['reason']}", err=True)
+    typer.echo(f"index: {report['path']}")
+    if (out := report.get("out")) is not None:
+        typer.echo(f"written: {out}")
+
+
+def print_unit(dataset: ShardDataset | Mixture) -> None:
+    """Say what LLM tokens are where a recipe has no tokenizer."""
+    from orchdata.dataset.mixed import text_is_bytes
+
+    if text_is_bytes(dataset):
+        typer.echo("LLM tokens of text are UTF-8 bytes: the recipe has no tokenizer (--recipe MODULE:NAME)")
+
+
+def print_unread(dataset: ShardDataset | Mixture, index: Index) -> None:
+    """Say as a loader does which fields are not read."""
+    from orchdata.dataset.indexed.unread import unread_in_words
+
+    if message := unread_in_words(dataset, index):
+        typer.echo(f"orchdata: {message}", err=True)
+
+
+def print_verified(report: dict[str, Any]) -> None:
+    """Print what `verify` found."""
+    samples, shards = counted(report["samples"], "good sample"), counted(report["shards"], "shard")
+    typer.echo(f"{samples} in {shards}, in {report['seconds']:.1f} s")
+    _print_bad(report)
+    if report["quarantine"] is not None:
+        typer.echo(f"quarantine: {report['quarantine']}")
+
+
+def _print_bad(report: dict[str, Any]) -> None:
+    if report["bad"]:
+        typer.echo(f"{report['bad']:,} bad samples, by reason:", err=True)
+        for reason, count in report["bad_by_reason"].items():
+            typer.echo(f"  {count:,} x {reason}", err=True)
+        typer.echo("the first of them:", err=True)
+        for failure in report["failures"][:FIRST_FAILURES]:
+            typer.echo(f"  {failure['shard']}: {failure['key']} {failure['field']}: {failure['reason']}", err=True)
+    if report["lost"]:
+        typer.echo(f"about {report['lost']:,} more samples lost in damaged shards", err=True)

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchdata.cli.data import indexed, recipe_named
-from orchdata.cli.options import (
+from orchdata.cli.command import (
     AllowRecipesOption,
     ColumnsOption,
     ContainersOption,
-    DataOptions,
     FilterOption,
     IndexFileOption,
     JsonOption,
@@ -21,8 +19,13 @@ from orchdata.cli.options import (
     Paths,
     RecipeOption,
     StorageOptionsOption,
+    data_options,
+    one_line_errors,
+    plain_table,
+    print_json,
+    print_table,
+    recipe_named,
 )
-from orchdata.cli.output import one_line_errors, plain_table, print_json, print_table
 from orchdata.loaders.amounts import count_of
 
 if TYPE_CHECKING:
@@ -62,6 +65,7 @@ def plan_run(
 
     Nothing is started. Seconds are by formulas, from declared or fitted speeds, over real steps of the data.
     """
+    from orchdata.cli.dataset import indexed
     from orchdata.planners.cluster import Cluster
     from orchdata.planners.run import plan_run as make_plan
     from orchdata.planners.workload import Workload
@@ -69,7 +73,7 @@ def plan_run(
     gpus, budget = Cluster.named(cluster), count_of(global_batch_tokens, "--global-batch-tokens")
     cap = None if max_tokens is None else count_of(max_tokens, "--max-tokens")
     found, cost = _modules(model, modules)
-    given = DataOptions.parsed(media_root, column, container, None, storage_options, index_file, key)
+    given = data_options(media_root, column, container, storage_options, key, None, index_file)
     dataset, index = indexed(paths, recipe_named(recipe), given, expression, allow_recipes=allow_recipes)
     workload = Workload.of(index, cost=cost, global_batch_tokens=budget, seed=seed, dataset=dataset)
     plan = make_plan(found, workload, gpus, max_tokens=cap, keep=_kept(keep or []))

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
-from orchdata.cli.data import indexed, recipe_named
-from orchdata.cli.options import (
+from orchdata.cli.command import (
     AllowRecipesOption,
     ColumnsOption,
     ContainersOption,
-    DataOptions,
     FilterOption,
     IndexFieldsOption,
     IndexFileOption,
@@ -22,10 +21,14 @@ from orchdata.cli.options import (
     MediaRootOption,
     RecipeOption,
     StorageOptionsOption,
+    data_options,
+    one_line_errors,
+    print_json,
+    recipe_named,
 )
-from orchdata.cli.output import ignored_words, one_line_errors, print_json
 
 FIRST_SAMPLES = 3
+MOST_IGNORED = 20
 LONGEST: Final = 600
 """Characters of a stretch of text that are shown."""
 _COLOURS: Final = {"trained": "green", "masked": None}
@@ -57,6 +60,7 @@ def show(
     """
     import numpy as np
 
+    from orchdata.cli.dataset import indexed
     from orchdata.dataset.indexed.unread import unread_of
     from orchdata.dataset.shards import unchosen_rows
     from orchdata.showing import rows_of_key, save_in, shown_rows
@@ -64,7 +68,7 @@ def show(
     sample_key = next((each for each in key or () if each != "last_dot"), None)
     with redirect_stdout(sys.stderr):  # what a tokenizer prints
         rule = "last_dot" if "last_dot" in (key or ()) else ""
-        options = DataOptions.parsed(media_root, column, container, index_field, storage_options, index_file, rule)
+        options = data_options(media_root, column, container, storage_options, rule, index_field, index_file)
         dataset, index = indexed(paths, recipe_named(recipe), options, expression, allow_recipes=allow_recipes)
         if sample_key is None:
             rows = np.setdiff1d(np.arange(index.num_rows), unchosen_rows(dataset, index))[:FIRST_SAMPLES].tolist()
@@ -127,3 +131,13 @@ def _shortened(text: str, *, full: bool) -> str:
         return text
     half = LONGEST // 2
     return f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"
+
+
+def ignored_words(ignored: Mapping[str, int]) -> str:
+    """Names of fields that are not read, with how many there are."""
+    from orchdata.loaders.records import LEFT_OUT
+    from orchdata.loaders.text.words import WORDS_SUFFIX
+
+    named = {name: count for name, count in ignored.items() if name != LEFT_OUT}
+    shown = [f"{name.removesuffix(WORDS_SUFFIX)} ({count:,})" for name, count in list(named.items())[:MOST_IGNORED]]
+    return f"{', '.join(shown)}{', ...' if len(named) > len(shown) else ''}"

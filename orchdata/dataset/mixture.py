@@ -11,11 +11,10 @@ from math import isfinite
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
+import orchdata
 from orchdata.balancers.checks import checked_count
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.sharded import Sharded
-from orchdata.dataset.views.seen import mixture_view
-from orchdata.loaders.html import never_raises
 from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.open import by_identity
 from orchdata.loaders.storage.files import Files, joined_files
@@ -124,9 +123,7 @@ class Mixture(Sharded):
     def __repr__(self) -> str:
         return f"Mixture({', '.join(leaf.name for leaf in self.leaves)}; by={self.by!r}, stop={self.stop!r})"
 
-    @never_raises
-    def _repr_html_(self) -> str:
-        return mixture_view(self)
+    _repr_html_ = orchdata._html
 
     @property
     def files(self) -> Files:

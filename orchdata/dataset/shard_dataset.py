@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 from numpy.typing import NDArray
 
+import orchdata
 from orchdata.dataset.indexed.arguments import (
     checked_fields,
     checked_file,
@@ -41,10 +42,8 @@ from orchdata.dataset.selection import (
     left_out,
 )
 from orchdata.dataset.sharded import Sharded
-from orchdata.dataset.views.seen import dataset_view
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import FieldError, MissingIndexError
-from orchdata.loaders.html import never_raises
 from orchdata.loaders.index.fields import with_fields
 from orchdata.loaders.index.index import Index, absolute, digest
 from orchdata.loaders.index.index_file import IndexFile
@@ -514,6 +513,4 @@ class ShardDataset(Sharded):
         tokens = rows.sum_of(index.llm_tokens)
         return f"ShardDataset({len(first_rows):,} samples{pieces}, {tokens:,} tokens in {shards}{chosen})"
 
-    @never_raises
-    def _repr_html_(self) -> str:
-        return dataset_view(self, self._opened, self._urls)
+    _repr_html_ = orchdata._html

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+import orchdata
 from orchdata.balancers.assignment import loads_by_rank_and_microbatch, lower_bound
 from orchdata.balancers.pipeline import order_microbatches
 from orchdata.loaders.generators import Pass
-from orchdata.loaders.html import never_raises
 from orchdata.planning.balance import StepPrice
 from orchdata.planning.parts import OwnParts, Parts, by_rounds, own_parts, route_of_parts
 from orchdata.planning.route import Route, grouped_route, in_segments
-from orchdata.planning.seen import plan_plot, plan_view
 from orchdata.planning.segments import JoinedPlaces, joined_places, rows_held
 from orchdata.planning.sharing.packed import NO_PADDING, NoPadding
 from orchdata.planning.sharing.shares import Padding, Shares
@@ -92,9 +91,7 @@ class Plan:
         sizes = f"ranks={self.num_ranks}, samples={len(self.row)}, microbatches={self.num_microbatches}"
         return f"Plan(epoch={self.epoch}, step={self.step}, {sizes}, hash={self.hash!r})"
 
-    @never_raises
-    def _repr_html_(self) -> str:
-        return plan_view(self)
+    _repr_html_ = orchdata._html
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the loads of ranks, dealt out in turn and as planned, summed over phases. Return the axes.
@@ -104,7 +101,8 @@ class Plan:
 
         Raises PackageError if matplotlib, of the extra `plots`, is missing.
         """
-        return plan_plot(self, ax)
+        axes: Axes = orchdata._views().plan_plot(self, ax)
+        return axes
 
     @property
     def phases(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
@@ -29,6 +29,7 @@ from orchdata.loaders.index.index import Index
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.remote.urls import identity
 from orchdata.profiling import tables
+from orchdata.profiling.figures import Figures
 from orchdata.profiling.plots import draw_lengths, draw_shares, draw_waiting
 from orchdata.profiling.scales import SETTINGS
 from orchdata.profiling.summary import (
@@ -42,9 +43,6 @@ from orchdata.profiling.summary import (
 )
 from orchdata.profiling.tables import CODE, DATA, SHARE, TEXT
 from orchdata.showing import Shown, sample_html, with_pictures
-
-if TYPE_CHECKING:
-    from orchdata.profiling.profile import Profile
 
 POLICY: Final = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _MOST_ROWS_OF_SOURCES: Final = 1000
@@ -69,7 +67,7 @@ _WORDS: Final = (
 )
 
 
-def profile_view(profile: Profile) -> str:
+def profile_view(profile: Figures) -> str:
     """Return the view of a notebook. It names no sample: `Profile.write_html` writes a page of all figures."""
     scale, unit, waits = profile.main_scale, "in positions, not time", "less positions than the fullest rank"
     if profile.has_cost_model:
@@ -115,7 +113,7 @@ def _figure(drawing: str, caption: str, below: str = "") -> str:
     return f"<figure>{drawing}<figcaption>{escape(caption)}</figcaption>{below}</figure>"
 
 
-def page_of(profile: Profile, samples: Sequence[Shown], *, named: bool) -> str:
+def page_of(profile: Figures, samples: Sequence[Shown], *, named: bool) -> str:
     """Return the page. `named`: keys, texts, pictures and error texts of samples may be on it."""
     urls = [sample.shard for sample in profile.largest] + [shard.name for shard in profile.content.shards]
     names = ShardNames([*urls, *(each.shard for each in profile.failures), *(each["shard"] for each in samples)])
@@ -197,7 +195,7 @@ def _finding(finding: Finding, names: ShardNames, *, named: bool) -> str:
     return f"{text} It is {key}{shown(names(finding.shard), 120)}."
 
 
-def _content(profile: Profile, colours: Mapping[str, int]) -> str:
+def _content(profile: Figures, colours: Mapping[str, int]) -> str:
     joint, rows = profile.content.joint, list(profile.modalities)
     caption = f"Share of a sample's LLM tokens in {joint.modalities[0]}"
     if len(joint.modalities) == 2:
@@ -211,7 +209,7 @@ def _content(profile: Profile, colours: Mapping[str, int]) -> str:
     )
 
 
-def _lengths(profile: Profile, colours: Mapping[str, int]) -> str:
+def _lengths(profile: Figures, colours: Mapping[str, int]) -> str:
     caps = {} if profile.caps is None else profile.caps.max_tokens
     of_modalities = "LLM tokens that it gives a sample, over samples that have it."
     of_phases = "positions that it computes of a sample."
@@ -232,7 +230,7 @@ def _lengths(profile: Profile, colours: Mapping[str, int]) -> str:
     return _section(f"How long samples are{stored_words(profile)}", f'<div class="plots">{"".join(drawn)}</div>')
 
 
-def _scales(profile: Profile, colours: Mapping[str, int]) -> str:
+def _scales(profile: Figures, colours: Mapping[str, int]) -> str:
     scales = profile.scales
     settings = [name for name in SETTINGS if any(name in scale.settings for scale in scales)]
     some_short = any(scale.less_than_a_step for scale in scales)
@@ -262,7 +260,7 @@ def _scales(profile: Profile, colours: Mapping[str, int]) -> str:
     return _section("What ranks wait for" if profile.has_cost_model else "How uneven ranks are", *parts)
 
 
-def _largest(profile: Profile, names: ShardNames, *, named: bool) -> str:
+def _largest(profile: Figures, names: ShardNames, *, named: bool) -> str:
     scale = profile.main_scale
     text = (
         f"Step at least: where one rank has the whole sample, a step of {scale.samples / scale.ranks:.3g} samples a "
@@ -271,7 +269,7 @@ def _largest(profile: Profile, names: ShardNames, *, named: bool) -> str:
     return _section("The largest samples", paragraph(text), _table(tables.largest(profile, names, named=named)))
 
 
-def _unlike(profile: Profile, names: ShardNames, colours: Mapping[str, int]) -> str:
+def _unlike(profile: Figures, names: ShardNames, colours: Mapping[str, int]) -> str:
     content, modalities = profile.content, list(profile.modalities)
     of_columns = [0, *(colours[name] for name in modalities), 0, 0]
     parts: list[str] = []
@@ -304,7 +302,7 @@ def _unlike(profile: Profile, names: ShardNames, colours: Mapping[str, int]) -> 
     return _section(f"Sources and shards that differ{stored_words(profile)}", *parts)
 
 
-def _failures(profile: Profile, names: ShardNames, *, named: bool) -> str:
+def _failures(profile: Figures, names: ShardNames, *, named: bool) -> str:
     if not profile.bad_by_reason:
         which = "No chosen sample" if profile.unchosen else "No sample"
         return _section("Failures", paragraph(f"{which} failed while it was indexed. {_HEADERS}"))
@@ -343,7 +341,7 @@ def check_report(path: str | Path) -> None:
 
 
 def write_report(
-    profile: Profile, path: str | Path, dataset: ShardDataset | Mixture | None, index: Index | None, samples: int
+    profile: Figures, path: str | Path, dataset: ShardDataset | Mixture | None, index: Index | None, samples: int
 ) -> None:
     """Write the page with some usable samples of a data set, drawn at random, whole or not at all. Raises StorageError.
 

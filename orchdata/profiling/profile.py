@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+import orchdata
 from orchdata.balancers.costs.model import CostModel
 from orchdata.dataset.indexed.unread import unread_of
 from orchdata.dataset.mixed import index_of, mixture_order, text_is_bytes
@@ -33,12 +34,10 @@ from orchdata.dataset.shards import (
     oversize_rows,
     unchosen_rows,
 )
-from orchdata.dataset.views.chosen_totals import chosen_totals, totals_of_sources
 from orchdata.engines.kernel_families import kernel_families
 from orchdata.engines.warm import Warming
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import ShardError
-from orchdata.loaders.html import never_raises
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.limits import Limits
@@ -55,7 +54,7 @@ from orchdata.planning.balance import Balance
 from orchdata.planning.costs import IndexTokens
 from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, window_length
 from orchdata.planning.teams import Teams
-from orchdata.profiling.content import content_of, measure_phases
+from orchdata.profiling.content import chosen_totals, content_of, measure_phases, totals_of_sources
 from orchdata.profiling.figures import Figures, count_reasons, failure_examples, split_failures
 from orchdata.profiling.planned import AnyOrder, StepSize, epoch_spec, padding_of_layouts
 from orchdata.profiling.scales import make_scale
@@ -109,11 +108,7 @@ class Profile(Figures):
         what = f"{counted(self.samples, 'sample')} in {counted(self.shards, 'shard')}, planned for {ranks} ranks"
         return f"Profile({what}: {next(iter(self.summary), 'nothing to say')})"
 
-    @never_raises
-    def _repr_html_(self) -> str:
-        from orchdata.profiling.page import profile_view
-
-        return profile_view(self)
+    _repr_html_ = orchdata._html
 
     @property
     def main_scale(self) -> Figures:
@@ -151,11 +146,9 @@ class Profile(Figures):
             PackageError: matplotlib, of the extra `plots`, is missing.
             StorageError: the file cannot be written.
         """
-        from orchdata.profiling.page import write_report
-
         # A shard that changed since it was indexed has samples that cannot be read.
         index = index_of(dataset, check=False) if dataset is not None and samples else None
-        write_report(self, path, dataset, index, samples)
+        orchdata._views().write_report(self, path, dataset, index, samples)
 
 
 def main_scale(scales: Sequence[Figures]) -> Figures:

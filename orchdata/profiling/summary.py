@@ -6,7 +6,7 @@ Profile --settings of one number of ranks--> Finding, Finding, ... and the DataL
 from __future__ import annotations
 
 from math import ceil
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from orchdata.delivery.policy import DEFAULT_SHARE
 from orchdata.loaders.amounts import counted
@@ -14,9 +14,6 @@ from orchdata.loaders.html import number, percent
 from orchdata.profiling.figures import Figures
 from orchdata.profiling.planned import CLEAR
 from orchdata.profiling.scales import SettingName
-
-if TYPE_CHECKING:
-    from orchdata.profiling.profile import Profile
 
 _LARGE_ERROR: Final = 0.02
 _WORTH: Final = 0.02
@@ -40,7 +37,7 @@ class Finding(NamedTuple):
     high: float = 0.0
 
 
-def findings(profile: Profile) -> list[Finding]:
+def findings(profile: Figures) -> list[Finding]:
     """Return what a profile says, the most important first."""
     said = []
     if not profile.has_cost_model:
@@ -102,13 +99,13 @@ def step_words(scale: Figures) -> str:
     return f"{ranks} x {scale.batch_tokens:,} LLM tokens ({number(none.samples)} samples a step)"
 
 
-def left_out_words(profile: Profile) -> str:
+def left_out_words(profile: Figures) -> str:
     """Return which numbers of ranks were left out, and why."""
     ranks = ", ".join(f"{each:,}" for each in profile.ranks_left_out)
     return f"Not planned: {ranks} ranks, whose step would have more than the data. Name them to plan them."
 
 
-def _of_waiting(profile: Profile) -> list[Finding]:
+def _of_waiting(profile: Figures) -> list[Finding]:
     scale = profile.main_scale
     settings, size = scale.settings, step_words(scale)
     none = settings["none"]
@@ -175,7 +172,7 @@ def _of_groups(scale: Figures, added: float) -> Finding:
     )
 
 
-def _of_sharing(profile: Profile) -> list[Finding]:
+def _of_sharing(profile: Figures) -> list[Finding]:
     """Name teams where a sequence of text sets the pace, unless they were planned or would be refused."""
     scale, largest = profile.main_scale, profile.largest[0]
     if profile.teams is not None:
@@ -207,7 +204,7 @@ def _of_tokenizing(ratio: float) -> Finding:
     return Finding(said)
 
 
-def _of_no_help(profile: Profile, none: Figures) -> Finding:
+def _of_no_help(profile: Figures, none: Figures) -> Finding:
     if none.waiting_error is None:
         return Finding(text="A single step shows no error, so settings are not compared.")
     if none.waiting < _LITTLE:
@@ -224,12 +221,12 @@ def _of_no_help(profile: Profile, none: Figures) -> Finding:
     )
 
 
-def stored_words(profile: Profile) -> str:
+def stored_words(profile: Figures) -> str:
     """Return what figures of samples are of, if an epoch delivers other shares: for the end of a heading."""
     return " (of the stored samples, each once)" if profile.sources else ""
 
 
-def _of_content(profile: Profile) -> list[Finding]:
+def _of_content(profile: Figures) -> list[Finding]:
     total = sum(modality.tokens for modality in profile.modalities.values()) or 1
     shares = {name: (modality.share, modality.tokens / total) for name, modality in profile.modalities.items()}
     if profile.epoch:
@@ -293,7 +290,7 @@ def _bounds(planned: Figures, added: float) -> tuple[float, float]:
     return low, high if longer - high < _LITTLE_LONGER else ceil(100 * longer) / 100
 
 
-def _added(profile: Profile) -> dict[SettingName, float]:
+def _added(profile: Figures) -> dict[SettingName, float]:
     """Return what the largest samples add to a mean step at most, in the cost of an even one, if no planned step had
     them: a step in which one rank has such a sample costs more than all that were planned.
     """
@@ -315,7 +312,7 @@ def _added(profile: Profile) -> dict[SettingName, float]:
     return added | ({"peers": added["joint"]} if "peers" in added else {})
 
 
-def _of_unplanned(profile: Profile, *, is_named: bool) -> Finding:
+def _of_unplanned(profile: Figures, *, is_named: bool) -> Finding:
     """Say what "over a whole epoch" means; `is_named`: the sentence before is about the largest sample."""
     no_step, adds = "No planned step had", '"over a whole epoch" counts what such samples add at most.'
     if is_named:
@@ -333,7 +330,7 @@ def _times(ratio: float) -> str:
     return f"{ratio:.1f} times" if ratio < 10 else f"{ratio:,.0f} times"
 
 
-def arguments_of_call(profile: Profile) -> list[tuple[str, str]]:
+def arguments_of_call(profile: Figures) -> list[tuple[str, str]]:
     """Return the arguments of the call for the ranks that the summary speaks of: Python source, and why it is so."""
     scale = profile.main_scale
     best = recommended(scale) if profile.has_cost_model else "joint"
@@ -418,7 +415,7 @@ def arguments_of_call(profile: Profile) -> list[tuple[str, str]]:
     return arguments
 
 
-def call_of(profile: Profile) -> str:
+def call_of(profile: Figures) -> str:
     """Return the call as Python source, with reasons as comments."""
     lines = [f"    {source},  # {reason}" for source, reason in arguments_of_call(profile)]
     return "\n".join(["loader = od.DataLoader(", *lines, ")"])

@@ -7,16 +7,13 @@ without secrets and unseen characters, and cut.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pyarrow as pa
 
 from orchdata.loaders.html import number, percent, plain
 from orchdata.profiling.figures import Figures
 from orchdata.profiling.scales import SettingName
-
-if TYPE_CHECKING:
-    from orchdata.profiling.profile import Profile
 
 TEXT: Final = "{}"
 DATA: Final = "data"
@@ -63,7 +60,7 @@ def written(value: Any, form: str) -> str:
     return str(value) if form in (DATA, CODE) else form.format(value)
 
 
-def modalities(profile: Profile) -> pa.Table:
+def modalities(profile: Figures) -> pa.Table:
     total = sum(its.tokens for its in profile.modalities.values()) or 1
     columns = {"modality": TEXT, "share of samples": SHARE, "share of LLM tokens": SHARE}
     columns |= {"samples": COUNT, "parts": COUNT, "LLM tokens": COUNT}
@@ -74,7 +71,7 @@ def modalities(profile: Profile) -> pa.Table:
     return made(columns, rows)
 
 
-def combinations(profile: Profile) -> pa.Table:
+def combinations(profile: Figures) -> pa.Table:
     columns = {"samples of": TEXT, "share of samples": SHARE, "samples": COUNT, "LLM tokens": COUNT}
     rows = [
         (" + ".join(its.modalities) or "nothing", its.samples / profile.samples, its.samples, its.tokens)
@@ -101,14 +98,14 @@ def bins_of(its: Figures, unit: str) -> tuple[pa.Table, pa.Table]:
     return made({unit: TEXT, "samples": COUNT}, rows), made({"percentile": TEXT, unit: COUNT}, its.percentiles.items())
 
 
-def phases(profile: Profile) -> pa.Table:
+def phases(profile: Figures) -> pa.Table:
     names = ("min", "p25", "p50", "p75", "p95", "p99", "max")
     columns = {"phase": TEXT, "total": COUNT, **dict.fromkeys(names, COUNT)}
     rows = [(name, its.positions, *map(its.percentiles.get, names)) for name, its in profile.phases.items()]
     return made(columns, rows)
 
 
-def settings(profile: Profile) -> pa.Table:
+def settings(profile: Figures) -> pa.Table:
     columns = {"ranks": COUNT, "setting": TEXT, "waiting" if profile.has_cost_model else "unevenness": SHARE}
     columns |= {"error, points": "{:.1f}", "samples": "{:,.0f}", "LLM tokens": SIZES, "micro-steps": "{:.1f}"}
     rows = [
@@ -155,7 +152,7 @@ def groups(scales: Sequence[Figures]) -> pa.Table:
     return made(columns, rows)
 
 
-def layouts(profile: Profile) -> pa.Table:
+def layouts(profile: Figures) -> pa.Table:
     rows = [
         (
             its.layout + ("" if its.length is None else f", {its.length:,} tokens"),
@@ -168,7 +165,7 @@ def layouts(profile: Profile) -> pa.Table:
     return made({"layout": TEXT, "padding": SHARE, "micro-steps": "{:.1f}", "steps": COUNT}, rows)
 
 
-def largest(profile: Profile, name: Callable[[str], str], *, named: bool) -> pa.Table:
+def largest(profile: Figures, name: Callable[[str], str], *, named: bool) -> pa.Table:
     columns = {"key": DATA, "shard": DATA, "cost over the mean": "{:,.1f}", "step at least": "{:.2f}"}
     rows = [
         (
@@ -192,7 +189,7 @@ def unlike(parts: Sequence[Figures], what: str, name: Callable[[str], str], moda
     return made({**columns, "LLM tokens a sample": "{:,.0f}"}, rows)
 
 
-def sources(profile: Profile, names: Iterable[str] | None = None) -> pa.Table:
+def sources(profile: Figures, names: Iterable[str] | None = None) -> pa.Table:
     rows = []
     for name in profile.sources if names is None else names:
         its = profile.sources[name]
@@ -201,7 +198,7 @@ def sources(profile: Profile, names: Iterable[str] | None = None) -> pa.Table:
     return made(columns, rows)
 
 
-def unread(profile: Profile) -> pa.Table:
+def unread(profile: Figures) -> pa.Table:
     """Return the fields that no recipe reads, with the samples that have them."""
     rows = [(plain(name), count) for name, count in profile.unread.items()]
     rows += [("values of more fields", profile.unread_others)] if profile.unread_others else []

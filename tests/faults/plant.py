@@ -24,7 +24,6 @@ from xml.etree import ElementTree
 from planted_faults import REPOSITORY, Fault, PatchError, faults
 
 FIXTURES = REPOSITORY.parent / "shared" / "fixtures"
-_MAPPED = ("loaders", "balancers", "native")
 """Folders next to `orchdata` that are packages of it."""
 _LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "demo-out")
 _SECONDS = 900.0
@@ -56,8 +55,6 @@ def copy_of_tree(target: Path) -> Path:
     they are known by the times of their sources, which a copy keeps.
     """
     shutil.copytree(REPOSITORY, target, symlinks=True, ignore=_LEFT_OUT)
-    for folder in _MAPPED:
-        (target / "orchdata" / folder).symlink_to(Path("..") / folder)
     return target
 
 

@@ -253,7 +253,7 @@ def test_demo_reports_both_ways(tmp_path: Path) -> None:
 def test_demo_options_default_to_its_configuration() -> None:
     from inspect import signature
 
-    from orchdata.cli.runs import demo
+    from orchdata.cli.machine import demo
     from orchdata.demo import DemoConfig
 
     options = signature(demo).parameters

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from orchdata.demo import DemoConfig, DemoReport, render, run_demo
-from orchdata.demo.rank import COST, RECIPE, _summary
+from orchdata.demo import COST, RECIPE, DemoConfig, DemoReport, _summary, render, run_demo
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.profiling.profile import profile

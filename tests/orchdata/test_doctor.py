@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from orchdata.cli import app, doctor
+from orchdata.cli import app, machine
 
 
 def findings() -> tuple[int, dict[str, dict[str, str]]]:
@@ -51,14 +51,14 @@ def test_a_cache_folder_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_only_a_package_that_loading_needs_is_broken(
     monkeypatch: pytest.MonkeyPatch, package: str, error: Exception, verdict: str, hint: str
 ) -> None:
-    imported = doctor.importlib.import_module
+    imported = machine.importlib.import_module
 
     def failing(name: str, *given: Any, **options: Any) -> Any:
         if name == package:
             raise error
         return imported(name, *given, **options)
 
-    monkeypatch.setattr(doctor.importlib, "import_module", failing)
+    monkeypatch.setattr(machine.importlib, "import_module", failing)
     code, by_name = findings()
     assert (code, by_name[package]["verdict"]) == (int(verdict == "broken"), verdict)
     assert " ".join(str(error).split()) in by_name[package]["found"]

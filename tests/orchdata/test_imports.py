@@ -67,6 +67,7 @@ orchdata: copies steps
 orchdata: dataloader post_balancing verifying
 orchdata: showing
 orchdata: profiling
+orchdata: views
 orchdata: planners
 orchdata: testing
 orchdata: hf torchtitan

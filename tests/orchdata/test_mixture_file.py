@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import orchdata as od
 from orchdata.cli import app
-from orchdata.cli.mixture_file import read_mixture
+from orchdata.cli.dataset import read_mixture
 
 MIX = """
 by: tokens

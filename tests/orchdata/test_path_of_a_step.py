@@ -36,7 +36,7 @@ def test_a_docstring_is_not_counted_and_a_function_inside_is(
 def test_a_step_enters_the_loop_the_plan_and_the_builder(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ORCHDATA_CACHE", "")  # the script sets it, for its process alone
     before = sys.getprofile()
-    _, entered = script.entered_by_a_step()
+    _, entered = script.entered_by_a_step(constructor=False)
     assert sys.getprofile() is before
     written = {(each.file, each.first): each.name for path in script.python_files() for each in script.functions(path)}
     names = {(file, written[file, first]) for file, first in entered if (file, first) in written}

@@ -42,7 +42,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Built from a copy: setuptools keeps build/, and files there that were since deleted get into wheels.
     source = tmp_path_factory.mktemp("source")
     for folder in (*FOLDERS, "datasets"):
-        shutil.copytree(REPOSITORY / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            REPOSITORY / folder, source / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
     out = tmp_path_factory.mktemp("wheel")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from orchdata import yaml_file
-from orchdata.cli.mixture_file import read_mixture
+from orchdata.cli.dataset import read_mixture
 from orchdata.loaders.recipe import Recipe
 from orchdata.synth import read_description
 from orchdata.yaml_file import read_yaml

@@ -20,9 +20,9 @@ from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
 from orchdata.balancers import balance, balance_padded
+from orchdata.bench.plan import synthetic_index
 from orchdata.loaders.index.index import Index
 from orchdata.order.order import Order, Shuffle
-from orchdata.synth.made_up_index import synthetic_index
 
 COST = od.CostModel(
     image=od.TransformerCost(hidden=1280, layers=32, ffn=5120),

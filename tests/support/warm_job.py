@@ -14,6 +14,7 @@ from pathlib import Path
 from numba.core.registry import CPUDispatcher
 
 from orchdata.balancers import CostModel, PhaseCost
+from orchdata.bench.plan import synthetic_index
 from orchdata.building.map_items import MapContent
 from orchdata.building.spec import BuildSpec
 from orchdata.engines.kernel_families import warm
@@ -23,7 +24,6 @@ from orchdata.planning.balance import Balance
 from orchdata.planning.costs import IndexCosts
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.teams import Teams
-from orchdata.synth.made_up_index import synthetic_index
 
 BALANCES = {
     "joint": Balance(),

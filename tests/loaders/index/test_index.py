@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from shard_factory import chat, jpeg, write_shard
 
+from orchdata.bench.plan import synthetic_index
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.foreign import check_head
 from orchdata.loaders.index.index import Index
@@ -18,7 +19,6 @@ from orchdata.loaders.index.table import Columns, TableSize
 from orchdata.loaders.index.totals import summarize
 from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.recipe import Recipe
-from orchdata.synth.made_up_index import synthetic_index
 
 IMAGE, AUDIO = 1, 2
 

@@ -13,7 +13,7 @@ from shard_factory import omni_shards
 
 import orchdata as od
 from benchmarks.distributions import LARGE_VISION_COST
-from orchdata.bench.plan import OMNI_COST
+from orchdata.bench.plan import OMNI_COST, synthetic_index
 from orchdata.loaders.index.index import Index
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
@@ -21,7 +21,6 @@ from orchdata.planning.balance import Balance
 from orchdata.planning.costs import IndexCosts
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.plan import Plan
-from orchdata.synth.made_up_index import synthetic_index
 
 PHASES = ("image", "audio", "llm")
 TOKENS = od.CostModel(llm=od.PhaseCost(1.0))

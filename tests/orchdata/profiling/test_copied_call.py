@@ -13,9 +13,9 @@ from shard_factory import RECIPE
 
 import orchdata as od
 from benchmarks.indexed_shards import IndexedShards
+from orchdata.bench.plan import synthetic_index
 from orchdata.planning.plan import Plan
 from orchdata.profiling.summary import Finding, findings, recommended
-from orchdata.synth.made_up_index import synthetic_index
 
 COST = od.CostModel(image=od.PhaseCost(3.0), audio=od.PhaseCost(1.0), llm=od.PhaseCost(1.0, 0.0001))
 RANKS, BATCH_SIZE, STEPS = 16, 4, 256

@@ -15,20 +15,19 @@ from shard_factory import chat, jpeg, write_shard
 from webdataset import TarWriter
 
 import orchdata as od
+from orchdata.bench.plan import synthetic_index
 from orchdata.cli.tables import profile_table
-from orchdata.dataset.views.chosen_totals import chosen_totals
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.index.totals import sum_totals
-from orchdata.profiling.content import PERCENTILES
+from orchdata.profiling.content import PERCENTILES, chosen_totals
 from orchdata.profiling.figures import count_reasons
 from orchdata.profiling.profile import Profile, profile
 from orchdata.profiling.scales import SCOPES
 from orchdata.profiling.summary import left_out_words
 from orchdata.profiling.tables import LABELS
-from orchdata.synth.made_up_index import synthetic_index
 
 RECIPE = od.Recipe(image=od.ImagePreprocessor(patch_size=14, merge=2, min_tokens=1, max_tokens=64))
 

@@ -1,19 +1,29 @@
-"""Options that commands share, and the objects that `MODULE:NAME` names."""
+"""What commands are made of: options and what they name, errors in one line, printing."""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import json
+import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from fractions import Fraction
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
+from orchdata.progress import progress_bar
+
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from orchdata.loaders.recipe import Recipe
     from orchdata.loaders.shards.container import Container
 
 Paths = Annotated[
@@ -106,48 +116,33 @@ MaxFailuresOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, for machines.")]
 
 Kind = TypeVar("Kind")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+_CLOSED_PIPE = 128 + signal.SIGPIPE
+"""As of a program that the signal ends: no verdict."""
 
 
-class DataOptions(NamedTuple):
-    """Options of a data set: how its shards are read."""
-
-    media_root: str | None
-    columns: Mapping[str, str]
-    containers: tuple[Container, ...]
-    index_fields: tuple[str, ...]
-    storage_options: Mapping[str, str] | None = None
-    index_file: str | None = None
-    key: str = ""
-    ignore: tuple[str, ...] = ()
-
-    @classmethod
-    def parsed(
-        cls,
-        media_root: str | None,
-        column: Sequence[str] | None,
-        container: Sequence[str] | None,
-        index_field: Sequence[str] | None,
-        storage_options: Sequence[str] | None,
-        index_file: str | None,
-        key: str | None,
-        ignore: Sequence[str] | None = None,
-    ) -> DataOptions:
-        """Return the options as a command was given them. Raises ValueError for what they cannot be."""
-        return cls(
-            media_root,
-            columns_of(column),
-            containers_of(container),
-            tuple(index_field or ()),
-            storage_options_of(storage_options),
-            index_file,
-            key or "",
-            tuple(ignore or ()),
-        )
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Return them as keywords of ShardDataset."""
-        return self._asdict()
+def data_options(
+    media_root: str | None,
+    column: Sequence[str] | None,
+    container: Sequence[str] | None,
+    storage_options: Sequence[str] | None,
+    key: str | None,
+    index_field: Sequence[str] | None = None,
+    index_file: str | None = None,
+    ignore: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """Return options of a command as keywords of ShardDataset. Raises ValueError for what they cannot be."""
+    return {
+        "media_root": media_root,
+        "columns": columns_of(column),
+        "containers": containers_of(container),
+        "index_fields": tuple(index_field or ()),
+        "storage_options": storage_options_of(storage_options),
+        "index_file": index_file,
+        "key": key or "",
+        "ignore": tuple(ignore or ()),
+    }
 
 
 def columns_of(given: Sequence[str] | None) -> dict[str, str]:
@@ -233,3 +228,113 @@ def ranks_list(text: str) -> tuple[int, ...]:
     if min(ranks) < 1:
         raise ValueError(f"--ranks must be at least 1, got {min(ranks)}")
     return ranks
+
+
+def recipe_named(name: str | None) -> Recipe:
+    """What `--recipe` names."""
+    from orchdata.loaders.recipe import Recipe
+
+    recipe = load_object(name, Recipe, "--recipe") if name is not None else Recipe()
+    try:
+        recipe.fingerprint()
+    except TypeError as error:  # a parameter of a modality, named
+        raise ValueError(str(error)) from error
+    return recipe
+
+
+def one_line_errors(command: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Turn what a user can cause into one line and exit code 1; our own bugs keep their traceback."""
+
+    @functools.wraps(command)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        from orchdata.loaders.errors import OrchdataError, broken_package
+
+        try:
+            return command(*args, **kwargs)
+        except BrokenPipeError:
+            # The reader of the output has ended, as `head` does. What is left to write goes nowhere.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(_CLOSED_PIPE) from None
+        except (OrchdataError, ValueError, OSError, ImportError, MemoryError, NotImplementedError) as error:
+            text = " ".join(str(error).split()) or type(error).__name__
+            typer.echo(f"orchdata: error: {text}", err=True)
+            raise typer.Exit(1) from error
+        except Exception as error:
+            broken = broken_package(error)
+            if broken is None:
+                raise
+            typer.echo(f"orchdata: error: {broken}", err=True)
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt:
+            typer.echo("orchdata: stopped", err=True)
+            raise typer.Exit(130) from None
+
+    return run
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """One JSON document on stdout and nothing else; NaN would not be JSON, so it raises."""
+    typer.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def plain_table(title: str, *columns: str) -> Table:
+    """A table without lines; all columns but the first are numbers."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    table.add_column(columns[0])
+    for column in columns[1:]:
+        table.add_column(column, justify="right")
+    return table
+
+
+def print_table(table: RenderableType) -> None:
+    """A table for people; into a pipe or file it is wide enough to keep each row on one line."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 140)
+    console.print(table)
+
+
+@contextmanager
+def stage_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Yield `advance(stage, done, total)`: one bar at a time, for the stage under way."""
+    with ExitStack() as bar:
+        current: list[tuple[str, Callable[[int, int], None]]] = []
+
+        def advance(stage: str, done: int, total: int) -> None:
+            if not current or current[0][0] != stage:
+                bar.close()
+                current[:] = [(stage, bar.enter_context(progress_bar(stage)))]
+            current[0][1](done, total)
+
+        yield advance
+
+
+def human_bytes(count: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def unread_lines(unread: Mapping[str, Any]) -> list[str]:
+    """Fields that are not read, each with the samples that have it, as lines of a table."""
+    names, others = unread["names"], unread["others"]
+    lines = ["not read, by field, with the samples that have it:"] if names else []
+    lines += [f"  {count:>13,}  {name}" for name, count in names.items()]
+    return [*lines, f"  {others:>13,}  values of more fields"] if others else lines
+
+
+def overflow_words(overflow: Mapping[str, int]) -> list[str]:
+    """Say what became of samples above `TextPreprocessor.max_tokens`, from the totals of an index."""
+    parts = []
+    if overflow["truncated"]:
+        parts.append(f"{overflow['truncated']:,} samples truncated, {overflow['cut_tokens']:,} tokens cut away")
+    if overflow["split"]:
+        parts.append(f"{overflow['split']:,} samples split into {overflow['pieces']:,} pieces")
+    return parts
