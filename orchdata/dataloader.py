@@ -20,14 +20,11 @@ import orchdata
 from orchdata.balancers.checks import checked_count, checked_epoch
 from orchdata.balancers.costs.model import CostModel
 from orchdata.copies import LoaderSnapshot, changed_arguments, loader_text, restore_snapshot, take_snapshot
-from orchdata.dataset.arguments import Arguments, CollateFn
-from orchdata.dataset.map_style import warn_shared
-from orchdata.dataset.options import DEFAULT_BATCH_SIZE, IndexUse, Quarantine
+from orchdata.dataset.arguments import DEFAULT_BATCH_SIZE, Arguments, CollateFn, IndexUse, Quarantine
 from orchdata.delivery.export import export_plan
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.delivery.stats import flattened
-from orchdata.engines.choice import DEFAULT_PREFETCH
-from orchdata.engines.engine import OpensEngine
+from orchdata.engines.engine import DEFAULT_PREFETCH, OpensEngine
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.storage.node.cache import Cache
 from orchdata.loop.loop import LoaderIterator
@@ -55,6 +52,22 @@ from orchdata.trainers import (
 
 _LATER = "after DataLoader is initialized: create another loader"
 T_co = TypeVar("T_co", covariant=True, default=Any)  # as in torch, for `DataLoader[int]`
+
+
+_ATTRIBUTES = (
+    "dataset",
+    "drop_last",
+    "generator",
+    "num_workers",
+    "prefetch_factor",
+    "pin_memory",
+    "pin_memory_device",
+    "timeout",
+    "worker_init_fn",
+    "persistent_workers",
+    "multiprocessing_context",
+    "in_order",
+)
 
 
 class DataLoader(Generic[T_co]):
@@ -181,30 +194,29 @@ class DataLoader(Generic[T_co]):
         cache: Cache | None = None,
         engine: OpensEngine | None = None,
     ) -> None:
-        arguments = Arguments(**{name: value for name, value in locals().items() if name != "self"})
-        self._given = changed_arguments(DataLoader.__init__, vars(arguments))
+        given = {name: value for name, value in locals().items() if name != "self"}
+        self._given = changed_arguments(DataLoader.__init__, given)
         rank = resolve_rank(dp)
         agreement = Agreement(rank)
         with agreement.telling_others():
-            self._runtime = Runtime(arguments, rank, agreement)
+            arguments = Arguments(rank=rank, reaches_all=agreement.reaches_all, **given)
+            self._runtime = Runtime(arguments, agreement)
             self._progress = Progress()
             self._iterated_at: object = None
-            self._set_attributes(arguments)
+            self._set_attributes(given, arguments)
             self._own_names = frozenset((*vars(self), "_own_names"))
-            if dp is None and not arguments.in_shards and sampler is None and batch_sampler is None:
-                warn_shared(dataset, rank)
             self._runtime.warn_if_empty(drop_last=drop_last)
 
-    def _set_attributes(self, arguments: Arguments) -> None:
+    def _set_attributes(self, given: Mapping[str, Any], arguments: Arguments) -> None:
         """Set the attributes that torch's loader has: arguments, with defaults filled in."""
         prepared = self._runtime.prepared
         size = prepared.spec.plan.batches.describe()
-        vars(self).update(arguments.attributes())
-        self.batch_size = self._runtime.batch_size
+        vars(self).update({name: given[name] for name in _ATTRIBUTES})
+        self.batch_size = arguments.batch_size
         self.global_batch_size, self.global_batch_tokens = map(size.get, ("global_batch_size", "global_batch_tokens"))
         sampler, self.batch_sampler = prepared.sampler, prepared.batch_sampler
         self.sampler = TrainerEpochs(self._progress) if sampler is None and self.batch_sampler is None else sampler
-        self.collate_fn = arguments.collate_fn or prepared.collate_fn
+        self.collate_fn = given["collate_fn"] or prepared.collate_fn
         if self.num_workers and self.prefetch_factor is None:
             self.prefetch_factor = DEFAULT_PREFETCH
 
@@ -394,8 +406,7 @@ class DataLoader(Generic[T_co]):
         if ends or runtime.prepared.spec.plan.evens_tail:
             watcher = AccelerateEnd(lambda: runtime.count(loop.origin), lambda: runtime.num_in_tail(loop.origin))
         check = runtime.context.delivery.team_use.check if runtime.prepared.spec.plan.balance.teams else None
-        as_torch = runtime.is_as_torch
-        return LoaderIterator(loop, whole_steps=whole_steps, as_torch=as_torch, watcher=watcher, check=check)
+        return LoaderIterator(loop, whole_steps=whole_steps, as_torch=runtime.continues, watcher=watcher, check=check)
 
     def _asked_by_trainers(self) -> tuple[bool, Any]:
         """Return whether Accelerate must know the last batch of an epoch, and what watches an iteration for Lightning.

@@ -1,10 +1,12 @@
 """Runtime: the running parts of a loader, apart from its position.
 
-Arguments --checked--> LoaderOptions --data set--> PreparedDataset --> Runtime --(an iteration)--> Stream
+Arguments --data set--> PreparedDataset --> Runtime --(an iteration)--> Stream
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,128 +15,113 @@ from orchdata.balancers.checks import checked_count, checked_epoch
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.map_items import MapContent
 from orchdata.building.step import Builder
-from orchdata.caching.start import checked_cache, filler_of, place_of
-from orchdata.dataset.arguments import (
-    Arguments,
-    check_combination,
-    check_cost_id,
-    check_workers,
-    engine_choice,
-    options_of,
-    warming_of,
-)
+from orchdata.caching.start import filler_of, place_of
+from orchdata.dataset.arguments import Arguments
 from orchdata.dataset.describe import describe_loader
-from orchdata.dataset.options import (
-    PreparedDataset,
-    check_functions,
-    listed_rows,
-)
-from orchdata.dataset.prepare import prepare
+from orchdata.dataset.map_style import prepare_iterable, prepare_map_style
+from orchdata.dataset.options import PreparedDataset
 from orchdata.dataset.resume import check_allowed, known_count, restore, state_of
 from orchdata.delivery.delivery import Delivery
 from orchdata.delivery.policy import FailureBudget
 from orchdata.delivery.stats import Stats
+from orchdata.engines.processes.engine import start_server
 from orchdata.engines.threads import can_pin
 from orchdata.engines.torch_workers import IterableContent, set_epoch
+from orchdata.engines.warm import Warming
 from orchdata.engines.work import WorkerSeeds
 from orchdata.finalizers import Ending, wait_for_finalizers
 from orchdata.loaders.errors import BLANK
 from orchdata.loop.loop import EpochLoop, Stream
-from orchdata.loop.planned import Engines, LoopContext, PlannedStream
+from orchdata.loop.planned import LoopContext, PlannedSource, Source
 from orchdata.loop.position import Position, Progress
 from orchdata.loop.state import State
-from orchdata.loop.torch_stream import IterableSource, IterableStream, MapSource, MapStream
+from orchdata.loop.torch_stream import IterableSource, MapSource
 from orchdata.notices import warn_once, warn_user
 from orchdata.order.sampler import SamplerSteps
-from orchdata.order.stateful import StateGetter
 from orchdata.order.steps import Draw, OrderedSteps, StreamSteps, begin_of
 from orchdata.ranks.agreement import Agreement
-from orchdata.ranks.parallel import Rank
 
 
 class Runtime:
     """The running parts of a loader.
 
-    Args:
-        rank: rank of this process among the data-parallel ranks.
-        agreement: compares with the loaders of the other ranks.
-
     Attributes:
         prepared: the data set.
-        batch_size: samples of this rank in a step; None if another size was given.
-        is_single_rank: a torch data set on one rank: states may store things of this rank alone.
-        is_as_torch: it is read by torch's loader: an iteration continues after a step that failed.
+        stores_rank_state: states may store things of this rank alone: a torch data set on one rank.
+        continues: it is also read by torch's loader: an iteration continues after a step that failed.
     """
 
-    def __init__(self, arguments: Arguments, rank: Rank, agreement: Agreement) -> None:
-        # Check all arguments before the data set is read.
-        check_workers(arguments)
-        check_functions(collate_fn=arguments.collate_fn, worker_init_fn=arguments.worker_init_fn)
-        check_cost_id(arguments)
-        cache = checked_cache(arguments.cache, in_shards=arguments.in_shards)
-        listed = listed_rows(arguments.shuffle, in_shards=arguments.in_shards)
-        if not arguments.in_shards:
-            check_combination(arguments)
-        if isinstance(arguments.collate_fn, ModelInputs) and getattr(arguments.balance, "teams", None) is not None:
-            arguments = replace(arguments, collate_fn=arguments.collate_fn.in_slices())
-        self.rank = rank
-        self.agreement = agreement
-        self.is_single_rank = not arguments.in_shards and rank.size == 1
-        by_torch = arguments.by_torch(rank)
-        self.is_as_torch = self.is_single_rank and by_torch
-        in_order = arguments.in_order or not self.is_as_torch
-        choice = engine_choice(arguments, rank, in_order=in_order)
-        self.batch_size, options = options_of(arguments, rank, listed, agreement.reaches_all)
-        options = replace(options, cache=cache)
-        pin_memory = arguments.pin_memory and can_pin()
-        warming = warming_of(arguments, options)
+    def __init__(self, arguments: Arguments, agreement: Agreement) -> None:
+        rank = self.rank = arguments.rank
+        self.stores_rank_state = rank.size == 1 and not arguments.in_shards
+        self.continues = self.stores_rank_state and arguments.by_torch
+        self._draws_seeds = not arguments.in_shards
+        self._raises = arguments.on_error.action == "raise"
+        self.keep_dataset_state = not arguments.num_workers or arguments.persistent_workers
+
+        # Start what takes a while. A loader that is sent to a new process (mp.spawn) starts the server later.
+        _warn_of_cores(arguments)
+        if arguments.context is not None and not getattr(multiprocessing.current_process(), "_inheriting", False):
+            start_server(arguments.context)
+        self._warming = Warming(arguments.families)
 
         # Prepare the data set; ranks that would plan different steps raise an error.
         def build() -> tuple[PreparedDataset, Builder | None]:
-            prepared = prepare(arguments, options)
-            return prepared, None if prepared.is_iterable else prepared.spec.open()
+            if arguments.in_shards:
+                prepared: PreparedDataset = arguments.dataset.prepare(arguments)
+            elif arguments.is_iterable:
+                return prepare_iterable(arguments), None
+            else:
+                prepared = prepare_map_style(arguments)
+            return prepared, prepared.spec.open()
 
-        self.prepared, self.builder = agreement.make(
-            build, lambda built: describe_loader(arguments.dataset, built[0], options, arguments.dp)
-        )
+        self.prepared, builder = agreement.make(build, lambda built: describe_loader(arguments, built[0]))
+        spec = self.prepared.spec
 
         # Create the parts that run once a step is requested.
         self.seeds = WorkerSeeds(
             arguments.generator, persistent=arguments.persistent_workers and bool(arguments.num_workers)
         )
-        self.stats = Stats(None if self.builder is None else self.builder.reads)
-        reads = None if self.builder is None else self.builder.reads
-        self._filler = filler_of(self.prepared.spec, rank, cache, reads, forks=choice.forks)
+        reads = None if builder is None else builder.reads
+        self.stats = Stats(reads)
+        workers = arguments.workers(reads_far=spec.reads_far)
+        self._filler = filler_of(spec, rank, arguments.cache, reads, forks=workers.forks)
         if self._filler is not None:
             Ending(self, self._filler.stop)
         num_samples = self.prepared.num_indexed + self.prepared.num_lost
-        budget = FailureBudget(options.policy, self.stats, num_samples, rank.size)
+        budget = FailureBudget(arguments.on_error, self.stats, num_samples, rank.size)
         inputs = arguments.collate_fn if isinstance(arguments.collate_fn, ModelInputs) else None
-        self._scales_loss = arguments.in_shards and not callable(arguments.collate_fn)
-        has_our_names = inputs is None and self._scales_loss
+        has_our_names = inputs is None and spec.layout is not None
         unnamed = [name for rows in self.prepared.rows for name in rows.dataset.recipe.of_processor if has_our_names]
         delivery = Delivery(
-            self.prepared.spec,
+            spec,
             rank,
-            policy=options.policy,
+            policy=arguments.on_error,
             budget=budget,
             stats=self.stats,
             timeout=arguments.timeout,
             inputs=inputs,
             unnamed=tuple(dict.fromkeys(unnamed)),
         )
-        self.context = LoopContext(steps=self.prepared.steps, rank=rank, agreement=agreement, delivery=delivery)
-        self._engines = Engines(choice, warming, pin_memory=pin_memory, persistent=arguments.persistent_workers)
-        self._torch: IterableSource | MapSource | None = None
-        content = self.prepared.spec.content
-        if isinstance(content, IterableContent):
-            self._torch = IterableSource(content, choice.workers, in_order=in_order, pin_memory=pin_memory)
-        elif isinstance(content, MapContent) and by_torch:
-            self._torch = MapSource(content, choice.workers, rank, in_order=in_order, pin_memory=pin_memory)
-        self._in_shards = arguments.in_shards
-        self._raises = options.policy.action == "raise"
-        self.keep_dataset_state = not arguments.num_workers or arguments.persistent_workers
-        if not arguments.in_order and in_order and arguments.num_workers:
+        self.context = LoopContext(
+            spec=spec,
+            builder=builder,
+            steps=self.prepared.steps,
+            rank=rank,
+            agreement=agreement,
+            delivery=delivery,
+        )
+
+        # Torch's own loader reads the data, or an engine builds planned steps.
+        how: dict[str, Any] = {"in_order": arguments.keeps_order, "pin_memory": arguments.pin_memory and can_pin()}
+        self._source: Source
+        if isinstance(spec.content, IterableContent):
+            self._source = IterableSource(spec.content, workers, self.stats.torch, **how)
+        elif isinstance(spec.content, MapContent) and arguments.by_torch:
+            self._source = MapSource(spec.content, workers, rank, self.stats.torch, **how)
+        else:
+            self._source = PlannedSource(workers, self._warming, pin_memory=how["pin_memory"])
+        if not arguments.in_order and arguments.keeps_order and arguments.num_workers:
             why = "steps are planned over ranks, or are of shards, and a state of them is a position"
             warn_once("in_order=False", f"in_order=False has no effect: batches stay in order, because {why}")
         budget.start(self.prepared.failures, lost=self.prepared.num_lost)
@@ -153,7 +140,7 @@ class Runtime:
     @property
     def scales_loss(self) -> bool:
         """Whether batches carry a `loss_scale` that covers the whole optimizer step."""
-        return self.has_microbatches or self._scales_loss
+        return self.has_microbatches or self.prepared.spec.layout is not None
 
     def begin(self, progress: Progress) -> EpochLoop:
         """Begin an iteration at the loader's position. Raises ValueError if the data set chooses no sample."""
@@ -166,25 +153,25 @@ class Runtime:
             progress,
             self._open_stream,
             keep_dataset_state=self.keep_dataset_state,
-            stores_seed=self.is_single_rank,
+            stores_seed=self.stores_rank_state,
             on_first_step=self.prepared.on_first_step,
         )
         # The base seed of the workers. An iteration that continues from a state may use the state's.
-        if self.is_single_rank:
+        if self.stores_rank_state:
             origin = loop.origin
             # Workers without a state must not repeat for later steps the draws of the first ones.
             again = origin.is_drawn and (not origin.step or origin.workers or self.prepared.is_iterable)
             known = origin.base_seed if again else None
             loop.base_seed = self.seeds.draw() if known is None else self.seeds.follow(known)
             progress.seed(loop.base_seed)
-        elif not self._in_shards:
+        elif self._draws_seeds:
             loop.base_seed = self.seeds.draw()
         return loop
 
     @property
     def follows(self) -> bool:
         """Whether samples are drawn from the loader's sampler as it is now: the user may have changed it."""
-        return self.is_single_rank and isinstance(self.prepared.steps, SamplerSteps)
+        return self.stores_rank_state and isinstance(self.prepared.steps, SamplerSteps)
 
     def follow(self, sampler: Any) -> None:
         """Draw from this sampler, or batch sampler, from now on: the user may have replaced the loader's own."""
@@ -193,8 +180,7 @@ class Runtime:
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the data set, if it has epochs: workers that are kept have copies of it."""
-        content: Any = self.prepared.spec.content
-        if not self._in_shards and set_epoch(content.dataset, epoch):
+        if set_epoch(getattr(self.prepared.spec.content, "dataset", None), epoch):
             self.close()
 
     def count(self, position: Position) -> int:
@@ -224,17 +210,13 @@ class Runtime:
             f"over all ranks, drop_last={drop_last}{way_out}"
         )
 
-    def state_before(self) -> tuple[StateGetter, ...]:
-        """Return the data set's own state before its first step, if it is read in this process and has one."""
-        return () if self._torch is None else self._torch.state_before()
-
     def state(self, progress: Progress) -> dict[str, Any]:
         """Return the loader's state: see `DataLoader.state_dict`."""
         position = progress.position
-        if self.is_single_rank:
+        if self.stores_rank_state:
             position = progress.promised(self.seeds.draw, self.prepared.steps.draw)
             if not position.workers:
-                position = replace(position, workers=self.state_before())
+                position = replace(position, workers=self._source.state_before())
         return state_of(self.prepared, position).to_json()
 
     def even_tail(self) -> None:
@@ -267,7 +249,7 @@ class Runtime:
         prepared, position = restore(self.prepared, State.from_json(state), allow, num_workers)
         if prepared is not self.prepared:
             self.install(prepared)
-        if self.is_single_rank:
+        if self.stores_rank_state:
             self.close()  # persistent workers are at a later position
         return position
 
@@ -285,35 +267,37 @@ class Runtime:
 
     def install(self, prepared: PreparedDataset) -> None:
         """Continue with another order of the same data set."""
-        assert self.builder is not None
         self.close()  # persistent workers would continue with the former order
         self.prepared = prepared
-        self.builder = self.builder.planned_by(prepared.spec.plan)
+        spec, builder = prepared.spec, self.context.builder
+        assert builder is not None
         if self._filler is not None:
-            self._filler.order = prepared.spec.plan.order
-        self.context.delivery.follow(prepared.spec)
-        self.context = replace(self.context, steps=prepared.steps)
+            self._filler.order = spec.plan.order
+        self.context.delivery.follow(spec)
+        builder = builder.planned_by(spec.plan)
+        self.context = replace(self.context, spec=spec, builder=builder, steps=prepared.steps)
 
     def close(self) -> None:
         """Stop persistent workers or threads, and what fills the cache."""
-        self._engines.close()
+        self._source.close()
         if self._filler is not None:
             self._filler.stop()
-        if self._torch is not None:
-            self._torch.close()
         wait_for_finalizers()
 
     def _open_stream(self, loop: EpochLoop) -> Stream:
         """Open the steps of one iteration: from torch's own loader, or from an engine."""
         wait_for_finalizers()  # what an iteration before has left
-        steps, spec = self.context.steps, self.prepared.spec
-        if isinstance(self._torch, IterableSource) and isinstance(steps, StreamSteps):
-            return IterableStream(self._torch, steps, loop, self.stats.torch)
-        if isinstance(self._torch, MapSource):
-            return MapStream(self.context, self._torch, spec, loop, self.stats.torch)
-        assert self.builder is not None
-        engine = self._engines.open(spec, self.builder, self.context.delivery, base_seed=loop.base_seed)
-        stream = PlannedStream(self.context, loop, engine, self._engines.leave)
+        stream = self._source.stream(self.context, loop)
         if self._filler is not None and not self.context.delivery.receives:
             self._filler.begin(place_of(stream, self.known_count(loop.origin)))
         return stream
+
+
+def _warn_of_cores(arguments: Arguments) -> None:
+    """Warn if this machine has fewer cores than worker processes; those of an engine may be on others."""
+    num_workers, cores = arguments.num_workers, len(os.sched_getaffinity(0))
+    if arguments.engine is None and num_workers > cores:
+        warn_user(
+            f"This DataLoader will create {num_workers} worker processes, and this process has {cores} cores: "
+            "excessive worker creation might get DataLoader running slow or even freeze; lower num_workers"
+        )

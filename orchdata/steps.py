@@ -88,7 +88,7 @@ class OptimizerSteps:
     def repeats(self) -> bool:
         """Whether this rank has no sample of its own in the step delivered last, but one of another rank."""
         runtime, position = self._runtime, self._progress.position
-        if runtime.is_single_rank or position.step < runtime.count(position):
+        if self.num_ranks == 1 or position.step < runtime.count(position):
             return False
         return not len(self.loader.plan_at(position.epoch, position.step - 1).places(runtime.rank.rank))
 

@@ -1,34 +1,22 @@
-"""The cache of a loader: its argument, checked, and what fills it."""
+"""What fills the cache of a loader."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 from orchdata.building.spec import BuildSpec
 from orchdata.caching.filler import Filler, Place
 from orchdata.caching.own import streams_of_node, warn_of_none
 from orchdata.caching.packed import warn_of_fetches
 from orchdata.loaders.storage.counted import ReadBytes
-from orchdata.loaders.storage.node.cache import Cache, cache_of_environment
+from orchdata.loaders.storage.node.cache import Cache
 from orchdata.loaders.storage.remote.urls import is_remote
-from orchdata.loop.planned import PlannedStream
+from orchdata.loop.loop import Stream
 from orchdata.notices import warn_once
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order
 from orchdata.ranks.parallel import Rank
-
-
-def checked_cache(cache: Any, *, in_shards: bool) -> Cache | None:
-    """Return the `cache=` argument of a DataLoader; by default what the environment says. Raises ValueError."""
-    if cache is None:
-        return cache_of_environment() if in_shards else None
-    if not isinstance(cache, Cache):
-        raise ValueError(f"cache must be an od.Cache(folder, max_bytes=...), got {cache!r}")
-    if not in_shards:
-        raise ValueError("cache= keeps shards of an od.ShardDataset, and this data set has none: leave it out")
-    return cache
 
 
 def filler_of(
@@ -65,7 +53,7 @@ def filler_of(
     return Filler(cache, shards.index, shards.files, order, streams, reads)
 
 
-def place_of(stream: PlannedStream, num_steps: int | None) -> Callable[[], Place]:
+def place_of(stream: Stream, num_steps: int | None) -> Callable[[], Place]:
     """Return what says where an iteration stands, without keeping it alive.
 
     Args:

@@ -20,8 +20,8 @@ from torch.utils.data import ConcatDataset, Subset
 import orchdata
 from orchdata.balancers.costs.model import CostModel
 from orchdata.batch.batch import ModelInputs
-from orchdata.dataset.options import LoaderOptions, PreparedDataset
-from orchdata.dataset.sharded import is_sharded
+from orchdata.dataset.arguments import Arguments
+from orchdata.dataset.options import PreparedDataset
 from orchdata.planning.costs import IndexCosts
 from orchdata.planning.layout import layout_of
 from orchdata.ranks.agreement import DATA
@@ -31,28 +31,29 @@ _MAX_DEPTH = 8
 _SAMPLED = 64  # about as many items of a list are compared: they may be large
 
 
-def describe_loader(dataset: Any, prepared: PreparedDataset, options: LoaderOptions, dp: Any) -> dict[str, Any]:
+def describe_loader(arguments: Arguments, prepared: PreparedDataset) -> dict[str, Any]:
     """Return what plans and data of the loader depend on, JSON-safe."""
     costs = prepared.spec.plan.costs
-    peers = dp if isinstance(dp, DataParallel) else DataParallel(None)
+    peers = arguments.dp if isinstance(arguments.dp, DataParallel) else DataParallel(None)
+    blank = arguments.on_error.blank_names
     described: dict[str, Any] = {
         "orchdata": orchdata.__version__,
         **prepared.fingerprint,
-        "num_ranks": options.rank.size,
+        "num_ranks": arguments.rank.size,
         "ranks_per_node": prepared.spec.plan.ranks_per_node,
         "num_steps": prepared.spec.plan.num_steps,
         "index": costs.index.totals if isinstance(costs, IndexCosts) else None,
-        DATA: None if is_sharded(dataset) else _dataset(dataset),
-        "balance": options.balance,
-        "accumulate": options.accumulate,
-        "cost": options.cost.describe() if isinstance(options.cost, CostModel) else None,
-        "drop_last": options.batches.drop_last,
-        "on_error": options.policy.action,
-        "blank": _digest_of(options.policy.blank_names, len(options.policy.blank_names)),
-        "collate_fn": layout_of(options.collate_fn) or options.collate_fn,
-        "inputs": options.collate_fn.describe() if isinstance(options.collate_fn, ModelInputs) else None,
+        DATA: None if arguments.in_shards else _dataset(arguments.dataset),
+        "balance": arguments.balance,
+        "accumulate": arguments.accumulate,
+        "cost": arguments.cost.describe() if isinstance(arguments.cost, CostModel) else None,
+        "drop_last": arguments.batches.drop_last,
+        "on_error": arguments.on_error.action,
+        "blank": _digest_of(blank, len(blank)),
+        "collate_fn": layout_of(arguments.collate_fn) or arguments.collate_fn,
+        "inputs": arguments.collate_fn.describe() if isinstance(arguments.collate_fn, ModelInputs) else None,
         **{name: getattr(peers, name) for name in ("replicate", "encoder_dims", "averaged", "gradients")},
-        "check_plan_every": options.rank.check_plan_every,
+        "check_plan_every": arguments.rank.check_plan_every,
     }
     plain: dict[str, Any] = stable(described)
     return plain

@@ -1,8 +1,9 @@
-"""A torch map-style data set, prepared: its items, balanced by one integer each."""
+"""Data sets of torch's, prepared: map-style items, balanced by one integer each, and IterableDatasets."""
 
 from __future__ import annotations
 
 import hashlib
+import sys
 from functools import partial
 from os import PathLike
 from typing import Any, cast
@@ -20,20 +21,20 @@ from torch.utils.data import (
     default_convert,
 )
 
-from orchdata.balancers.costs.model import CostModel
 from orchdata.building.map_items import MapContent
+from orchdata.dataset.arguments import Arguments
 from orchdata.dataset.item_costs.kept import costs_of_items
-from orchdata.dataset.item_costs.measure import ItemCosts, Workers
-from orchdata.dataset.options import LoaderOptions, PreparedDataset, refuse_parts
+from orchdata.dataset.item_costs.measure import ItemCosts
+from orchdata.dataset.options import PreparedDataset
 from orchdata.dataset.sharded import is_sharded
 from orchdata.delivery.unusable import Unusable, refuse_above_budget
+from orchdata.engines.torch_workers import IterableContent
 from orchdata.loaders.errors import DataError
 from orchdata.notices import warn_once
 from orchdata.order.order import Order
 from orchdata.order.sampler import AllRanksSampler, SamplerOrder, SamplerSteps, Source, TorchSampler
-from orchdata.order.steps import GlobalBatches, OrderedSteps, Steps
+from orchdata.order.steps import GlobalBatches, OrderedSteps, Steps, StreamSteps
 from orchdata.planning.costs import ArrayCosts, EqualCosts
-from orchdata.planning.layout import layout_of
 from orchdata.progress import progress_bar
 from orchdata.ranks.parallel import Rank
 
@@ -55,54 +56,42 @@ def _refuse_parts_of_shards(dataset: Any) -> None:
         )
 
 
-def prepare_map_style(
-    dataset: Any,
-    options: LoaderOptions,
-    *,
-    sampler: Any,
-    batch_sampler: Any,
-    workers: Workers = Workers(),  # noqa: B008 - a frozen value
-    cost_id: str | None = None,
-) -> PreparedDataset:
-    """Prepare `dataset[i]` for i below `len(dataset)`, balanced by `cost`. Raises as DataLoader documents.
-
-    Args:
-        workers: compute the costs.
-        cost_id: name of the costs in the cache folder.
-    """
+def prepare_map_style(arguments: Arguments) -> PreparedDataset:
+    """Prepare `dataset[i]` for i below `len(dataset)`, balanced by `cost`. Raises as DataLoader documents."""
+    dataset, sampler, batch_sampler = arguments.dataset, arguments.sampler, arguments.batch_sampler
+    rank, batched = arguments.rank, arguments.batched
     _refuse_parts_of_shards(dataset)
-    _check(dataset, options, sampler, batch_sampler)
-    skip_errors = options.policy.action == "skip"
+    _check(arguments)
     num_indexed = len(dataset) if hasattr(dataset, "__len__") else 0
-    values, failures = _map_costs(dataset, options, workers, cost_id)
-    refuse_above_budget([Unusable(failures, 0, num_indexed)], options.policy)
+    values, failures = _map_costs(arguments)
+    refuse_above_budget([Unusable(failures, 0, num_indexed)], arguments.on_error)
     usable: Ints | None = None
     if failures and sampler is None and batch_sampler is None:
         usable = np.delete(np.arange(num_indexed), [int(failure.key) for failure in failures])
-    batches = options.sample_batches
+    batches = arguments.sample_batches
     order: Order | SamplerOrder
     steps: Steps
-    if sampler is None and batch_sampler is None and options.shuffle is not None and not options.drawn:
+    if sampler is None and batch_sampler is None and arguments.shuffled is not None and not arguments.drawn:
         # A seeded order, as of shards.
         excluded = None if usable is None else np.setdiff1d(np.arange(num_indexed), usable)
-        order = Order(num_indexed, shuffle=options.shuffle, seed=options.seed, excluded=excluded)
+        order = Order(num_indexed, shuffle=arguments.shuffled, seed=arguments.order_seed, excluded=excluded)
         check = partial(_check_size, dataset, num_indexed)
         steps = OrderedSteps(batches=batches, length=order.length, check=check)
     else:
         # A sampler: the user's, or the one that torch's loader would create.
         if sampler is None and batch_sampler is None:
             data = dataset if usable is None else range(len(usable))
-            shuffled = options.shuffle is not None
-            sampler = RandomSampler(data, generator=options.generator) if shuffled else SequentialSampler(data)
+            shuffled = arguments.shuffled is not None
+            sampler = RandomSampler(data, generator=arguments.generator) if shuffled else SequentialSampler(data)
         chosen = sampler if batch_sampler is None else batch_sampler
-        is_single = options.rank.size == 1
-        if is_single and batch_sampler is None and options.batched:
+        is_single = rank.size == 1
+        if is_single and batch_sampler is None and batched:
             batch_sampler = BatchSampler(sampler, batches.size, batches.drop_last)
         elif is_single and batch_sampler is not None:
             sampler = SequentialSampler(dataset)
-        source, size = _source(sampler, batch_sampler, dataset, options.rank)
+        source, size = _source(sampler, batch_sampler, dataset, rank)
         if size:
-            batches = GlobalBatches(size=size * options.rank.size, drop_last=batch_sampler.drop_last)
+            batches = GlobalBatches(size=size * rank.size, drop_last=batch_sampler.drop_last)
             sampler = batch_sampler.sampler
         steps = SamplerSteps(
             source,
@@ -110,20 +99,22 @@ def prepare_map_style(
             batches=batches,
             usable=usable,
             integers=values is not None or not is_single,
-            as_drawn=is_single and options.by_torch,
+            as_drawn=is_single and arguments.by_torch,
         )
         order = SamplerOrder.of(chosen if is_single else source.sampler, chosen if is_single else source)
     content = MapContent(
         dataset=dataset,
         num_rows=num_indexed,
-        collate_fn=cast("Any", options.collate_fn),
-        batched=options.batched,
-        skip_errors=skip_errors,
+        collate_fn=cast("Any", arguments.collate_fn),
+        batched=batched,
+        skip_errors=arguments.on_error.action == "skip",
     )
     costs = EqualCosts() if values is None else ArrayCosts(values)
+    if arguments.dp is None and arguments.sampler is None and arguments.batch_sampler is None:
+        _warn_shared(dataset, rank)
     return PreparedDataset(
-        collate_fn=default_collate if options.batched else default_convert,
-        spec=options.build_spec(costs, order, batches, content),
+        collate_fn=default_collate if batched else default_convert,
+        spec=arguments.build_spec(costs, order, batches, content),
         fingerprint={
             "dataset": {
                 "type": type(dataset).__name__,
@@ -141,16 +132,28 @@ def prepare_map_style(
     )
 
 
-def check_layout(options: LoaderOptions) -> None:
-    """Raise for layouts and options that only shards have."""
-    if layout_of(options.collate_fn) is not None or isinstance(options.cost, CostModel):
-        raise TypeError("Packed, Padded and CostModel are for a ShardDataset; a map-style data set has its own samples")
-    refuse_parts(options.balance, "the items of a map-style data set are whole")
-    if options.balance.caps:
-        raise ValueError("Balance.max_tokens is for a ShardDataset: a map-style data set gives one batch per step")
+def prepare_iterable(arguments: Arguments) -> PreparedDataset:
+    """Prepare an IterableDataset, on one rank."""
+    dataset, batches, batched = arguments.dataset, arguments.sample_batches, arguments.batched
+    name = type(dataset).__name__
+    content = IterableContent(
+        dataset=dataset,
+        batch_size=batches.size if batched else None,
+        drop_last=batches.drop_last,
+        collate_fn=cast("Any", arguments.collate_fn),
+    )
+    order = SamplerOrder(sampler=name, num_samples=sys.maxsize)
+    return PreparedDataset(
+        collate_fn=default_collate if batched else default_convert,
+        spec=arguments.build_spec(EqualCosts(), order, batches, content),
+        fingerprint={"dataset": {"type": name}, **batches.describe()},
+        failures=[],
+        num_indexed=0,
+        torch_steps=StreamSteps(length=partial(len, dataset), batches=batches),
+    )
 
 
-def warn_shared(dataset: Any, rank: Rank) -> None:
+def _warn_shared(dataset: Any, rank: Rank) -> None:
     """Warn once, on rank 0, that a map-style data set is split over ranks although `dp` was not passed."""
     if rank.size == 1 or rank.rank:
         return
@@ -167,14 +170,16 @@ def warn_shared(dataset: Any, rank: Rank) -> None:
     )
 
 
-def _check(dataset: Any, options: LoaderOptions, sampler: Any, batch_sampler: Any) -> None:
+def _check(arguments: Arguments) -> None:
+    dataset = arguments.dataset
     if isinstance(dataset, (str, bytes, PathLike)):
         raise TypeError(f"DataLoader takes a data set, got the path {dataset!r}: use od.ShardDataset({dataset!r})")
     if isinstance(dataset, type):
         raise TypeError(f"DataLoader takes a data set, got the class {dataset.__name__}: create one")
     # No length is needed if only the user's sampler knows the items.
-    chosen = options.rank.size == 1 and options.cost is None and (sampler is not None or batch_sampler is not None)
-    has_items = hasattr(dataset, "__getitem__") or (options.batched and hasattr(dataset, "__getitems__"))
+    samplers = (arguments.sampler, arguments.batch_sampler)
+    chosen = arguments.rank.size == 1 and arguments.cost is None and samplers != (None, None)
+    has_items = hasattr(dataset, "__getitem__") or (arguments.batched and hasattr(dataset, "__getitems__"))
     if not has_items or not (chosen or hasattr(dataset, "__len__")):
         raise TypeError(
             f"DataLoader takes a ShardDataset, a map-style data set with __getitem__ and __len__, or a torch "
@@ -222,17 +227,14 @@ def _source(sampler: Any, batch_sampler: Any, dataset: Any, rank: Rank) -> tuple
     return AllRanksSampler(sampler), size
 
 
-def _map_costs(
-    dataset: Any, options: LoaderOptions, workers: Workers, cost_id: str | None
-) -> tuple[Ints | None, list[DataError]]:
+def _map_costs(arguments: Arguments) -> tuple[Ints | None, list[DataError]]:
     """Return one integer per sample, None if all are equal. A callable is called once for each loaded sample."""
-    cost = options.cost
+    dataset, cost, rank = arguments.dataset, arguments.cost, arguments.rank
     if callable(cost):
-        items = ItemCosts(dataset, cost, options.policy.action == "skip")
+        items = ItemCosts(dataset, cost, arguments.on_error.action == "skip")
         with progress_bar("costs of items") as bar:
-            rank = options.rank
             progress = bar if rank.rank == 0 else None
-            return costs_of_items(items, cost_id, workers, progress, is_shared=rank.size > 1)
+            return costs_of_items(items, arguments.cost_id, arguments.workers(), progress, is_shared=rank.size > 1)
     if cost is None:
         return None, []
     num_samples = len(dataset)

@@ -21,7 +21,8 @@ from orchdata.loaders.storage.files import Files, joined_files
 from orchdata.order.merge import By, Stage, Stop
 
 if TYPE_CHECKING:
-    from orchdata.dataset.options import LoaderOptions, PreparedDataset, Quarantine
+    from orchdata.dataset.arguments import Arguments
+    from orchdata.dataset.options import PreparedDataset
 
 Weights = Mapping[str, float]
 
@@ -138,11 +139,11 @@ class Mixture(Sharded):
         """The containers of the user's of all sources, each once."""
         return tuple(by_identity(each for leaf in self.leaves for each in leaf.dataset.containers).values())
 
-    def prepare(self, options: LoaderOptions, quarantine: Quarantine | None) -> PreparedDataset:
+    def prepare(self, arguments: Arguments) -> PreparedDataset:
         """Return what a loader needs of it. Raises as `DataLoader`."""
         from orchdata.dataset.shards import prepare_shards  # which imports torch
 
-        return prepare_shards(self, options, quarantine)
+        return prepare_shards(self, arguments)
 
     def shares(self) -> tuple[tuple[int, tuple[float, ...]], ...]:
         """Return for each stage where it begins, and the share of each leaf: fractions of 1."""

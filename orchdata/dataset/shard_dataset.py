@@ -63,7 +63,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    from orchdata.dataset.options import LoaderOptions, PreparedDataset, Quarantine
+    from orchdata.dataset.arguments import Arguments
+    from orchdata.dataset.options import PreparedDataset
 
 _listings: Counter[str] = Counter()
 """How often this process has asked for the listing of some patterns."""
@@ -370,11 +371,11 @@ class ShardDataset(Sharded):
         """The number of the first good samples that the selections choose from; None: all."""
         return None if self.index_fields else num_first_samples(self.selections)
 
-    def prepare(self, options: LoaderOptions, quarantine: Quarantine | None) -> PreparedDataset:
+    def prepare(self, arguments: Arguments) -> PreparedDataset:
         """Return what a loader needs of it. Raises as `DataLoader`."""
         from orchdata.dataset.shards import prepare_shards  # which imports torch
 
-        return prepare_shards(self, options, quarantine)
+        return prepare_shards(self, arguments)
 
     def left_out(self, index: Index) -> NDArray[np.int64]:
         """Return the rows of its index that `filter` and `split` leave out, ascending, int64. Raises as they do."""

@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 from orchdata.balancers.costs.model import CostModel
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.contents import IndexedShards, SampleContent, ShardContent
+from orchdata.dataset.arguments import Arguments, Quarantine, refuse_parts
 from orchdata.dataset.indexed.first import chosen_shards, content_of, num_first_rows
 from orchdata.dataset.indexed.new_shards import NewShards
 from orchdata.dataset.indexed.unread import warn_of_missing, warn_of_no_loss, warn_of_unread, whole_parts
 from orchdata.dataset.mixed import joined_index, mixture_fingerprint, mixture_order
-from orchdata.dataset.options import LoaderOptions, PreparedDataset, Quarantine, TokenBudgets, refuse_parts
+from orchdata.dataset.options import PreparedDataset, TokenBudgets
 from orchdata.dataset.sharded import is_mixture
 from orchdata.dataset.usable_rows import rows_of
 from orchdata.delivery.policy import ErrorPolicy
@@ -37,7 +38,7 @@ from orchdata.notices import warn_once
 from orchdata.order.listed import ListedOrder
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order
-from orchdata.order.steps import Batches, TokenBatches
+from orchdata.order.steps import Batches, StepTask, TokenBatches
 from orchdata.order.token_sums import TokenCounts, TokenSums
 from orchdata.planning.balance import Balance
 from orchdata.planning.costs import IndexCosts, IndexTokens
@@ -51,6 +52,7 @@ from orchdata.planning.layout import (
     padded_encoders,
     window_length,
 )
+from orchdata.planning.make_plan import make_plan
 from orchdata.planning.sharing.fixed import better_budget
 from orchdata.planning.window_checks import check_accumulate, check_labels, check_windows, warn_of_windows, windows_of
 from orchdata.progress import progress_bar
@@ -66,73 +68,69 @@ _OR_CUT: Final = ", or cut long texts by TextPreprocessor(max_tokens=..., overfl
 _OR_SHARE: Final = ", or let ranks share them by Balance(teams=od.Teams(largest=...))"
 
 
-def prepare_shards(
-    dataset: ShardDataset | Mixture, options: LoaderOptions, quarantine: Quarantine | None
-) -> PreparedDataset:
+def prepare_shards(dataset: ShardDataset | Mixture, arguments: Arguments) -> PreparedDataset:
     """Open the index and leave out unusable samples. Raises as DataLoader documents."""
-    if options.cost is not None and not isinstance(options.cost, CostModel):
-        raise ValueError(
-            f"cost for a ShardDataset is an od.CostModel, got {type(options.cost).__name__}: od.hf.cost(model) of a "
-            "Hugging Face model, or od.CostModel(llm=od.TransformerCost(...)); functions are for map-style data"
-        )
     # The index, and the costs of its samples in this layout.
-    named = _read_quarantine(quarantine)
-    layout = _layout(options)
-    check_layout(options.balance, layout)
+    named = _read_quarantine(arguments.quarantine)
+    balance, accumulate, rank, cost = arguments.balance, arguments.accumulate, arguments.rank, arguments.cost
+    assert isinstance(cost, CostModel | None)
+    layout = layout_of(arguments.collate_fn) or Packed()
+    check_layout(balance, layout)
     sources = [leaf.dataset for leaf in dataset.leaves] if is_mixture(dataset) else [dataset]
     recipes = [source.recipe for source in sources]
-    index = _open_index(dataset, options)
-    costs = layout_costs(index, options.cost, layout, options.balance)
+    index = _open_index(dataset, arguments)
+    costs = layout_costs(index, cost, layout, balance)
     length = window_length(layout)
-    check_windows(length, options.balance, options.batches.describe(), options.cost, recipes, index)
-    if length is not None and options.accumulate > 1:
-        check_accumulate(options.accumulate, options.sample_batches.size, options.rank.size)
-        options = replace(options, accumulate=1)  # a microbatch is a window
-    options = replace(options, balance=layout_balance(options.balance, layout, recipes[0], costs.phases[:-1]))
-    if isinstance(options.collate_fn, ModelInputs):
+    check_windows(length, balance, arguments.batches.describe(), cost, recipes, index)
+    if length is not None and accumulate > 1:
+        check_accumulate(accumulate, arguments.sample_batches.size, rank.size)
+        accumulate = 1  # a microbatch is a window
+    balance = layout_balance(balance, layout, recipes[0], costs.phases[:-1])
+    if isinstance(arguments.collate_fn, ModelInputs):
         for recipe in recipes:
-            options.collate_fn.check(recipe, costs.phases[:-1], options.balance)
+            arguments.collate_fn.check(recipe, costs.phases[:-1], balance)
     _refuse_none_left(index)
-    warn_of_unread(dataset, index, options.rank.rank)
+    warn_of_unread(dataset, index, rank.rank)
     # Leave out rows that are not selected, quarantined, bad, or too large.
     unchosen = unchosen_rows(dataset, index)
-    warn_of_no_loss(dataset, index, unchosen, learns=not callable(options.collate_fn))
+    warn_of_no_loss(dataset, index, unchosen, learns=not callable(arguments.collate_fn))
     without = np.union1d(_quarantined_rows(dataset, index, named), unchosen)
     bad = np.setdiff1d(index.bad_rows(), without)
     names = [leaf.name for leaf in dataset.leaves]
-    _refuse(index, bad, unchosen, names, options.policy)
+    _refuse(index, bad, unchosen, names, arguments.on_error)
     lost = lost_samples(index, bad)
-    refuse_above_budget(unusable_of(index, bad, lost, unchosen, names), options.policy)
+    refuse_above_budget(unusable_of(index, bad, lost, unchosen, names), arguments.on_error)
     warn_of_bad(index, bad)
     warn_of_missing(dataset, index)
     excluded = np.union1d(without, bad)
-    check_caps(options.balance, index)
-    if options.balance.caps and options.balance.oversize != "own" and length is None:
-        above = oversize_rows(costs, options.balance, excluded)
+    check_caps(balance, index)
+    if balance.caps and balance.oversize != "own" and length is None:
+        above = oversize_rows(costs, balance, excluded)
         excluded = np.union1d(excluded, np.concatenate(list(above.values())))
     # Padding to the longest sample of a microbatch is not known before planning.
     counts = IndexTokens(index, 1 if isinstance(layout, Padded) or length is not None else layout.multiple_of)
-    if isinstance(options.batches, TokenBudgets):
-        excluded = np.union1d(excluded, above_budget(counts, options.batches, options.balance, excluded))
-    _check_ranks(options.rank.size, fewest_ranks(costs, options.balance, excluded))
+    if isinstance(arguments.batches, TokenBudgets):
+        excluded = np.union1d(excluded, above_budget(counts, arguments.batches, balance, excluded))
+    _check_ranks(rank.size, fewest_ranks(costs, balance, excluded))
     check_labels(length, index, excluded)
     # The order, and what a state must agree with.
     order: Order | MixtureOrder
-    if options.listed is not None:
-        _check_listed(options.listed, dataset, index)
+    listed = arguments.shuffle if isinstance(arguments.shuffle, np.ndarray) else None
+    if listed is not None:
+        _check_listed(listed, dataset, index)
     if is_mixture(dataset):
         assert isinstance(index, JoinedIndex)
-        shuffled = {"shuffle": options.shuffle, "seed": options.seed}
+        shuffled = {"shuffle": arguments.shuffled, "seed": arguments.order_seed}
         order = mixture_order(dataset, index, excluded, multiple_of=counts.multiple_of, **shuffled)  # type: ignore[arg-type]
         identity = mixture_fingerprint(dataset.leaves, index, order)
     else:
-        if options.listed is None:
+        if listed is None:
             # Rows that no selection can choose are no part of the order, whether the index has them or not.
             num_rows = num_first_rows(index, dataset.selections)
             among = excluded[excluded < num_rows]
-            order = Order(num_rows, shuffle=options.shuffle, seed=options.seed, excluded=among)
+            order = Order(num_rows, shuffle=arguments.shuffled, seed=arguments.order_seed, excluded=among)
         else:
-            order = ListedOrder(options.listed, excluded)
+            order = ListedOrder(listed, excluded)
         identity = {
             "dataset": content_of(index, dataset.selections),
             "shards": shards_in_words(chosen_shards(index, dataset.selections)),
@@ -141,35 +139,51 @@ def prepare_shards(
             **({"selection": [each.describe() for each in dataset.selections]} if dataset.selections else {}),
         }
     if any(modality.draws() for recipe in recipes for modality in recipe.modalities.values()):
-        identity["draws"] = {"seed": options.seed}
+        identity["draws"] = {"seed": arguments.order_seed}
     # The steps.
-    batches: Batches | TokenBudgets = options.batches
+    batches: Batches | TokenBudgets = arguments.batches
     measure = {}
     if isinstance(batches, TokenBudgets):
         batches = batches.over(order if isinstance(order, MixtureOrder) else TokenSums(order, counts))
         measure = {"tokens_multiple_of": counts.multiple_of}
-        _warn_better(batches, fixed_length(layout), options.rank.size, has_media=len(costs.phases) > 1)
+        _warn_better(batches, fixed_length(layout), rank.size, has_media=len(costs.phases) > 1)
     elif length is not None:
         batches = windows_of(batches, length, order, counts, index)
-        warn_of_windows(batches, recipes, options.rank.size)
+        warn_of_windows(batches, recipes, rank.size)
     elif isinstance(order, MixtureOrder) and order.by == "tokens":
         measure = {"tokens_multiple_of": counts.multiple_of}
-    files = dataset.files.limited(options.timeout).cached(options.cache)
+    files = dataset.files.limited(float(arguments.timeout)).cached(arguments.cache)
     _check_arrow(index, files)
-    content = _content(recipes, dataset, options, index, costs.phases[:-1])
-    warn_of_unended(content.shards, options.rank.rank)
+    content = _content(recipes, dataset, arguments, index, costs.phases[:-1], layout, files)
+    warn_of_unended(content.shards, rank.rank)
     rows = rows_of(dataset, index, order, batches, excluded)
     num_indexed = index.num_samples - int(np.count_nonzero(index.piece[unchosen] == 0))
+    spec = arguments.build_spec(costs, order, batches, content, balance=balance, accumulate=accumulate)
+    if accumulate > 1 and balance.caps and spec.plan.num_steps:
+        make_plan(spec.plan, StepTask(0, 0))  # It raises if caps need more micro-steps.
+    _advise_costs(arguments, costs.phases)
     return PreparedDataset(
-        spec=options.build_spec(costs, order, batches, content),
+        spec=spec,
         rows=rows,
         fingerprint={**identity, **batches.describe(), **measure},
         failures=IndexedFailures(index, bad),
         num_indexed=num_indexed,
         num_lost=int(lost.sum()),
         none_chosen=_choice(sources, num_indexed),
-        on_first_step=NewShards(sources, options.rank).begin_if_any,
+        on_first_step=NewShards(sources, rank).begin_if_any,
     )
+
+
+def _advise_costs(arguments: Arguments, phases: Sequence[str]) -> None:
+    """Say once that phases are balanced by their positions, if that is so and what they cost may differ."""
+    is_balanced = arguments.rank.size > 1 and arguments.balance.scope != "none"
+    if arguments.cost is None and len(phases) > 1 and is_balanced:
+        warn_once(
+            "positions as costs",
+            f"no cost= is given, so positions cost the same in the phases {', '.join(phases)}: a patch as much as an "
+            "LLM token. Plans are better with what your model costs: cost=od.hf.cost(model) for a Hugging Face model, "
+            "else an od.CostModel with an od.TransformerCost(hidden=..., layers=..., ffn=...) for each phase",
+        )
 
 
 def _choice(sources: Sequence[ShardDataset], num_chosen: int) -> str:
@@ -225,15 +239,15 @@ def _check_arrow(index: Index, files: Files) -> None:
         )
 
 
-def _open_index(dataset: ShardDataset | Mixture, options: LoaderOptions) -> Index:
+def _open_index(dataset: ShardDataset | Mixture, arguments: Arguments) -> Index:
     if is_mixture(dataset):
-        return joined_index(dataset, [_open_index(leaf.dataset, options) for leaf in dataset.leaves])
-    rank, together = options.rank, options.index == "build" and dist.is_available() and dist.is_initialized()
+        return joined_index(dataset, [_open_index(leaf.dataset, arguments) for leaf in dataset.leaves])
+    rank, together = arguments.rank, arguments.index == "build" and dist.is_available() and dist.is_initialized()
     with progress_bar("indexing") as bar:
         progress = bar if rank.rank == 0 else None
-        check, number = options.index == "build", rank.rank if together else None
+        check, number = arguments.index == "build", rank.rank if together else None
         index = dataset.index(num_ranks=rank.size, rank=number, check=check, progress=progress)
-        raises = options.rank.size == 1 and options.policy.action == "raise"
+        raises = rank.size == 1 and arguments.on_error.action == "raise"
         if raises and index.totals["bad"] and dataset.index_file is None:
             # It will raise, unless shards were repaired since: check them again.
             index = dataset.index(rebuild=True, progress=progress)
@@ -252,11 +266,13 @@ def _check_listed(rows: Ints, dataset: ShardDataset | Mixture, index: Index) -> 
 def _content(
     recipes: Sequence[Recipe],
     dataset: ShardDataset | Mixture,
-    options: LoaderOptions,
+    arguments: Arguments,
     index: Index,
     encoders: tuple[str, ...],
+    layout: Layout,
+    files: Files,
 ) -> ShardContent | SampleContent:
-    if options.balance.assignment == "per_phase":
+    if arguments.balance.assignment == "per_phase":
         _check_llm_tokens(recipes[0], encoders)
     of_sources = tuple(recipes) if isinstance(index, JoinedIndex) else ()
     shards = IndexedShards(
@@ -264,15 +280,15 @@ def _content(
         build_id=index.build_id,
         recipe=recipes[0],
         of_sources=of_sources,
-        seed=options.seed,
+        seed=arguments.order_seed,
         containers=by_identity(dataset.containers),
-        files=dataset.files.limited(options.timeout).cached(options.cache),
-        blank=_blank_rows(dataset, index, options.policy),
+        files=files,
+        blank=_blank_rows(dataset, index, arguments.on_error),
     )
-    if not callable(options.collate_fn):
-        return ShardContent(shards=shards, layout=_layout(options), encoders=encoders)
-    refuse_parts(options.balance, "a collate_fn gets whole samples")
-    return SampleContent(shards=shards, collate_fn=options.collate_fn)
+    if not callable(arguments.collate_fn):
+        return ShardContent(shards=shards, layout=layout, encoders=encoders)
+    refuse_parts(arguments.balance, "a collate_fn gets whole samples")
+    return SampleContent(shards=shards, collate_fn=arguments.collate_fn)
 
 
 def _check_llm_tokens(recipe: Recipe, encoders: tuple[str, ...]) -> None:
@@ -283,10 +299,6 @@ def _check_llm_tokens(recipe: Recipe, encoders: tuple[str, ...]) -> None:
                 f"Balance.assignment='per_phase' sends features to their tokens in the sequence, and {name} has none "
                 "there (places=False), as with an encoder-decoder: use assignment='joint'"
             )
-
-
-def _layout(options: LoaderOptions) -> Layout:
-    return layout_of(options.collate_fn) or Packed()
 
 
 def _refuse(index: Index, bad: Ints, unchosen: Ints, names: Sequence[str], policy: ErrorPolicy) -> None:

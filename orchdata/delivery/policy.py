@@ -203,8 +203,3 @@ def most_frequent(reasons: Counter[str]) -> str:
 def percent(share: Fraction) -> str:
     """1/100 -> '1 %'."""
     return f"{float(100 * share):.4g} %"
-
-
-def as_policy(value: str | ErrorPolicy) -> ErrorPolicy:
-    """Return the policy of a DataLoader's argument `on_error=`."""
-    return value if isinstance(value, ErrorPolicy) else ErrorPolicy(value)  # type: ignore[arg-type]

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from multiprocessing.context import BaseContext
+from typing import Any, Final, Protocol
 
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import Builder, BuiltStep
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.order.steps import StepTask
+
+DEFAULT_PREFETCH: Final = 2
 
 
 class Engine(Protocol):
@@ -87,54 +90,61 @@ def _failed(error: BaseException) -> Future[BuiltStep]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerOptions:
-    """Options that all workers of a loader share.
+class Workers:
+    """Who builds the steps of a loader, under the names of its arguments; an iteration adds the last four.
 
     Attributes:
-        num_threads: threads of a worker that read and decode; 0 for its main thread alone.
-        max_jobs: the most jobs that a worker has at a time.
+        num_workers: of this rank alone; 0: this process builds.
+        num_threads: threads of a worker, or of this process, that read and decode; 0 for its main thread alone.
+        prefetch_factor: the most steps that a worker has at a time, or that all threads of this process have.
         worker_init_fn: called with the worker's number before it builds anything.
-        dataset: as in `torch.utils.data.get_worker_info()`.
-        memory: bytes that a worker may allocate in addition to those it starts with; None for no limit.
-    """
-
-    num_workers: int
-    num_threads: int
-    max_jobs: int
-    worker_init_fn: Callable[[int], None] | None
-    dataset: Any
-    memory: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineRun:
-    """One opening of an engine: what it needs in addition to the spec of the steps.
-
-    Attributes:
-        options: of the workers, of this rank alone.
-        num_ranks: ranks of the loader.
+        worker_memory: bytes that a worker may allocate in addition to those it starts with; None for no limit.
         timeout: seconds that the caller waits for a step before its worker is replaced; 0 for no limit.
-        in_turn: whether worker `step % num_workers` builds a step; else any worker does.
+        persistent_workers: whether workers are kept from one iteration to the next.
+        multiprocessing_context: starts worker processes; None for an engine of the user's.
+        engine: the user's; None for threads or processes.
+        dataset: as in `torch.utils.data.get_worker_info()`.
+        in_turn: whether worker `step % num_workers` builds a step; else the one with the fewest jobs does.
+        num_ranks: ranks of the loader.
         base_seed: torch's seed of the iteration; the seed of worker k is `base_seed + k`.
         reads: counts the bytes that workers read from shards; None if samples are not in shards.
         name_of: row -> the sample's name in messages.
         known_bad_rows: row -> why its sample must not be loaded; rows that prove bad are added.
     """
 
-    options: WorkerOptions
-    num_ranks: int = 1
+    num_workers: int = 0
+    num_threads: int = 0
+    prefetch_factor: int = DEFAULT_PREFETCH
+    worker_init_fn: Callable[[int], None] | None = None
+    worker_memory: int | None = None
     timeout: float = 0
+    persistent_workers: bool = False
+    multiprocessing_context: BaseContext | None = None
+    engine: OpensEngine | None = None
+    dataset: Any = None
     in_turn: bool = False
+    num_ranks: int = 1
     base_seed: int = 0
     reads: ReadBytes | None = None
     name_of: Callable[[int], str] = str
     known_bad_rows: dict[int, str] = field(default_factory=dict)
 
+    @property
+    def forks(self) -> bool:
+        """Whether worker processes are forked from this one."""
+        context = self.multiprocessing_context
+        return context is not None and context.get_start_method() == "fork"
+
+    @property
+    def sent(self) -> Workers:
+        """What a worker gets of it."""
+        return replace(self, multiprocessing_context=None, engine=None, reads=None, name_of=str, known_bad_rows={})
+
 
 class OpensEngine(Protocol):
     """What `DataLoader(engine=...)` takes: a value that pickles."""
 
-    def open(self, spec: BuildSpec, run: EngineRun) -> Engine:
+    def open(self, spec: BuildSpec, workers: Workers) -> Engine:
         """Return the engine that builds the steps of a spec, for one iteration or, with persistent workers, for more.
 
         What it raises ends the iteration.

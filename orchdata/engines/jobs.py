@@ -9,6 +9,7 @@ from itertools import count
 from typing import Generic, Protocol, TypeVar
 
 from orchdata.building.step import BuiltStep
+from orchdata.engines.engine import Workers
 from orchdata.order.steps import StepTask
 
 
@@ -56,26 +57,21 @@ class JobEngine(Generic[D]):
     """Base of engines with workers, each of which builds a whole step.
 
     The thread refers to its dispatcher, not to the engine, so that an engine that nothing refers to ends its workers.
-
-    Args:
-        in_turn: whether worker `step % num_workers` builds a step; else any worker does.
-        max_jobs: steps under way at each worker.
     """
 
     keeps_time = True
 
-    def __init__(self, dispatcher: D, *, num_workers: int, max_jobs: int, in_turn: bool) -> None:
-        self.depth = num_workers * max_jobs
+    def __init__(self, dispatcher: D, workers: Workers) -> None:
+        self.depth = workers.num_workers * workers.prefetch_factor
         self._dispatcher = dispatcher
-        self._num_workers = num_workers
-        self._in_turn = in_turn
+        self._workers = workers
         self._numbers = count()
         self._jobs: dict[Future[BuiltStep], Job] = {}  # until they are done
 
     def submit(self, task: StepTask, worker: int | None = None) -> Future[BuiltStep]:
         """Have a step built, by this worker if one is given."""
-        if worker is None and self._in_turn:
-            worker = task.step % self._num_workers
+        if worker is None and self._workers.in_turn:
+            worker = task.step % self._workers.num_workers
         job = Job(next(self._numbers), task, Future(), worker)
         self._jobs[job.future] = job
         job.future.add_done_callback(self._jobs.pop)

@@ -40,18 +40,18 @@ def kernel_families(
     *,
     phases: Sequence[str],
     padded: bool,
-    in_shards: bool,
     fixed: bool = False,
     accumulates: bool = False,
+    decodes: bool = True,
 ) -> list[str]:
     """Return the names of the families that a loader's steps call, the slowest first.
 
     Args:
         phases: the balanced ones.
         padded: whether LLM batches are padded to their longest sample.
-        in_shards: whether we decode.
         fixed: whether LLM batches are padded to a length.
         accumulates: whether steps have a given number of micro-steps.
+        decodes: whether samples are decoded, too.
     """
     balanced = num_ranks > 1 and balance.scope != "none"
     wanted = {
@@ -64,7 +64,7 @@ def kernel_families(
         "swaps": balanced and accumulates,
         "padded": padded,
         "pipeline": balance.num_stages is not None,
-        "patches": in_shards and len(phases) > 1,
+        "patches": decodes and len(phases) > 1,
     }
     return [name for name, is_wanted in wanted.items() if is_wanted]
 

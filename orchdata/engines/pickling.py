@@ -36,7 +36,7 @@ def explain_pickling(
     if isinstance(error, OrchdataError) or pickles(value):
         return
     name, member = what_does_not_pickle(value, pickles)
-    for ours in (".options", ".spec", ".content", ".shards"):
+    for ours in (".workers", ".spec", ".content", ".shards"):
         name = name.removeprefix(ours)
     raise TypeError(
         f"{name.removeprefix('.')} is {described(member)}, which cannot be sent to another process ({error}). {way_out}"

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from orchdata.batch.step_info import StepInfo
 from orchdata.building.collate import step_info, takes_step
 from orchdata.building.map_items import MapContent
+from orchdata.engines.engine import Workers
 from orchdata.engines.pickling import explain_pickling
-from orchdata.engines.processes.engine import Workers
 from orchdata.engines.processes.message import Failed, Sent, packed, unpacked
 from orchdata.engines.work import is_lost_by_torch, seed_process, sendable
 from orchdata.order.stateful import exhaust, restore_states, states_of
@@ -333,7 +333,7 @@ class Items(Dataset[Made]):
 
 def torch_loader(
     dataset: BatchStream | Items,
-    workers: Workers | None,
+    workers: Workers,
     *,
     base_seed: int,
     in_order: bool,
@@ -344,17 +344,16 @@ def torch_loader(
     # torch's own base seed is not used: our loader draws it, or a state has stored it.
     common: dict[str, Any] = {"batch_size": None, "collate_fn": _same, "pin_memory": pin_memory, "sampler": sampler}
     common["generator"] = torch.Generator()
-    if workers is None:
+    if not workers.num_workers:
         return DataLoader(dataset, **common)
-    options = workers.options
     return DataLoader(
         dataset,
-        num_workers=options.num_workers,
-        prefetch_factor=options.max_jobs,
+        num_workers=workers.num_workers,
+        prefetch_factor=workers.prefetch_factor,
         timeout=workers.timeout,
-        multiprocessing_context=workers.context,
-        worker_init_fn=partial(_begin_worker, base_seed, options.worker_init_fn),
-        persistent_workers=workers.persistent,
+        multiprocessing_context=workers.multiprocessing_context,
+        worker_init_fn=partial(_begin_worker, base_seed, workers.worker_init_fn),
+        persistent_workers=workers.persistent_workers,
         in_order=in_order,
         **common,
     )

@@ -21,7 +21,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from orchdata.building.memory import Memory
 from orchdata.building.step import Builder
-from orchdata.engines.engine import Engine, InlineEngine, WorkerOptions
+from orchdata.engines.engine import Engine, InlineEngine, Workers
 from orchdata.engines.processes.message import Unit, describe_value, read_value
 from orchdata.engines.threads import ThreadEngine, passed_on
 from orchdata.loaders.limited_process import lower_limit, taken_bytes
@@ -52,14 +52,14 @@ class WorkerSpec:
 
     spec: Opens
     number: int
-    options: WorkerOptions
+    workers: Workers
     base_seed: int
     environ: Mapping[str, str]
 
     @property
     def num_loading_threads(self) -> int:
         """Threads that load samples."""
-        return max(1, self.options.num_threads)
+        return max(1, self.workers.num_threads)
 
 
 class Work:
@@ -80,25 +80,25 @@ class Work:
         # Set up the process: environment, kernels, memory limit and seeds.
         os.environ.update(worker.environ)
         share_cores(num_processes)
-        requests.HERE.share(worker.options.num_workers)
+        requests.HERE.share(worker.workers.num_workers)
         torch.set_num_threads(1)
         with contextlib.suppress(Exception):  # a failure is reported when a kernel is called
             load_numba()  # before memory is limited, and by one thread
-        if worker.options.memory is not None:
-            lower_limit(resource.RLIMIT_DATA, taken_bytes() + worker.options.memory)
+        if worker.workers.worker_memory is not None:
+            lower_limit(resource.RLIMIT_DATA, taken_bytes() + worker.workers.worker_memory)
         seed = seed_process(worker.base_seed, worker.number)
         torch_worker._worker_info = torch_worker.WorkerInfo(
-            id=worker.number, num_workers=worker.options.num_workers, seed=seed, dataset=worker.options.dataset
+            id=worker.number, num_workers=worker.workers.num_workers, seed=seed, dataset=worker.workers.dataset
         )
 
     def open(self, watch: Watch, allocate: Callable[[StepTask], Memory] | None = None) -> Engine:
         """Open the data set. Raises what that raises."""
         worker = self._worker
-        if worker.options.worker_init_fn is not None:
-            worker.options.worker_init_fn(worker.number)
+        if worker.workers.worker_init_fn is not None:
+            worker.workers.worker_init_fn(worker.number)
         builder = self.builder = worker.spec.open(watch=watch, allocate=allocate)
-        if worker.options.num_threads:
-            return ThreadEngine(builder, num_threads=worker.options.num_threads, depth=worker.options.max_jobs)
+        if worker.workers.num_threads:
+            return ThreadEngine(builder, num_threads=worker.workers.num_threads, depth=worker.workers.prefetch_factor)
         return InlineEngine(builder)
 
     def take_reads(self) -> tuple[list[int], dict[str, int]]:
@@ -172,7 +172,7 @@ def error_of(unit: Unit) -> Any:
 
 def alone(worker: WorkerSpec) -> WorkerSpec:
     """Return the spec of a worker that loads single samples."""
-    return replace(worker, options=replace(worker.options, num_threads=0, max_jobs=1))
+    return replace(worker, workers=replace(worker.workers, num_threads=0, prefetch_factor=1))
 
 
 class WorkerSeeds:

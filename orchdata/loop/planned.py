@@ -8,22 +8,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from orchdata.building.collate import STOP_ITERATION
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import Builder, BuiltStep
 from orchdata.delivery.delivery import Delivery
-from orchdata.engines.choice import EngineChoice
-from orchdata.engines.engine import Engine
-from orchdata.engines.threads import PinningEngine
+from orchdata.engines.engine import Engine, InlineEngine, Workers
+from orchdata.engines.processes.engine import ProcessEngine
+from orchdata.engines.threads import PinningEngine, ThreadEngine
 from orchdata.engines.warm import Warming
 from orchdata.finalizers import Ending
-from orchdata.loop.loop import EpochLoop
+from orchdata.loop.loop import EpochLoop, Stream
 from orchdata.loop.position import Position
+from orchdata.order.stateful import StateGetter
 from orchdata.order.steps import Steps, StepTask
 from orchdata.ranks.agreement import Agreement, Beginning, check_plans, fail_check
 from orchdata.ranks.parallel import Rank
@@ -43,12 +44,27 @@ class Interrupted(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopContext:
-    """Shared by all iterations of a loader."""
+    """Shared by all iterations of a loader; `builder` is of the spec, in this process, if its steps are planned."""
 
+    spec: BuildSpec
+    builder: Builder | None
     steps: Steps
     rank: Rank
     agreement: Agreement
     delivery: Delivery
+
+
+class Source(Protocol):
+    """Where a loader's steps come from: an engine, or torch's loader. It keeps workers that are persistent."""
+
+    def stream(self, context: LoopContext, loop: EpochLoop) -> Stream:
+        """Return the steps of one iteration."""
+
+    def state_before(self) -> tuple[StateGetter, ...]:
+        """Return the data set's own state before its first step, if it is read in this process and has one."""
+
+    def close(self) -> None:
+        """Stop workers that are kept."""
 
 
 class PlannedStream:
@@ -191,47 +207,58 @@ def draw_tasks(
     return position, (task for task in tasks if task.step >= origin.step or task.step in origin.left)
 
 
-class Engines:
-    """Opens engines, and keeps one where workers are persistent.
+class PlannedSource:
+    """Planned steps, by an engine that is opened for an iteration, or kept.
 
     Args:
+        workers: that build steps, or this process.
         warming: loads kernels in the background.
         pin_memory: whether batches are copied to page-locked memory.
-        persistent: whether an engine is kept at the end of an epoch, and the user's own after `break` too.
     """
 
-    def __init__(self, choice: EngineChoice, warming: Warming, *, pin_memory: bool, persistent: bool) -> None:
-        self._choice = choice
+    def __init__(self, workers: Workers, warming: Warming, *, pin_memory: bool) -> None:
+        self._workers = workers
         self._warming = warming
         self._pin_memory = pin_memory
-        self._persistent = persistent
         self._known_bad_rows: dict[int, str] = {}
         self.idle: Engine | None = None
 
-    def open(
-        self,
-        spec: BuildSpec,
-        builder: Builder,
-        delivery: Delivery,
-        *,
-        base_seed: int,
-    ) -> Engine:
-        """An engine for one iteration; arguments as of `EngineChoice.make`."""
-        if self.idle is not None:
-            engine, self.idle = self.idle, None
-            return engine
-        if self._choice.wants_kernels:
-            self._warming.finish(spec)  # kernels are compiled on first use, which `timeout` is not for
+    def stream(self, context: LoopContext, loop: EpochLoop) -> PlannedStream:
+        engine, self.idle = self.idle or self._open(context, loop.base_seed), None
+        return PlannedStream(context, loop, engine, self.leave)
+
+    def state_before(self) -> tuple[StateGetter, ...]:
+        return ()
+
+    def _open(self, context: LoopContext, base_seed: int) -> Engine:
+        # Threads call kernels while `timeout` runs, and processes that are forked would each load them.
+        workers = self._workers
+        if workers.forks or (workers.num_threads and not workers.num_workers):
+            self._warming.finish(context.spec)
         else:
             self._warming.wait()
-        engine = delivery.receiving_engine() or self._choice.make(
-            spec, builder, base_seed=base_seed, known_bad_rows=self._known_bad_rows
-        )
+        engine = context.delivery.receiving_engine() or self._engine(context, base_seed)
         return PinningEngine(engine) if self._pin_memory else engine
+
+    def _engine(self, context: LoopContext, base_seed: int) -> Engine:
+        spec, builder, workers = context.spec, context.builder, self._workers
+        assert builder is not None
+        if workers.num_workers:
+            filled = replace(
+                workers,
+                base_seed=base_seed,
+                reads=builder.reads,
+                name_of=spec.content.name_of,
+                known_bad_rows=self._known_bad_rows,
+            )
+            return ProcessEngine(spec, filled) if workers.engine is None else workers.engine.open(spec, filled)
+        if workers.num_threads:
+            return ThreadEngine(builder, num_threads=workers.num_threads, depth=workers.prefetch_factor)
+        return InlineEngine(builder)
 
     def leave(self, engine: Engine, *, is_over: bool, has_failed: bool) -> None:
         """Keep an engine for the next iteration, or close it."""
-        keeps = self._persistent and not has_failed and (is_over or self._choice.given is not None)
+        keeps = self._workers.persistent_workers and not has_failed and (is_over or self._workers.engine is not None)
         if keeps and self.idle is None:
             self.idle = engine
         else:

@@ -19,7 +19,7 @@ from orchdata.building.collate import step_info, takes_step
 from orchdata.building.map_items import MapContent
 from orchdata.building.spec import BuildSpec
 from orchdata.delivery.stats import TorchCounts
-from orchdata.engines.processes.engine import Workers
+from orchdata.engines.engine import Workers
 from orchdata.engines.processes.message import Failed, unpacked
 from orchdata.engines.torch_workers import (
     Asked,
@@ -50,21 +50,32 @@ class MapSource:
     """A map-style data set, and the workers that are kept from one iteration to the next.
 
     Args:
-        workers: that read it; None for this process.
+        workers: that read it, or this process.
         rank: on one alone, the data set's own state is stored, if it has one.
         in_order: whether steps come in order; else as they are ready.
     """
 
     def __init__(
-        self, content: MapContent, workers: Workers | None, rank: Rank, *, in_order: bool, pin_memory: bool
+        self,
+        content: MapContent,
+        workers: Workers,
+        rank: Rank,
+        counts: TorchCounts,
+        *,
+        in_order: bool,
+        pin_memory: bool,
     ) -> None:
+        self.counts = counts
         self.content = content
-        self.num_workers = 0 if workers is None else workers.options.num_workers
-        self.in_order = in_order or workers is None
+        self.num_workers = workers.num_workers
+        self.in_order = in_order or not workers.num_workers
         self.is_stateful = rank.size == 1 and is_stateful(content.dataset)
         self._workers = workers
         self._pin_memory = pin_memory
         self._kept: tuple[Feed, DataLoader[Made]] | None = None
+
+    def stream(self, context: LoopContext, loop: EpochLoop) -> MapStream:
+        return MapStream(context, self, loop)
 
     def open(self, loop: EpochLoop, *, in_order: bool) -> tuple[Feed, DataLoader[Made]]:
         """Return torch's loader for the next iteration, and its sampler."""
@@ -72,7 +83,7 @@ class MapSource:
         if kept is not None:
             return kept
         items = Items(self.content, loop.dataset_states if self.is_stateful else (), has_state=self.is_stateful)
-        if self._workers is None:
+        if not self.num_workers:
             items.restore(0)
         feed = Feed()
         common: dict[str, Any] = {"base_seed": loop.base_seed, "pin_memory": self._pin_memory, "in_order": in_order}
@@ -80,7 +91,7 @@ class MapSource:
 
     def keep(self, feed: Feed, loader: DataLoader[Made], *, is_over: bool) -> None:
         """Keep the workers, if they are persistent, and their data sets are not ahead of what was delivered."""
-        if self._workers is not None and self._workers.persistent and (is_over or not self.is_stateful):
+        if self._workers.persistent_workers and (is_over or not self.is_stateful):
             self._kept = feed, loader
 
     def state_before(self) -> tuple[StateGetter, ...]:
@@ -155,14 +166,10 @@ class MapStream:
 
     computes_position = True
 
-    def __init__(
-        self, context: LoopContext, source: MapSource, spec: BuildSpec, loop: EpochLoop, counts: TorchCounts
-    ) -> None:
+    def __init__(self, context: LoopContext, source: MapSource, loop: EpochLoop) -> None:
         self._context = context
         self._source = source
-        self._spec = spec
         self._loop: EpochLoop | None = loop  # until it is open: a loop knows this stream, by its progress
-        self._counts = counts
         self._start = loop.start.position
         self._interrupted: Interrupted | None = loop.start.take_interrupted()
         begun = self._interrupted and self._interrupted.begun
@@ -225,7 +232,7 @@ class MapStream:
                 del failed, made  # or the error's traceback, which has this frame, would be a cycle
 
         self._delivered, num_samples = feed.under_way.pop(made.step)
-        counts = self._counts
+        counts = self._source.counts
         counts.steps += 1
         counts.samples += num_samples
         counts.waiting_seconds += perf_counter() - started
@@ -265,7 +272,7 @@ class MapStream:
 
     def _open(self) -> Feed:
         """Draw the steps, once all ranks have the random inputs of the epoch, and open torch's loader."""
-        context, source, plan = self._context, self._source, self._spec.plan
+        context, source, plan = self._context, self._source, self._context.spec.plan
         loop, left, self._interrupted = self._loop, self._interrupted, None
         assert loop is not None
         self._start, tasks = draw_tasks(context, loop, self._begun, left)
@@ -287,7 +294,7 @@ class MapStream:
         num_before = self._step % source.num_workers if source.is_stateful and source.num_workers else 0
         self._states = list(self._start.workers) or [None] * (source.num_workers if source.is_stateful else 0)
         feed, self._loader = source.open(loop, in_order=in_order)
-        feed.begin(tasks, self._spec, next_step=self._step, num_before=num_before)
+        feed.begin(tasks, context.spec, next_step=self._step, num_before=num_before)
         self._batches = [iterate(self._loader)]
         # Torch's iterator waits for its workers when it is dropped: the collector must not be the one who drops it.
         self._ending = Ending(self, self._batches.clear) if source.num_workers else None
@@ -309,14 +316,17 @@ class IterableSource:
     """An IterableDataset, and the workers that are kept from one iteration to the next.
 
     Args:
-        workers: that iterate copies; None for this process.
+        workers: that iterate copies, or this process.
         in_order: whether workers take turns; else batches come as they are ready.
     """
 
-    def __init__(self, content: IterableContent, workers: Workers | None, *, in_order: bool, pin_memory: bool) -> None:
+    def __init__(
+        self, content: IterableContent, workers: Workers, counts: TorchCounts, *, in_order: bool, pin_memory: bool
+    ) -> None:
+        self.counts = counts
         self.content = content
-        self.has_workers = workers is not None
-        self.num_workers = 1 if workers is None else workers.options.num_workers
+        self.has_workers = workers.num_workers > 0
+        self.num_workers = workers.num_workers or 1
         self._workers = workers
         self._in_order = in_order
         self._pin_memory = pin_memory
@@ -324,6 +334,10 @@ class IterableSource:
         self._kept: tuple[int, DataLoader[Taken]] | None = None
         self._restored: dict[str, Any] | None = None
         self._rest = -1  # steps of a pass that began inside an epoch
+
+    def stream(self, context: LoopContext, loop: EpochLoop) -> IterableStream:
+        assert isinstance(context.steps, StreamSteps)
+        return IterableStream(self, context.steps, loop)
 
     def open(self, loop: EpochLoop) -> tuple[BatchStream, DataLoader[Taken]]:
         """Return what the next iteration iterates."""
@@ -364,12 +378,12 @@ class IterableSource:
 
     def keep(self, epoch: int, loader: DataLoader[Taken]) -> None:
         """Keep the workers, which are at the end of this epoch, if they are persistent."""
-        if self._workers is not None and self._workers.persistent:
+        if self._workers.persistent_workers:
             self._kept = epoch, loader
 
     def state_before(self) -> tuple[StateGetter, ...]:
         """Return the data set's own state before the first step; () if it has none, or workers iterate copies."""
-        if self._workers is not None:
+        if self.has_workers:
             return ()
         self._begun = self._begun or Batches(self.content)
         getter = partial(self._begun.state, None)
@@ -385,14 +399,13 @@ class IterableStream:
 
     computes_position = False
 
-    def __init__(self, source: IterableSource, steps: StreamSteps, loop: EpochLoop, counts: TorchCounts) -> None:
+    def __init__(self, source: IterableSource, steps: StreamSteps, loop: EpochLoop) -> None:
         self.position = loop.know(None)
         self.undelivered: list[int] = []
         self.next_step = self.position.step
         self._source = source
         self._begins_at = self.next_step
         self._steps = steps
-        self._counts = counts
         self._stream, self._loader = source.open(loop)
         self._batches = iterate(self._loader)
         # Torch's iterator waits for its workers when it is dropped: the collector must not be the one who drops it.
@@ -410,9 +423,10 @@ class IterableStream:
             if self._source.has_workers:  # torch's frame has the error as a variable: a cycle would keep the workers
                 error.with_traceback(None)
             raise
-        self._counts.steps += 1
-        self._counts.samples += taken.num_samples
-        self._counts.waiting_seconds += perf_counter() - started
+        counts = self._source.counts
+        counts.steps += 1
+        counts.samples += taken.num_samples
+        counts.waiting_seconds += perf_counter() - started
 
         step, source, epoch = self.next_step, self._source, self.position.epoch
         if self._steps.asked_length is not None and step >= self._steps.asked_length:

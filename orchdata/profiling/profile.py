@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 
 import orchdata
 from orchdata.balancers.costs.model import CostModel
+from orchdata.dataset.arguments import check_teams
 from orchdata.dataset.indexed.unread import unread_of
 from orchdata.dataset.mixed import index_of, mixture_order, text_is_bytes
 from orchdata.dataset.mixture import Mixture
-from orchdata.dataset.options import TokenBudgets, check_teams
+from orchdata.dataset.options import TokenBudgets
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.shards import (
     above_budget,
@@ -288,9 +289,7 @@ def profile(
     )
     most = Balance(assignment="per_phase")
     Warming(
-        kernel_families(
-            most, max(ranks) * encoder_peers, phases=source.phases, padded=True, in_shards=False, fixed=True
-        )
+        kernel_families(most, max(ranks) * encoder_peers, phases=source.phases, padded=True, decodes=False, fixed=True)
     ).wait()
     scales = tuple(
         make_scale(

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from orchdata.building.contents import IndexedShards
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import BuiltStep
-from orchdata.engines.engine import EngineRun, WorkerEngine, WorkerOptions
+from orchdata.engines.engine import WorkerEngine, Workers
 from orchdata.engines.kernel_families import kernel_families
 from orchdata.engines.on_ray.value import RayEngine
-from orchdata.engines.processes.engine import ProcessEngine, Workers
+from orchdata.engines.processes.engine import ProcessEngine
 from orchdata.engines.warm import Warming
 from orchdata.loaders.errors import DataError, StaleIndexError
 from orchdata.loaders.index.index import Index
@@ -127,7 +127,7 @@ def _checked(
 ) -> Iterator[tuple[int, list[DataError]]]:
     """Yield each usable sample, by its first row, and its failures, as processes finish it."""
     balance = Balance(scope="none")
-    Warming(kernel_families(balance, 1, phases=index.modalities, padded=False, in_shards=True)).wait()
+    Warming(kernel_families(balance, 1, phases=index.modalities, padded=False)).wait()
     plan = PlanSpec(
         costs=IndexCosts(index),
         order=Order(index.num_rows, shuffle=None, seed=0, excluded=index.bad_rows()),
@@ -138,27 +138,18 @@ def _checked(
     shards = IndexedShards(
         index=index, build_id=index.build_id, recipe=recipe, containers=by_identity(containers), files=files
     )
-    options = WorkerOptions(
+    workers = Workers(
         num_workers=jobs,
-        num_threads=0,
-        max_jobs=_QUEUED,
+        prefetch_factor=_QUEUED,
         worker_init_fn=begin_checking,
-        dataset=None,
-        memory=FREE_BYTES if elsewhere is None else None,  # a check limits its own memory, too
+        worker_memory=FREE_BYTES if elsewhere is None else None,  # a check limits its own memory, too
+        timeout=timeout,
+        multiprocessing_context=None if elsewhere else multiprocessing.get_context("forkserver"),
+        name_of=shards.name_of,
     )
     spec = BuildSpec(plan=plan, rank=0, content=CheckedContent(plan=plan, shards=shards))
     with ExitStack() as opened:
-        if elsewhere is None:
-            workers = Workers(
-                context=multiprocessing.get_context("forkserver"),
-                options=options,
-                in_turn=False,
-                timeout=timeout,
-                persistent=False,
-            )
-            engine: WorkerEngine = ProcessEngine(spec, workers)
-        else:
-            engine = elsewhere.open(spec, EngineRun(options=options, timeout=timeout, name_of=shards.name_of))
+        engine: WorkerEngine = ProcessEngine(spec, workers) if elsewhere is None else elsewhere.open(spec, workers)
         opened.enter_context(closing(engine))
         stretches = opened.enter_context(closing(_stretches(index, recipe, jobs, containers, files)))
         for row, built in _built(engine, jobs, stretches):

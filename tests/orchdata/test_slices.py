@@ -174,8 +174,8 @@ def test_a_member_holds_its_part_of_a_long_text(tmp_path: Path) -> None:
     layout = od.Packed(multiple_of=multiple_of)
     given = {"global_batch_size": 1, "cost": COST, "num_threads": 0, "collate_fn": layout}
     made = od.DataLoader(data, dp=(3, ranks), balance=balance, **given)
-    started = made._runtime.builder.start(StepTask(0, 0))
-    alone = od.DataLoader(data, dp=(0, 1), **given)._runtime.builder.start(StepTask(0, 0))
+    started = made._runtime.context.builder.start(StepTask(0, 0))
+    alone = od.DataLoader(data, dp=(0, 1), **given)._runtime.context.builder.start(StepTask(0, 0))
     assert isinstance(started, StartedStep) and started.plan.team_size.tolist() == [ranks]
     a_row = 4 * 8 * multiple_of  # ids, labels, positions, ids of text alone
     assert started.num_bytes <= alone.num_bytes // ranks + a_row

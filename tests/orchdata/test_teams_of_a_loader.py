@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 import orchdata as od
 from orchdata.cli import app
+from orchdata.dataset.arguments import check_teams
 from orchdata.dataset.describe import stable
-from orchdata.dataset.options import check_teams
 from orchdata.dataset.shards import layout_costs, oversize_rows
 
 pytestmark = pytest.mark.usefixtures("same_cache")

@@ -23,7 +23,8 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from orchdata.dataset.item_costs.measure import FAILED, ItemCosts, Workers
+from orchdata.dataset.item_costs.measure import FAILED, ItemCosts
+from orchdata.engines.engine import Workers
 from orchdata.loaders.claims import Claims
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.functions import source_digest

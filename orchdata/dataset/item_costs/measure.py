@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import multiprocessing
 import operator
+import os
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
+from multiprocessing.context import BaseContext
 from typing import Any, Final, cast
 
 import numpy as np
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from orchdata.building.map_items import map_loader
+from orchdata.engines.engine import Workers
 from orchdata.engines.pickling import described, pickles
 from orchdata.loaders.errors import NOT_DATA, DataError, FunctionError
 from orchdata.loaders.functions import line_in
@@ -29,38 +32,6 @@ FAILED: Final = -1
 _CHUNK: Final = 32
 """Items between two signs of progress, and of one message of a worker."""
 _MOST: Final = 2**63 - 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workers:
-    """The processes that load items: as the loader's own.
-
-    Attributes:
-        count: 0 for this process.
-        context, init_fn, timeout: as `multiprocessing_context`, `worker_init_fn` and `timeout` of a DataLoader.
-    """
-
-    count: int = 0
-    context: Any = None
-    init_fn: Callable[[int], None] | None = None
-    timeout: float = 0
-
-    def can_get(self, function: Any) -> bool:
-        """Return whether there are workers, and a function can be sent to them; warn once if it cannot."""
-        if not self.count:
-            return False
-        context = self.context
-        method = context if isinstance(context, str) else (context or multiprocessing).get_start_method()
-        if method == "fork":
-            return True
-        if pickles(function):
-            return True
-        warn_once(
-            "a cost that does not pickle",
-            f"cost= is {described(function)}, which cannot be sent to another process: the items are loaded in this "
-            "one. Define it at the top level of a module",
-        )
-        return False
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,17 +79,21 @@ class ItemCosts:
 
     def _outcomes(self, chunks: list[Ints], workers: Workers) -> Generator[list[_Outcome]]:
         source = _Chunks(self, chunks)
-        if len(chunks) < 2 or not workers.can_get(self.cost):
+        # Those of an engine may be on other machines: then processes of this one load the items.
+        count = (
+            workers.num_workers if workers.engine is None else min(workers.num_workers, len(os.sched_getaffinity(0)))
+        )
+        if len(chunks) < 2 or not count or not self._can_be_sent(workers.multiprocessing_context):
             yield from map(source.__getitem__, range(len(chunks)))
             return
         iterator = iter(
             DataLoader(
                 source,
                 batch_size=None,
-                num_workers=min(workers.count, len(chunks)),
+                num_workers=min(count, len(chunks)),
                 collate_fn=_same,
-                multiprocessing_context=workers.context,
-                worker_init_fn=workers.init_fn,
+                multiprocessing_context=workers.multiprocessing_context,
+                worker_init_fn=workers.worker_init_fn,
                 timeout=workers.timeout,
                 generator=torch.Generator(),  # torch's global one stays as it is: epochs draw from it
             )
@@ -127,6 +102,17 @@ class ItemCosts:
             yield from iterator
         finally:  # an error that is kept would keep the workers
             cast("Any", iterator)._shutdown_workers()
+
+    def _can_be_sent(self, context: BaseContext | None) -> bool:
+        """Return whether workers can get the function; warn once if not."""
+        if (context or multiprocessing).get_start_method() == "fork" or pickles(self.cost):
+            return True
+        warn_once(
+            "a cost that does not pickle",
+            f"cost= is {described(self.cost)}, which cannot be sent to another process: the items are loaded in this "
+            "one. Define it at the top level of a module",
+        )
+        return False
 
     def of(self, row: int) -> _Outcome:
         """Return the cost of one item; the arguments of the DataError of an item that cannot be loaded; or the text of

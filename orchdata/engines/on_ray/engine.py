@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from orchdata.building.memory import BufferPool
 from orchdata.building.spec import BuildSpec
-from orchdata.engines.engine import EngineRun
+from orchdata.engines.engine import Workers
 from orchdata.engines.jobs import Job, JobEngine
 from orchdata.engines.on_ray.deaths import cause_of, described, is_dead, is_loss
 from orchdata.engines.on_ray.fleet import (
@@ -63,10 +63,9 @@ class ActorEngine(JobEngine["ActorDispatcher"]):
         ValueError: Ray does not know an option.
     """
 
-    def __init__(self, spec: BuildSpec, run: EngineRun, *, options: dict[str, Any], start_timeout: float) -> None:
-        workers = run.options
-        dispatcher = ActorDispatcher(spec, run, options=options, start_timeout=start_timeout)
-        super().__init__(dispatcher, num_workers=workers.num_workers, max_jobs=workers.max_jobs, in_turn=run.in_turn)
+    def __init__(self, spec: BuildSpec, workers: Workers, *, options: dict[str, Any], start_timeout: float) -> None:
+        dispatcher = ActorDispatcher(spec, workers, options=options, start_timeout=start_timeout)
+        super().__init__(dispatcher, workers)
         self._ending = Ending(self, dispatcher.stop)
         dispatcher.start()
 
@@ -78,15 +77,15 @@ class ActorEngine(JobEngine["ActorDispatcher"]):
 class ActorDispatcher(threading.Thread):
     """Runs jobs in actors until it is stopped. Arguments as of `ActorEngine`."""
 
-    def __init__(self, spec: BuildSpec, run: EngineRun, *, options: dict[str, Any], start_timeout: float) -> None:
+    def __init__(self, spec: BuildSpec, workers: Workers, *, options: dict[str, Any], start_timeout: float) -> None:
         super().__init__(name="orchdata Ray dispatcher", daemon=True)
         self.notes: deque[str] = deque()
         self._spec = spec
-        self._run = run
-        self._timeout = run.timeout
-        self._patience = run.timeout or PATIENCE_SECONDS
+        self._workers = workers
+        self._timeout = workers.timeout
+        self._patience = workers.timeout or PATIENCE_SECONDS
         self._start_timeout = start_timeout
-        first = WorkerSpec(spec=spec, number=0, options=run.options, base_seed=run.base_seed, environ={})
+        first = WorkerSpec(spec=spec, number=0, workers=workers.sent, base_seed=workers.base_seed, environ={})
         self._fleet = Fleet(first, options)
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._jobs: dict[int, Job] = {}
@@ -173,12 +172,11 @@ class ActorDispatcher(threading.Thread):
     def _start(self, member: Member) -> None:
         self._fleet.start(member)
         if self._room is None:
-            options = self._run.options
             self._room = Waiting(
                 self._fleet.options,
-                count=options.num_workers,
-                num_ranks=self._run.num_ranks,
-                num_threads=max(1, options.num_threads),
+                count=self._workers.num_workers,
+                num_ranks=self._workers.num_ranks,
+                num_threads=max(1, self._workers.num_threads),
                 start_timeout=self._start_timeout,
             )
         self._when_done(member.actor.start.remote(), partial(self._on_start, member, member.actor))
@@ -236,13 +234,13 @@ class ActorDispatcher(threading.Thread):
 
     def _assign(self) -> None:
         """Send waiting jobs to actors with room, in order, once all actors have started."""
-        if self._room is not None or self._broken is not None or (self._run.in_turn and self._suspects):
+        if self._room is not None or self._broken is not None or (self._workers.in_turn and self._suspects):
             return
         later: list[Job] = []
         while self._waiting:
             job = self._waiting.popleft()
             members = self._fleet.members if job.worker is None else [self._fleet.members[job.worker]]
-            free = [each for each in members if each.is_ready and len(each.jobs) < self._run.options.max_jobs]
+            free = [each for each in members if each.is_ready and len(each.jobs) < self._workers.prefetch_factor]
             member = min(free, key=lambda each: len(each.jobs), default=None)
             if member is not None:
                 self._send(member, job)
@@ -256,7 +254,7 @@ class ActorDispatcher(threading.Thread):
         if job.awaited is not None:
             job.awaited = time.monotonic()
         member.jobs[job.number] = job
-        call = member.actor.build.remote(job.task, self._run.known_bad_rows)
+        call = member.actor.build.remote(job.task, self._workers.known_bad_rows)
         self._when_done(call, partial(self._on_result, member, member.actor, job))
 
     def _on_result(self, member: Member, actor: Any, job: Job, done: Future[Any]) -> None:
@@ -281,7 +279,7 @@ class ActorDispatcher(threading.Thread):
             return
         del self._jobs[job.number]
         self._first_lost.pop(job.number, None)
-        add_reads(self._run.reads, message["reads"], message["requests"])
+        add_reads(self._workers.reads, message["reads"], message["requests"])
         if message["kind"] == "failed":
             job.future.set_exception(error_of(units[0]))
             return
@@ -410,8 +408,10 @@ class ActorDispatcher(threading.Thread):
         self._calls.put(partial(self._on_tried, job))
 
     def _on_bad(self, row: int, why: str) -> None:
-        self._run.known_bad_rows[row] = f"{why}, whenever this sample was loaded alone"
-        self.notes.append(f"{self._run.name_of(row)} cannot be loaded: its worker {self._run.known_bad_rows[row]}")
+        self._workers.known_bad_rows[row] = f"{why}, whenever this sample was loaded alone"
+        self.notes.append(
+            f"{self._workers.name_of(row)} cannot be loaded: its worker {self._workers.known_bad_rows[row]}"
+        )
 
     def _on_tried(self, job: Job) -> None:
         self._trial = None

@@ -61,10 +61,10 @@ class Fleet:
 
     def __init__(self, first: WorkerSpec, options: dict[str, Any]) -> None:
         self.options = {"num_cpus": first.num_loading_threads, "scheduling_strategy": outside_of_groups()} | options
-        self.members = [Member(number) for number in range(first.options.num_workers)]
+        self.members = [Member(number) for number in range(first.workers.num_workers)]
         self._first = first
         self._chooses_node = "scheduling_strategy" not in options
-        self._concurrency = first.options.max_jobs if first.options.num_threads else 1
+        self._concurrency = first.workers.prefetch_factor if first.workers.num_threads else 1
         self._expected = expected_by(first.spec)
         self._parcels = [self._put(replace(first, number=member.number)) for member in self.members]
         self._alone: Any = None

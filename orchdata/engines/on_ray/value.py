@@ -1,6 +1,6 @@
 """RayEngine: builds steps in actors of a Ray cluster, on this machine and on others.
 
-    RayEngine --open(spec, run)--> ActorEngine: `num_workers` actors for each rank that reads
+    RayEngine --open(spec, workers)--> ActorEngine: `num_workers` actors for each rank that reads
 
 Ray is imported when an engine is opened, and not before.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from orchdata.building.spec import BuildSpec
-from orchdata.engines.engine import EngineRun, WorkerEngine
+from orchdata.engines.engine import WorkerEngine, Workers
 from orchdata.engines.on_ray.cluster import check_address, connect, import_ray, split_code
 
 START_SECONDS: Final = 600
@@ -70,7 +70,7 @@ class RayEngine:
             f"RayEngine({', '.join(f'{name}={value!r}' for name, value in (given | dict(self.ray_options)).items())})"
         )
 
-    def open(self, spec: BuildSpec, run: EngineRun) -> WorkerEngine:
+    def open(self, spec: BuildSpec, workers: Workers) -> WorkerEngine:
         """Connect to the cluster, and start the actors of a rank.
 
         Raises:
@@ -79,13 +79,13 @@ class RayEngine:
             RuntimeError: there is no cluster, or it has another version of Ray or Python.
         """
         import_ray()
-        if run.options.memory is not None:
+        if workers.worker_memory is not None:
             raise ValueError(
                 "worker_memory limits processes of this machine: leave it out. RayEngine(memory=...) reserves memory "
                 "of a node, and Ray's memory monitor ends what takes too much"
             )
         options, code = split_code(self.ray_options)
-        connect(self.address, num_ranks=run.num_ranks, code=code)
+        connect(self.address, num_ranks=workers.num_ranks, code=code)
         from orchdata.engines.on_ray.engine import ActorEngine
 
-        return ActorEngine(spec, run, options=options, start_timeout=float(self.start_timeout))
+        return ActorEngine(spec, workers, options=options, start_timeout=float(self.start_timeout))

@@ -46,7 +46,7 @@ class Process:
         self.is_ready = False
         self.silent: float | None = None
         self.last_words = ""
-        self._is_limited = worker.options.memory is not None
+        self._is_limited = worker.workers.worker_memory is not None
         self.jobs: OrderedDict[int, StepTask] = OrderedDict()
         self.started = time.monotonic()
         ours, theirs = open_channel()

@@ -21,9 +21,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from multiprocessing.context import BaseContext
 from typing import Any
 
+from orchdata.engines.engine import Workers
 from orchdata.engines.jobs import Job
 from orchdata.engines.processes.isolate import FORK_SECONDS, FORKED, START_SECONDS, CrashSuspects, Trial
 from orchdata.engines.processes.message import read_step
@@ -31,7 +31,6 @@ from orchdata.engines.processes.process import Process
 from orchdata.engines.processes.worker import UNGUARDED
 from orchdata.engines.work import WorkerSpec, add_reads, alone, error_of
 from orchdata.loaders.errors import StorageError
-from orchdata.loaders.storage.counted import ReadBytes
 
 _DROP_SECONDS = 0.005  # in which a loop that has requested a step drops the one before
 _LAST_SECONDS = 10.0  # that a process may take to end, once it has closed its channel
@@ -56,39 +55,26 @@ class Supervisor(threading.Thread):
     """Runs jobs in worker processes until it is stopped.
 
     Args:
-        context: starts processes.
-        workers: the spec of each worker.
-        timeout: seconds that the caller waits for a step before its process is replaced; 0 for no limit.
-        reads: counts the bytes that workers read from shards.
-        name_of: row -> the sample's name in messages.
-        known_bad_rows: row -> why it must not be loaded; rows that prove bad are added.
+        specs: of the workers, one each.
+        workers: how they run.
     """
 
-    def __init__(
-        self,
-        context: BaseContext,
-        workers: list[WorkerSpec],
-        *,
-        timeout: float,
-        reads: ReadBytes | None,
-        name_of: Callable[[int], str],
-        known_bad_rows: dict[int, str],
-    ) -> None:
+    def __init__(self, specs: list[WorkerSpec], workers: Workers) -> None:
         super().__init__(name="orchdata supervisor", daemon=True)
         self.notes: deque[str] = deque()
-        self._context = context
-        self._specs = workers
-        self._timeout = timeout
-        self._reads = reads
-        self._name_of = name_of
-        self._known_bad_rows = known_bad_rows
+        assert workers.multiprocessing_context is not None
+        context = self._context = workers.multiprocessing_context
+        self._specs = specs
+        self._given = workers
+        self._timeout = workers.timeout
+        self._known_bad_rows = workers.known_bad_rows
         self._jobs: dict[int, Job] = {}
         self._waiting: deque[Job] = deque()
         self._check_memory_at: float | None = None  # when the caller may have dropped a step
         self._arrived: deque[Job] = deque()
-        self._forked = FORKED if context.get_start_method() == "fork" else ""
-        fresh = partial(Process, multiprocessing.get_context("spawn"), alone(workers[0])) if self._forked else None
-        self._suspects = CrashSuspects(partial(Process, context, alone(workers[0])), timeout, fresh)
+        self._forked = FORKED if workers.forks else ""
+        fresh = partial(Process, multiprocessing.get_context("spawn"), alone(specs[0])) if self._forked else None
+        self._suspects = CrashSuspects(partial(Process, context, alone(specs[0])), workers.timeout, fresh)
         self._waiting_for_trial: list[Job] = []
         self._failed_starts: Counter[str] = Counter()
         # Each job gets a new error: one that was raised keeps its frames alive, and through them this supervisor.
@@ -101,13 +87,13 @@ class Supervisor(threading.Thread):
         self._waking = threading.RLock()  # a finalizer may call `wake` during `wake`
         os.set_blocking(self._wake, False)
         os.set_blocking(woken, False)
-        self._workers: list[Process | None] = [None] * len(workers)
+        self._workers: list[Process | None] = [None] * len(specs)
         try:
-            for number in range(len(workers)):
+            for number in range(len(specs)):
                 with contextlib.suppress(
                     EOFError, ConnectionError
                 ):  # the fork server was lost: the next try starts one
-                    self._workers[number] = Process(context, workers[number])
+                    self._workers[number] = Process(context, specs[number])
         except BaseException:
             self._end_all()
             self._close_pipe()
@@ -276,7 +262,7 @@ class Supervisor(threading.Thread):
         job = self._jobs.pop(number, None)
         if job is None:
             return
-        add_reads(self._reads, message["reads"], message["requests"])
+        add_reads(self._given.reads, message["reads"], message["requests"])
         if message["kind"] == "failed":
             job.future.set_exception(error_of(message["units"][0]))
             return
@@ -340,7 +326,7 @@ class Supervisor(threading.Thread):
 
     def _worker_for(self, job: Job) -> Process | None:
         candidates = self._workers if job.worker is None else [self._workers[job.worker]]
-        free = [each for each in candidates if each is not None and len(each.jobs) < self._specs[0].options.max_jobs]
+        free = [each for each in candidates if each is not None and len(each.jobs) < self._given.prefetch_factor]
         return min(free, key=lambda each: len(each.jobs), default=None)
 
     def _not_running(self) -> Iterator[int]:
@@ -466,7 +452,9 @@ class Supervisor(threading.Thread):
         for row, verdict in self._suspects.run_trials():
             if verdict:
                 self._known_bad_rows[row] = verdict
-                self.notes.append(f"{self._name_of(row)} cannot be loaded: its worker {self._known_bad_rows[row]}")
+                self.notes.append(
+                    f"{self._given.name_of(row)} cannot be loaded: its worker {self._known_bad_rows[row]}"
+                )
         if self._suspects.trial is None:
             for job in self._waiting_for_trial:
                 self._requeue(job)
@@ -479,7 +467,7 @@ class Supervisor(threading.Thread):
             if worker is None:
                 continue
             jobs = [self._jobs[number].name for number in worker.jobs if number in self._jobs]
-            rows = [self._name_of(row) for row in worker.rows]
+            rows = [self._given.name_of(row) for row in worker.rows]
             at = f"loads {', '.join(rows)}" if rows else "loads no sample"
             lines.append(f"worker {worker.number}, pid {worker.pid}: {', '.join(jobs) or 'no step'}; {at}")
         return "; ".join(lines)

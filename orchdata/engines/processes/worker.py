@@ -90,7 +90,7 @@ class WorkerLoop:
         self._channel = channel
         self._worker = worker
         self._watch = Watch(rows)
-        self._slabs = Slabs(worker.options.max_jobs)
+        self._slabs = Slabs(worker.workers.prefetch_factor)
         self._memory: dict[int, StepMemory] = {}  # by the id of a task: the same step may come twice
         self._lock = threading.Lock()
         self._work: Work | None = None
@@ -98,7 +98,7 @@ class WorkerLoop:
     def run(self) -> None:
         # Set up the process.
         worker = self._worker
-        work = self._work = Work(worker, worker.options.num_workers)
+        work = self._work = Work(worker, worker.workers.num_workers)
         self._send({"kind": "begun"})
 
         # Open the data set.
@@ -108,7 +108,7 @@ class WorkerLoop:
             self._send_error({"kind": "not started"}, error)
             return
         assert work.builder is not None
-        if not worker.options.num_threads:
+        if not worker.workers.num_threads:
             torch_collate.default_collate_fn_map[torch.Tensor] = partial(_stack, self._take)
 
         # Build the steps that the parent sends, until it closes the channel.
@@ -156,7 +156,7 @@ class WorkerLoop:
 
     def _end_out_of_memory(self, error: MemoryError) -> None:
         """If memory is limited, report the error and end this process."""
-        if self._worker.options.memory is None:
+        if self._worker.workers.worker_memory is None:
             return
         with contextlib.suppress(Exception):
             self._send({"kind": "out of memory", "why": str(error)[:_MAX_REASON_CHARACTERS]})

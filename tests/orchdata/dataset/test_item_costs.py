@@ -18,10 +18,11 @@ import torch
 
 import orchdata as od
 from orchdata.dataset.item_costs import kept
-from orchdata.dataset.item_costs.measure import ItemCosts, Workers
+from orchdata.dataset.item_costs.measure import ItemCosts
+from orchdata.engines.engine import Workers
 from orchdata.loaders.errors import FunctionError
 
-HERE, TWO = Workers(), Workers(count=2, context="fork")
+HERE, TWO = Workers(), Workers(num_workers=2, multiprocessing_context=multiprocessing.get_context("fork"))
 
 
 class Items:

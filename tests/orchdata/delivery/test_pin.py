@@ -49,7 +49,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pinned]:
 def test_a_separate_thread_pins_batches_of_shards(pinned: Pinned, tmp_path: Path, threads: int) -> None:
     dataset = od.ShardDataset(omni_shards(tmp_path, shards=1, samples=10), recipe=RECIPE)
     loader = od.DataLoader(dataset, batch_size=5, num_threads=threads, pin_memory=True)
-    loader._runtime.builder.build(StepTask(0, 0))
+    loader._runtime.context.builder.build(StepTask(0, 0))
     assert not pinned.tensors  # not in the build
     kept = list(loader)
     for batch in kept:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import orchdata as od
-from orchdata.delivery.policy import FailureBudget, as_policy, most_frequent
+from orchdata.delivery.policy import ErrorPolicy, FailureBudget, most_frequent
 from orchdata.delivery.stats import Stats
 from orchdata.loaders.errors import DataError
 
-SKIP = as_policy("skip")
+SKIP = ErrorPolicy("skip")
 
 
 def records(path: Path, good: int, bad: int) -> str:

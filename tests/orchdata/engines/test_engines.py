@@ -21,8 +21,8 @@ from spec_job import digest
 
 from orchdata.building.collate import SampleAssembler
 from orchdata.building.step import Builder
-from orchdata.engines.engine import Engine, InlineEngine, WorkerOptions
-from orchdata.engines.processes.engine import ProcessEngine, Workers
+from orchdata.engines.engine import Engine, InlineEngine, Workers
+from orchdata.engines.processes.engine import ProcessEngine
 from orchdata.engines.threads import ThreadEngine
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.watch import Watch
@@ -103,16 +103,8 @@ def test_worker_processes_build_the_same_batches_of_every_spec(
 
 
 def workers(method: str, count: int, threads: int, *, in_turn: bool) -> Workers:
-    options = WorkerOptions(
-        num_workers=count,
-        num_threads=threads,
-        max_jobs=2,
-        worker_init_fn=None,
-        dataset=None,
-        memory=None,
-    )
     context = multiprocessing.get_context(method)
-    return Workers(context=context, options=options, in_turn=in_turn, timeout=0, persistent=False)
+    return Workers(num_workers=count, num_threads=threads, multiprocessing_context=context, in_turn=in_turn)
 
 
 def test_a_fresh_process_builds_the_same_batches_of_every_spec(

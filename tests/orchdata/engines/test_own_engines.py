@@ -16,7 +16,7 @@ from shard_factory import RECIPE, omni_shards
 import orchdata as od
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import BuiltStep
-from orchdata.engines.engine import EngineRun, PlainEngine
+from orchdata.engines.engine import PlainEngine, Workers
 from orchdata.order.steps import StepTask
 
 
@@ -53,7 +53,7 @@ class OwnEngine:
 
     change: Callable[[StepTask, BuiltStep], BuiltStep] = right
 
-    def open(self, spec: BuildSpec, run: EngineRun) -> PlainEngine:
+    def open(self, spec: BuildSpec, workers: Workers) -> PlainEngine:
         return Opened(spec, self.change)
 
 

@@ -297,7 +297,7 @@ def test_a_sample_that_hangs_only_in_forked_workers_is_not_blamed() -> None:
     )
     with POOL, pytest.raises(RuntimeError, match=r"timed out.*Workers are forked.*multiprocessing_context='forkserver"):
         list(loader)
-    assert not loader._runtime._engines._known_bad_rows
+    assert not loader._runtime._source._known_bad_rows
 
 
 class Grouped(Numbers):

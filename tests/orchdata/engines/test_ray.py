@@ -28,7 +28,7 @@ from shard_factory import RECIPE, omni_shards
 from spec_job import digest
 
 import orchdata as od
-from orchdata.engines.engine import EngineRun, WorkerOptions
+from orchdata.engines.engine import Workers
 from orchdata.engines.on_ray import cluster as cluster_module
 from orchdata.engines.on_ray import node_files
 from orchdata.engines.on_ray.compare import check_same, expected_by
@@ -45,7 +45,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default:.*Ray actors of this loader have not started"),  # on a loaded machine
 ]
 ENGINE = RayEngine(**ACTOR)
-OPTIONS = WorkerOptions(num_workers=1, num_threads=1, max_jobs=2, worker_init_fn=None, dataset=None, memory=None)
+WORKERS = Workers(num_workers=1, num_threads=1, prefetch_factor=2)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def specs(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Specs
 
 
 def test_actors_build_the_same_batches_of_every_spec(specs: Specs, same_cache: None) -> None:
-    running = {name: ENGINE.open(spec, EngineRun(options=OPTIONS)) for name, (spec, _) in specs.items()}
+    running = {name: ENGINE.open(spec, WORKERS) for name, (spec, _) in specs.items()}
     for name, (spec, tasks) in specs.items():
         futures = [running[name].submit(task) for task in tasks]
         assert [digest(future.result(240)) for future in futures] == [
@@ -207,10 +207,10 @@ def test_a_module_that_nodes_lack_is_an_error_that_says_how_to_send_it(
 
 
 def test_a_function_of_the_main_program_is_sent_by_value() -> None:
-    options = replace(OPTIONS, worker_init_fn=lambda number: number + 1)  # type: ignore[arg-type, return-value]
-    worker = WorkerSpec(spec=None, number=0, options=options, base_seed=0, environ={})  # type: ignore[arg-type]
+    workers = replace(WORKERS, worker_init_fn=lambda number: number + 1)  # type: ignore[arg-type, return-value]
+    worker = WorkerSpec(spec=None, number=0, workers=workers, base_seed=0, environ={})  # type: ignore[arg-type]
     sent, _ = open_parcel(make_parcel(worker, expected_by(None)))
-    assert sent.options.worker_init_fn is not None and sent.options.worker_init_fn(1) == 2  # type: ignore[func-returns-value]
+    assert sent.workers.worker_init_fn is not None and sent.workers.worker_init_fn(1) == 2  # type: ignore[func-returns-value]
 
 
 def test_the_index_and_arrays_are_found_on_a_node_or_fetched_once(

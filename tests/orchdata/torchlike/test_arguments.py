@@ -1,18 +1,24 @@
-"""Arguments, attributes and errors as torch's loader has them."""
+"""Arguments, attributes and errors as torch's loader has them; which arguments apply to which data and engine."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from typing import Any
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from shard_factory import RECIPE, omni_shards
+from torch.utils.data import ChainDataset, DataLoader, RandomSampler, SequentialSampler
 
 import orchdata as od
+from orchdata.dataset.arguments import Arguments
+from orchdata.loop.planned import PlannedSource
 
 DATA = list(range(10))
+API = Path(__file__).parents[3] / "docs" / "api.md"
 
 
 def test_every_argument_of_torchs_is_ours_in_its_place() -> None:
@@ -101,3 +107,56 @@ def test_it_is_no_instance_of_torchs_class() -> None:
 def test_workers_beyond_the_cores_are_warned_of() -> None:
     with pytest.warns(UserWarning, match="excessive worker creation might get DataLoader running slow or even freeze"):
         od.DataLoader(DATA, num_workers=1000)
+
+
+def test_the_value_of_the_arguments_has_those_of_the_loader_in_their_order() -> None:
+    _, *arguments = inspect.signature(od.DataLoader.__init__).parameters
+    assert [each.name for each in fields(Arguments)] == ["rank", "reaches_all", *arguments]
+
+
+class OwnEngine:
+    def open(self, spec: Any, workers: Any) -> NoReturn:
+        raise NotImplementedError
+
+
+WORKER: dict[str, Any] = {"num_workers": 1}
+COLUMNS: dict[str, dict[str, Any]] = {
+    "shards": WORKER,
+    "map-style, planned": WORKER | {"cost": int},
+    "map-style": WORKER,
+    "IterableDataset": WORKER,
+} | {"inline": {"num_threads": 0}, "threads": {}, "workers": WORKER, "`engine=`": WORKER | {"engine": OwnEngine()}}
+MODEL = od.CostModel(llm=od.TransformerCost(hidden=8, layers=1, ffn=16))
+VALUES: dict[str, Any] = (
+    {"batch_size": 2, "shuffle": True, "sampler": range(4), "batch_sampler": [[0, 1], [2, 3]], "num_workers": 1}
+    | {"collate_fn": list, "pin_memory": True, "drop_last": True, "timeout": 60, "worker_init_fn": print}
+    | {"multiprocessing_context": "fork", "generator": torch.Generator(), "prefetch_factor": 3, "in_order": False}
+    | {"persistent_workers": True, "pin_memory_device": "", "num_threads": 1, "worker_memory": 1 << 40, "accumulate": 2}
+    | {"global_batch_size": 4, "global_batch_tokens": 1 << 16, "seed": 3, "cost_id": "ones", "balance": "none"}
+    | {"dp": (0, 1), "on_error": "skip", "quarantine": [], "index": "require", "engine": OwnEngine()}
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_argument_applies_to_data_and_engines_as_the_table_says(tmp_path: Path, module_cache: Path) -> None:
+    part = API.read_text().partition("### Which argument applies")[2].partition("\n## ")[0]
+    (_, *columns), _, *rows = [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("|")]
+    table = {name.strip("`"): dict(zip(columns, cells, strict=True)) for name, *cells in rows}
+    assert columns == list(COLUMNS)
+    shards = od.ShardDataset(omni_shards(tmp_path, shards=1, samples=8), RECIPE)
+    shards.index()
+    others: dict[str, Any] = {"map-style, planned": DATA, "map-style": DATA, "IterableDataset": ChainDataset([])}
+    cache = od.Cache(tmp_path / "copies", max_bytes=1 << 30)
+    for column, name in ((column, each) for column in COLUMNS for each in (*VALUES, "cache", "cost")):
+        given = VALUES | {"cache": cache, "cost": int if column.startswith("map-style") else MODEL}
+        expected = table[name][column] if name in table else "yes"
+        try:
+            loader = od.DataLoader(others.get(column, shards), **COLUMNS[column] | {name: given[name]})
+        except (ValueError, TypeError) as error:
+            assert expected == "error", (column, name, error)
+            continue
+        is_planned = isinstance(loader._runtime._source, PlannedSource)
+        assert expected != "error", (column, name)
+        assert is_planned == (column not in ("map-style", "IterableDataset") or expected == "planned"), (column, name)
+        loader.close()
+    assert {"self", "dataset", "cache", "cost", *VALUES} == {*inspect.signature(od.DataLoader.__init__).parameters}
