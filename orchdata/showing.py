@@ -24,10 +24,10 @@ from orchdata.dataset.mixed import index_of
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.shards import unchosen_rows
+from orchdata.html import shown
 from orchdata.loaders.errors import DataError, FieldError, OrchdataError
 from orchdata.loaders.failures import as_field_error
 from orchdata.loaders.generators import Pass
-from orchdata.loaders.html import shown
 from orchdata.loaders.index.index import Index, basename
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.index.stored import StoredSample

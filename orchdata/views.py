@@ -18,9 +18,9 @@ from orchdata.dataloader import DataLoader
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.selection import left_out
 from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.html import axes_of, bar, pairs, paragraph, percent, shown, table, view
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import OrchdataError, one_line
-from orchdata.loaders.html import axes_of, bar, pairs, paragraph, percent, shown, table, view
 from orchdata.loaders.index.index import Index, basename
 from orchdata.loaders.index.locations import open_index
 from orchdata.loaders.index.totals import Totals

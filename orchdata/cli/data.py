@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from orchdata.dataset.shard_dataset import ShardDataset
     from orchdata.loaders.errors import DataError
     from orchdata.loaders.index.index import Index
-    from orchdata.verifying.verify import Verification
+    from orchdata.verifying import Verification
 
 FIRST_FAILURES = 10
 
@@ -321,7 +321,7 @@ def verify(
     from orchdata.cli.dataset import build_of
     from orchdata.dataset.shard_dataset import ShardDataset
     from orchdata.quarantine import check_target, write_quarantine
-    from orchdata.verifying.verify import verify as verify_index
+    from orchdata.verifying import verify as verify_index
 
     start = time.perf_counter()
     if out is not None:

@@ -22,9 +22,9 @@ import pyarrow as pa
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.shards import unchosen_rows
+from orchdata.html import bar, check_plots, number, paragraph, plain, shown, view
+from orchdata.html import table as html_table
 from orchdata.loaders.amounts import counted
-from orchdata.loaders.html import bar, check_plots, number, paragraph, plain, shown, view
-from orchdata.loaders.html import table as html_table
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.remote.urls import identity

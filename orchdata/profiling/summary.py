@@ -9,8 +9,8 @@ from math import ceil
 from typing import Final, NamedTuple
 
 from orchdata.delivery.policy import DEFAULT_SHARE
+from orchdata.html import number, percent
 from orchdata.loaders.amounts import counted
-from orchdata.loaders.html import number, percent
 from orchdata.profiling.figures import Figures
 from orchdata.profiling.planned import CLEAR
 from orchdata.profiling.scales import SettingName

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from orchdata.loaders.html import number, percent, plain
+from orchdata.html import number, percent, plain
 from orchdata.profiling.figures import Figures
 from orchdata.profiling.scales import SettingName
 

@@ -216,7 +216,7 @@ def test_commands_take_containers(given: Given, monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.slow
 def test_verify_takes_containers(given: Given) -> None:
-    from orchdata.verifying.verify import verify
+    from orchdata.verifying import verify
 
     path = next(path for container, path in given.items() if isinstance(container, Zips))
     index = od.ShardDataset(path, RECIPE, containers=[Zips()]).index()

@@ -39,7 +39,6 @@ loaders: errors versions amounts compact locks recent scratch watch pace slow in
 loaders: failures limits resampling functions generators spread
 loaders: records harmless_names
 loaders: storage
-loaders: html
 loaders: claims
 loaders: kept
 loaders: text modalities
@@ -50,7 +49,7 @@ loaders: shards
 loaders: unread_names
 loaders: samples
 loaders: index
-orchdata: progress notices finalizers quarantine yaml_file
+orchdata: progress notices finalizers quarantine yaml_file html
 orchdata: order
 orchdata: planning
 orchdata: ranks

@@ -141,7 +141,7 @@ def loaded(folder: Path, name: str) -> dict[str, Any]:
 
         shard, recipe = _given(folder, name)
         index = od.ShardDataset(shard, recipe=recipe).index()
-        from orchdata.verifying.verify import verify
+        from orchdata.verifying import verify
 
         found["verify"] = [str(failure) for failure in verify(index, recipe, jobs=1).failures]
     except Exception as error:

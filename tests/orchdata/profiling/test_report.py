@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import orchdata as od
 from orchdata.cli import app
-from orchdata.loaders.html import percent, plain
+from orchdata.html import percent, plain
 from orchdata.profiling.page import POLICY, ShardNames
 
 COST = od.CostModel(image=od.PhaseCost(3.0), audio=od.PhaseCost(1.0), llm=od.PhaseCost(1.0, 0.01))

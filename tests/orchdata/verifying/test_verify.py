@@ -20,7 +20,7 @@ import orchdata as od
 from orchdata.cli import app
 from orchdata.loaders.index.build import build_index
 from orchdata.quarantine import write_quarantine
-from orchdata.verifying.verify import Verification, compare_shard, verify
+from orchdata.verifying import Verification, compare_shard, verify
 
 Keys = list[tuple[str, str]]
 FEW_FIELDS = ("jpg", "png", "wav", "mp3", "txt", "json")

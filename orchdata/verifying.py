@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -20,31 +21,41 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.building.contents import IndexedShards
+from orchdata.building.assembler import Assembled, Share, Task
+from orchdata.building.contents import IndexedShards, ShardContent
+from orchdata.building.memory import Memory
+from orchdata.building.shard_samples import sample_bytes
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import BuiltStep
 from orchdata.engines.engine import WorkerEngine, Workers
 from orchdata.engines.kernel_families import kernel_families
 from orchdata.engines.on_ray.value import RayEngine
 from orchdata.engines.processes.engine import ProcessEngine
+from orchdata.engines.threads import passed_on
 from orchdata.engines.warm import Warming
 from orchdata.loaders.errors import DataError, StaleIndexError
+from orchdata.loaders.failures import as_field_error
 from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.wanted import Wanted
+from orchdata.loaders.limited_process import lower_limit, taken_bytes
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_required
 from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.open import by_identity, open_shard, rules_of
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import PLAIN_FILES, Files
+from orchdata.loaders.watch import Watch
 from orchdata.order.order import Order
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
 from orchdata.planning.costs import IndexCosts
+from orchdata.planning.layout import Packed
 from orchdata.planning.make_plan import PlanSpec
-from orchdata.verifying.checked import FREE_BYTES, CheckedContent, begin_checking
 
 _ROWS_AT_ONCE = 64
 _QUEUED = 2
+FREE_BYTES = 2 << 30
+"""Memory that a sample may take in addition to twice its size by the index."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,3 +230,86 @@ def _worded(failure: DataError) -> DataError:
     """Return the failure with a loader's message, except for the limit, which is this module's."""
     limit = f"{FREE_BYTES} bytes of memory and twice what the index says it takes"
     return DataError(failure.shard, failure.key, failure.field, failure.reason.replace("worker_memory", limit))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedContent:
+    """Steps of one sample each, given by its first row, with all its modalities and pieces decoded. They have failures
+    and no batch.
+
+    Attributes:
+        plan: a plan of one rank.
+    """
+
+    plan: PlanSpec
+    shards: IndexedShards
+
+    def open(self, watch: Watch) -> Checker:
+        """Open it in a process that does nothing else, and has one thread."""
+        return Checker(self, watch)
+
+    def name_of(self, row: int) -> str:
+        return self.shards.name_of(row)
+
+
+class Checker:
+    """An assembler that builds each sample's step with the builder of a loader."""
+
+    def __init__(self, content: CheckedContent, watch: Watch) -> None:
+        shards = self._shards = content.shards
+        packed = ShardContent(shards=shards, layout=Packed(), encoders=shards.index.modalities[1:])
+        self._builder = BuildSpec(plan=content.plan, rank=0, content=packed).open(watch=watch)
+        self.reads = self._builder.reads
+        self._base_bytes = taken_bytes()
+
+    def begin(self, share: Share) -> _Check:
+        return _Check(self, int(share.rows[0]))
+
+    def read_ahead(self, wanted: Iterable[Wanted]) -> None:
+        """The builder of a step does this."""
+
+    def load_alone(self, row: int) -> None:
+        self.check(row)
+
+    def check(self, row: int) -> list[DataError]:
+        """Return the failures of a loader's step with only this sample. Raises as `pass_trouble`."""
+        index = self._shards.index
+        rows = np.array(index.rows_of_sample(row))
+        num_bytes = sum(sample_bytes(index, self._shards.recipe, each) for each in rows.tolist())
+        lower_limit(resource.RLIMIT_DATA, self._base_bytes + FREE_BYTES + 2 * num_bytes)
+        try:
+            failures = self._builder.build(StepTask(0, row, rows)).failures
+        except DataError as failure:
+            return [failure]
+        except BaseException as error:  # noqa: BLE001 - anything else that would end a loader's step
+            return [as_field_error(passed_on(error), "built").at(index.shard_of(row).url, index.key(row))]
+        return failures[:1]
+
+
+class _Check:
+    """A sample's step under construction."""
+
+    num_bytes = 0
+
+    def __init__(self, checker: Checker, row: int) -> None:
+        self._checker = checker
+        self._row = row
+        self._failures: list[DataError] = []
+
+    def wanted(self) -> Sequence[Wanted]:
+        return ()
+
+    def fill(self, memory: Memory) -> Sequence[Task]:
+        return [self._run]
+
+    def finish(self) -> Assembled:
+        return Assembled(None, self._failures)
+
+    def _run(self) -> None:
+        self._failures = self._checker.check(self._row)
+
+
+def begin_checking(_number: int) -> None:
+    """Set up a process that checks samples, before anything else."""
+    os.dup2(2, 1)  # prints of a user's tokenizer are not part of our output
+    lower_limit(resource.RLIMIT_CORE, 0)
