@@ -1,4 +1,4 @@
-"""Write docs/huggingface_models.md's table of causal models whose sequences ranks can share, by trying each.
+"""Write benchmarks/huggingface_models.md's list of causal models whose sequences ranks can share, by trying each.
 
 python scripts/shared_models.py            writes it, in minutes
 python scripts/shared_models.py --check    fails where it is another one
@@ -11,7 +11,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "huggingface_models.md"
+PAGE = Path(__file__).resolve().parents[1] / "benchmarks" / "huggingface_models.md"
 MARKS = ("<!-- written by scripts/shared_models.py -->\n", "<!-- end -->\n")
 REASONS = (
     ("does not look", "Refused: attention is not looked up by a name"),
@@ -48,11 +48,9 @@ def table(found: dict[str, str]) -> str:
     for kind, why in found.items():
         if why:
             lists.setdefault(next(said for part, said in REASONS if part in why), []).append(kind)
-    rows = [
-        f"- {name}, {len(lists[name])}: " + ", ".join(f"`{kind}`" for kind in sorted(lists[name]))
-        for name in ("Shared, exact", *(said for _, said in REASONS))
-        if name in lists
-    ]
+    shared = ", ".join(f"`{kind}`" for kind in sorted(lists["Shared, exact"]))
+    rows = [f"- Shared, exact, {len(lists['Shared, exact'])}: {shared}"]
+    rows += [f"- {said}, {len(lists[said])}" for _, said in REASONS if said in lists]
     versions = f"transformers {version('transformers')} and torch {version('torch').partition('+')[0]}"
     return "\n".join((f"Of {versions}: {len(found)} causal models.", "", *rows, ""))
 

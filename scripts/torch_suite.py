@@ -1,6 +1,6 @@
 """PyTorch's own DataLoader tests, run with torch's loader and with orchdata's: only the import is changed.
 
-    python scripts/torch_suite.py FILE... [--docs docs/api.md] [--only REGEX]
+    python scripts/torch_suite.py FILE... [--docs benchmarks/README.md] [--only REGEX]
 
 FILE is `test/test_dataloader.py` of PyTorch (or of a repository that carries it, as Ascend/pytorch does), or a test of
 torchdata's `test/stateful_dataloader/`. They are not ours, and not in this repository; `expecttest`, `psutil` and

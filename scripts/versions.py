@@ -1,4 +1,4 @@
-"""Print the versions that a run of the tests has, for docs/long_runs.md."""
+"""Print the versions that a run of the tests has, for benchmarks/promises.md."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version

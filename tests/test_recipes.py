@@ -160,7 +160,7 @@ def test_the_recipe_of_encoders_balanced_apart(vl: VL, call: str) -> None:
 
 def test_the_recipe_of_the_trainer_goes_on_where_it_stopped(vl: VL, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
-    block = recipe_of("training.md", "TrainerMixin", "train_dataset=loader")
+    block = recipe_of("trainers.md", "TrainerMixin, transformers")
     sizes = {"global_batch_size": 2, "shuffle": True}
 
     def train(folder: Path, steps: int, *, resumes: bool) -> list[float]:
@@ -243,7 +243,7 @@ def test_the_recipe_of_accelerate(shards: list[str]) -> None:
     model, loader = small(shards)
     names = {"od": od, "contextlib": contextlib, "accelerator": accelerate.Accelerator(cpu=True), "loader": loader}
     names |= {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
-    exec(recipe_of("training.md", "od.hf.accelerate(loader"), names)
+    exec(recipe_of("trainers.md", "od.hf.accelerate(loader"), names)
     same(model.state_dict(), trained(shards))
 
 
@@ -252,7 +252,7 @@ def test_the_recipe_of_lightning(shards: list[str]) -> None:
     model, loader = small(shards)
     names: dict[str, Any] = {}
     made = [loader]
-    exec(recipe_of("lightning.md", "lightning.LightningModule").partition("\n\nmodule = ")[0], names)
+    exec(recipe_of("trainers.md", "lightning.LightningModule").partition("\n\nmodule = ")[0], names)
 
     class Module(names["Module"]):
         def __init__(self) -> None:
@@ -287,7 +287,7 @@ def test_the_recipe_of_fabric(shards: list[str], tmp_path: Path, monkeypatch: py
     fabric = lightning.Fabric(accelerator="cpu", devices=1)
     fabric.launch()
     names = {"fabric": fabric, "model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
-    exec(recipe_of("training.md", "fabric.setup(model"), names | {"loader": loader})
+    exec(recipe_of("trainers.md", "fabric.setup(model"), names | {"loader": loader})
     same(model.state_dict(), trained(shards))
     _, fresh = small(shards)
     fabric.load("state.ckpt", {"loader": fresh})

@@ -1,4 +1,4 @@
-"""What each way to balance gains, from few ranks to many: the numbers of the plots in docs/balancing.md.
+"""What each way to balance gains, from few ranks to many: the numbers of the plots in benchmarks/balancing.md.
 
 Each regime is a function (generator, num_ranks) -> value of each series, before and after, for one
 batch of an omni mixture: text in all samples, images in half, speech in a third.

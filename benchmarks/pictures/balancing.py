@@ -1,4 +1,4 @@
-"""`python -m benchmarks.pictures.balancing [FOLDER]`: the plots of docs/balancing.md, one SVG for each regime.
+"""`python -m benchmarks.pictures.balancing [FOLDER]`: the plots of benchmarks/balancing.md, one SVG for each regime.
 
 Needs matplotlib (the extra `plots`). The same versions write the same bytes.
 """

@@ -1,4 +1,4 @@
-"""Tables of the README and of pages in docs, written from the stored reports of benchmarks.
+"""Tables of benchmarks/*.md, written from the stored reports of benchmarks.
 
     benchmark --json--> benchmarks/results/NAME.json --tables.py--> a table in Markdown --pages.py--> between markers
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.report`: write the tables of README.md and docs from `benchmarks/results`.
+"""`python -m benchmarks.report`: write the tables of benchmarks/*.md from `benchmarks/results`.
 
 With `--check` it writes nothing, shows what differs, and fails where a page and the stored reports are not the same.
 """
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a table differs")
     check = parser.parse_args().check
     stale = 0
-    for path in (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))):
+    for path in sorted((REPOSITORY / "benchmarks").glob("*.md")):
         name, text = str(path.relative_to(REPOSITORY)), path.read_text()
         try:
             written = rewrite(text, TABLES)

@@ -17,8 +17,8 @@ NAMES = [name for name in orchdata.__all__ if name not in ROOMS]
 
 
 def _documented() -> list[str]:
-    """Names of the first column of the tables in docs/api.md, written as `od.Name`."""
-    return re.findall(r"^\| `od\.([\w.]+)", (REPOSITORY / "docs" / "api.md").read_text(), re.MULTILINE)
+    """Names that begin an item of a list in docs/api.md, written as `od.Name`."""
+    return re.findall(r"^- `od\.([\w.]+)", (REPOSITORY / "docs" / "api.md").read_text(), re.MULTILINE)
 
 
 def test_all_is_what_the_docs_list() -> None:

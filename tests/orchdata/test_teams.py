@@ -22,7 +22,7 @@ from teams_job import __file__ as JOB
 import orchdata as od
 
 RANKS = 4
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "megatron_core.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "megatron_torchtitan.md"
 WORKERS = {"num_workers": 1, "num_threads": 2, "multiprocessing_context": "fork"}
 
 pytestmark = pytest.mark.usefixtures("same_cache")
@@ -124,7 +124,7 @@ def test_megatron_packs_one_team(texts: str) -> None:
 
 
 def test_the_code_of_the_page_counts_each_label_once(texts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/megatron_core.md, with stand-ins for Megatron, and for the cut of Transformer Engine."""
+    """docs/megatron_torchtitan.md, with stand-ins for Megatron, and for the cut of Transformer Engine."""
 
     def cut(borders: torch.Tensor, tokens: int, size: int, place: int) -> torch.Tensor:
         pieces = [torch.arange(*each).chunk(2 * size) for each in pairwise(borders.tolist())]

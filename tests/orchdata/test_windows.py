@@ -432,8 +432,8 @@ def test_a_mixture_with_stages_continues(tmp_path: Path) -> None:
 
 
 def test_the_loop_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "pretraining_windows.md").read_text()
-    block = page.partition("```python\n")[2].partition("```")[0]
+    page = (Path(__file__).parents[2] / "docs" / "batches.md").read_text()
+    block = page.partition("## Pretraining windows")[2].partition("```python\n")[2].partition("```")[0]
     assert len(block.splitlines()) == 10
     text_dataset(tmp_path, 1, 40)
     (tmp_path / "s0.jsonl").rename(tmp_path / "data.jsonl")

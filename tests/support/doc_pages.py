@@ -61,11 +61,13 @@ def attending(input_ids: torch.Tensor, teams: Any, attend: od.TeamAttention, **_
 
 
 def choosing_settings() -> dict[str, Any]:
-    _tar("data/a.tar", omni_samples(200))
-    return {}
+    samples = omni_samples(200)
+    samples[17]["__key__"] = "sample-17"
+    _tar("data/a.tar", samples)
+    return {"loader": od.DataLoader(od.ShardDataset("data/a.tar", RECIPE), batch_size=4)}
 
 
-def coming_from_loaders() -> dict[str, Any]:
+def coming_from() -> dict[str, Any]:
     import datasets
 
     picture = jpeg(40, 40)
@@ -74,12 +76,17 @@ def coming_from_loaders() -> dict[str, Any]:
     for number in range(1, 332):
         shutil.copy("cc3m/00000.tar", f"cc3m/{number:05d}.tar")
     Path("out").mkdir()
-    samples = [{"image": picture, "caption": "a cat"}]
+    ds = datasets.Dataset.from_dict({"text": ["a cat", "a dog"]})
+    return {"streaming_dataset": [{"image": picture, "caption": "a cat"}], "ds": ds}
+
+
+def balancing() -> dict[str, Any]:
+    import webdataset
+
     _tar("texts/a.tar", [{"__key__": f"{n}", "txt": b"word " * (n + 1)} for n in range(16)])
     weight = torch.zeros((), requires_grad=True)
     return {
-        "streaming_dataset": samples,
-        "ds": datasets.Dataset.from_dict({"text": ["a cat", "a dog"]}),
+        "wds": webdataset,
         "urls": "texts/a.tar",
         "tokenize": lambda sample: {"tokens": list(sample[0].encode())},
         "loss_sum": lambda samples: weight * sum(len(sample["tokens"]) for sample in samples),
@@ -115,7 +122,7 @@ def data() -> dict[str, Any]:
     return {"datasets": datasets, "ds": datasets.Dataset.from_dict({"text": ["a cat", "a dog"]})}
 
 
-def choosing_samples() -> dict[str, Any]:
+def indexing() -> dict[str, Any]:
     import pandas as pd
 
     _tar("data/a.tar")
@@ -177,15 +184,6 @@ def order() -> dict[str, Any]:
     return in_folder() | {"num_epochs": 2}
 
 
-def report() -> dict[str, Any]:
-    samples = omni_samples(40)
-    samples[17]["__key__"] = "sample-17"
-    _tar("data/a.tar", samples)
-    dataset = od.ShardDataset("data/a.tar", RECIPE)
-    cost = od.CostModel(image=od.PhaseCost(3.0), audio=od.PhaseCost(1.0), llm=od.PhaseCost(1.0))
-    return {"dataset": dataset, "cost": cost, "loader": od.DataLoader(dataset, batch_size=4)}
-
-
 def training() -> dict[str, Any]:
     return in_folder() | {"cost": od.CostModel(llm=od.PhaseCost(linear=1))}
 
@@ -199,30 +197,26 @@ def stats() -> dict[str, Any]:
 
 
 RUN: dict[str, Callable[[], dict[str, Any]]] = {
-    "any_step_again.md": in_folder,
-    "augmentation.md": nothing,
     "bad_samples.md": in_folder,
-    "balancing.md": nothing,
+    "balancing.md": balancing,
     "batches.md": batches,
-    "choosing_samples.md": choosing_samples,
     "choosing_settings.md": choosing_settings,
-    "coming_from_loaders.md": coming_from_loaders,
-    "coming_from_torch.md": nothing,
+    "coming_from.md": coming_from,
     "containers.md": containers,
     "costs.md": costs,
     "data.md": data,
     "fields.md": fields,
+    "indexing.md": indexing,
     "layouts.md": layouts,
-    "long_sequences.md": lambda: training() | {"mesh": (0, 1), "model": attending},
     "losses.md": nothing,
     "media.md": nothing,
     "mixtures.md": mixtures,
-    "more_than_one_machine.md": in_folder,
-    "node_cache.md": in_folder,
-    "planning_a_run.md": nothing,
+    "object_storage.md": in_folder,
     "order-and-resume.md": order,
-    "report.md": report,
+    "planning_a_run.md": nothing,
+    "ranks.md": lambda: training() | {"mesh": (0, 1), "model": attending},
     "stats.md": stats,
     "text.md": text,
     "training.md": training,
+    "workers.md": in_folder,
 }

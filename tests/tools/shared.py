@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import tarfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,14 +17,20 @@ from typing import Any
 import torch
 
 DOCS = Path(__file__).parents[2] / "docs"
+PLACES = {
+    "lightning": ("trainers.md", "Lightning"),
+    "megatron_core": ("megatron_torchtitan.md", "megatron-core"),
+    "torchtitan": ("megatron_torchtitan.md", "torchtitan"),
+    "trl": ("trainers.md", "TRL"),
+}
 SIZE, STEPS = 8, 5
 RATE = 0.1
 
 
-def page_code(name: str) -> str:
-    """The first Python block of a page."""
-    block, *_ = re.findall(r"^```python\n(.*?)^```", (DOCS / f"{name}.md").read_text(), re.M | re.S)
-    return block
+def page_code(tool: str) -> str:
+    """The first Python block below the heading of a tool."""
+    page, heading = PLACES[tool]
+    return (DOCS / page).read_text().partition(f"## {heading}\n")[2].partition("```python\n")[2].partition("```")[0]
 
 
 def rank() -> int:

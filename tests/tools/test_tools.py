@@ -1,6 +1,6 @@
 """Trainers of other projects, each in an environment of its own: `make test-tools`.
 
-The code of a tool's page (lightning.md, megatron_core.md, torchtitan.md, trl.md) trains a tiny model through the tool,
+The code of a tool in docs/trainers.md or docs/megatron_torchtitan.md trains a tiny model through the tool,
 on one rank and on two. The same tool then trains it over torch's own loader, which is given the samples of each step
 and reads them without the library.
 """

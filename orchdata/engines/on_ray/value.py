@@ -35,7 +35,7 @@ class RayEngine:
 
     Each rank that reads has `num_workers` actors, each with `num_threads` threads. Batches are those of the other
     engines, to the bit. An actor that is lost is started again by Ray, and its steps are built again. Machines that
-    train must be part of the cluster: docs/more_than_one_machine.md.
+    train must be part of the cluster: docs/workers.md.
 
     Args:
         address: of the cluster, as for `ray.init`. Default: the Ray that this process uses already, else RAY_ADDRESS,

@@ -191,8 +191,8 @@ def test_what_would_be_another_step_is_refused(dataset: od.ShardDataset) -> None
 
 
 def test_the_recipe_of_torchtitan(dataset: od.ShardDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "torchtitan.md").read_text()
-    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    page = (Path(__file__).parents[3] / "docs" / "megatron_torchtitan.md").read_text()
+    *_, block = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     cost = od.CostModel(llm=od.PhaseCost(linear=1))
     names: dict[str, Any] = {"recipe": RECIPE, "cost": cost}
     monkeypatch.setattr(od, "ShardDataset", lambda *_, **__: dataset)
