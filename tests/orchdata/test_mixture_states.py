@@ -71,12 +71,12 @@ def test_what_a_state_tells_goes_on_the_same(by: Any) -> None:
     order = MixtureOrder(sources_of(lengths), stages, by=by, stop="repeat", epoch_size=("samples", 700))
     whole, fingerprint = order.rows(0, 0, 700), {"mixture": order.describe()}
     for position in range(1, 700, 23):
-        told, location = mixture_at(order, 0, position), Location(position)
-        state = State(position=Position(), location=location, fingerprint=fingerprint, mixture=told).to_json()
+        known, location = mixture_at(order, 0, position), Location(position)
+        state = State(position=Position(), location=location, fingerprint=fingerprint, mixture=known).to_json()
         loaded = State.from_json(json.loads(json.dumps(state))).mixture
-        assert loaded == told
+        assert loaded == known
         later = order.restaged(stages, loaded.resumed)
         for one, other in zip(later.rows(0, position, 700), whole, strict=True):
             assert np.array_equal(one, other[position:])
-        assert mixture_at(later, 0, position) == told
+        assert mixture_at(later, 0, position) == known
         assert np.array_equal(later.rows(0, 0, 700)[1], whole[1]), "earlier samples are the same too"
