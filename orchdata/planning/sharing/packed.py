@@ -140,6 +140,8 @@ def _cheapest(step: StepSamples, num_microbatches: int | None) -> Shares:
     if balance.scope != "none":
         _add_balanced(ways, most, num_microbatches)
     if not ways.priced:
+        if everywhere is not step and step.meets_in_micro_steps and most == 1:  # not tried above
+            return in_scope(step, NO_PADDING.share_out(everywhere, num_microbatches))
         raise _DoesNotFit(
             f"the samples do not fit into {most} microbatches within max_tokens={balance.max_tokens}: "
             f"{first.num_microbatches} are enough"
