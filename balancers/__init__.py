@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from orchdata.balancers.assignment import Assignment, MovedAssignment, lower_bound
-from orchdata.balancers.bins.pack import bin_bound, deal_bins, pack_bins
-from orchdata.balancers.costs.fit import FittedCost, FittedCosts, fit_phase_cost, fit_phase_costs
-from orchdata.balancers.costs.model import CostModel
+from orchdata.balancers.bins import bin_bound, deal_bins, pack_bins
+from orchdata.balancers.costs.model import CostModel, FittedCost, FittedCosts, fit_phase_cost, fit_phase_costs
 from orchdata.balancers.costs.moe import MoE
-from orchdata.balancers.costs.phase import PhaseCost
-from orchdata.balancers.costs.transformer import TransformerCost
+from orchdata.balancers.costs.phase import PhaseCost, TransformerCost
 from orchdata.balancers.grid import GridAssignment, GridPhases, balance_grid, balance_grouped, grid_round
-from orchdata.balancers.microbatches import split_microbatches
+from orchdata.balancers.microbatches import MicrobatchOrder, order_microbatches, simulate_1f1b, split_microbatches
 from orchdata.balancers.moves import MovedPhases, balance_from
-from orchdata.balancers.packed import balance
-from orchdata.balancers.padded import balance_padded
+from orchdata.balancers.packed import TeamAssignment, balance, balance_padded, balance_teams
 from orchdata.balancers.phases import PhaseAssignment, balance_phases
-from orchdata.balancers.pipeline import MicrobatchOrder, order_microbatches, simulate_1f1b
 from orchdata.balancers.placement import NodePlacement, place_on_nodes, traffic_between
-from orchdata.balancers.teams import TeamAssignment, balance_teams
 
 __all__ = [
     "Assignment",

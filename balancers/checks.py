@@ -8,7 +8,7 @@ from numbers import Real
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from orchdata.native.checks import first_invalid
+from orchdata.native.sorting import first_invalid
 
 MAX_TOTAL = 1 << 62
 MAX_RANKS = 1 << 24

@@ -28,10 +28,9 @@ from orchdata.balancers.checks import (
 from orchdata.balancers.packed import balance
 from orchdata.native.assign.bounds import phase_bounds
 from orchdata.native.assign.few import FEW_FREE, search_few
-from orchdata.native.assign.joint import solve_joint
 from orchdata.native.assign.packed import solve
 from orchdata.native.assign.phase_refine import phase_loads
-from orchdata.native.assign.phases import above_caps
+from orchdata.native.assign.phases import above_caps, solve_joint
 from orchdata.native.microbatches.within_caps import FEW, solve_within, start_within
 
 _FEW_SAMPLES = 2048  # Up to this number, the primary phase alone is balanced as a start, although another is known.

@@ -34,11 +34,10 @@ from orchdata.engines.threads import use_one_thread
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio import AudioPreprocessor
 from orchdata.loaders.modalities.audio_decode import decode_wave, mel_bands
+from orchdata.loaders.modalities.checks import read_header
 from orchdata.loaders.modalities.image import ImagePreprocessor
-from orchdata.loaders.modalities.image_decode import load_pixels
-from orchdata.loaders.modalities.jpeg import decode_jpeg, read_jpeg_header
+from orchdata.loaders.modalities.image_decode import decode_jpeg, load_pixels, read_jpeg_header
 from orchdata.loaders.modalities.modality import Modality, PartSize, stored_dtype
-from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
 
 LIMITS = Limits()

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers.costs.model import CostModel
-from orchdata.balancers.costs.transformer import TransformerCost
+from orchdata.balancers.costs.phase import TransformerCost
 from orchdata.bench.plan import ENCODER, LLM, OMNI_COST
 
 # Costs of one sequence of l positions, in token units: a language model of 4,096 hidden units spends as much on

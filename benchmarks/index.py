@@ -22,9 +22,8 @@ from orchdata.loaders.index.probed import Probes
 from orchdata.loaders.index.shard_costs import cost_shard
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.shards.facts_table import Facts, FactsTable
 from orchdata.loaders.shards.open import open_shard
-from orchdata.loaders.shards.shard import Shard
+from orchdata.loaders.shards.shard import Facts, FactsTable, Shard
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.text.preprocessor import TextPreprocessor
 

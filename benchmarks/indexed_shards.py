@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from orchdata.dataset.indexed.opened import Opened
+from orchdata.dataset.indexed import Opened
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.recipe import Recipe

@@ -29,8 +29,7 @@ import numpy as np
 from benchmarks.command import run_command
 from orchdata.bench.harness import Result, WideTable
 from orchdata.planners.jobs import GpuKind, Job, JobCell, Running, plan_jobs, run_jobs
-from orchdata.planners.together import TogetherTable, plan_together, side_by_side
-from orchdata.planners.waves import Operators, plan_waves
+from orchdata.planners.waves import Operators, TogetherTable, plan_together, plan_waves, side_by_side
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ARENA = REPOSITORY.parent / "shared" / "fixtures" / "cluster" / "arena"

@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.command import run_command
 from orchdata.bench.harness import Result, work_folder
 from orchdata.bench.plan import synthetic_index
-from orchdata.loaders.storage.verified import forget
+from orchdata.loaders.storage.sealed import forget
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

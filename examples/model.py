@@ -22,8 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from orchdata.balancers import CostModel, PhaseCost, TransformerCost
-from orchdata.batch.merge import merge_features
-from orchdata.batch.tensors import IGNORE
+from orchdata.batch.tensors import IGNORE, merge_features
 from orchdata.loaders.recipe import Recipe
 from orchdata.planning.route import Route
 from orchdata.ranks.exchange import exchange

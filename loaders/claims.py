@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from pathlib import Path
 
-from orchdata.loaders.storage.opening import open_lock
+from orchdata.loaders.storage.atomic import open_lock
 
 _POLL_SECONDS = 0.02
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux, with a pid of 0, as F_OFD_SETLK requires

@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Iterator
 from typing import Final
 
-from orchdata.loaders.text.words import WORDS_SUFFIX
+from orchdata.loaders.text.conversation import WORDS_SUFFIX
 
 NULL, EMPTY = " = null", " = []"
 """After the name of a column whose cell is null, or an empty list of media, if all columns are requested."""

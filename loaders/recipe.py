@@ -20,9 +20,8 @@ from orchdata.loaders.modalities.checks import check_arrays, check_words
 from orchdata.loaders.modalities.image import ImagePreprocessor, image_grid
 from orchdata.loaders.modalities.modality import Modality, Slot, counts_from_header, names_no_counts, outer_of, plain
 from orchdata.loaders.text.conversation import Rules
-from orchdata.loaders.text.media_words import MediaWords, record_keys
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS, TextPreprocessor
-from orchdata.loaders.text.template import ChatTemplate
+from orchdata.loaders.text.template import ChatTemplate, MediaWords, record_keys
 
 __all__ = [
     "AudioPreprocessor",

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from orchdata.loaders.pace import Pace, Turns
-from orchdata.loaders.slow import here
+from orchdata.loaders.watch import here
 
 Item = TypeVar("Item", bound=Sized)
 Result = TypeVar("Result")

@@ -3,6 +3,8 @@
     record, and what was read of it --names_of_record--> names --UnreadNames--> counts of a shard --> of an index
 
 A name leads to a value by keys, with dots; `[]` stands for the items of a list: `meta.lang`, `messages[].weight`.
+
+Endings of the files of each modality, read or not: which of the fields that are not read are media.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.field_names import FILE_KEYS, NUMBER, bare_name
+from orchdata.loaders.modalities.builtin import BUILTINS, ON_REQUEST, UNDECODED
 from orchdata.loaders.modalities.video.timeline import TIMING
 from orchdata.loaders.records import ADDED_FIELDS
 from orchdata.loaders.shards.jsonl.stretch import is_edge, says_edge
@@ -22,6 +25,7 @@ from orchdata.loaders.text.chat_keys import is_chat_context, is_flag, is_loss_fl
 from orchdata.loaders.text.conversation import CONTENT_KEYS, Document, Rules, parse_json
 from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.loaders.text.messages import CHAT_KEYS, SYSTEM
+from orchdata.loaders.text.template import record_keys
 
 SHARD_NAMES: Final = 256
 INDEX_NAMES: Final = 1024
@@ -322,3 +326,20 @@ def _short(name: str) -> str:
     """Return a name that can be stored and shown: without control characters and halves of characters, shortened."""
     name = name if name.isprintable() else name[:_CHARACTERS].encode("unicode_escape").decode()
     return name if len(name) <= _CHARACTERS else f"{name[: _CHARACTERS - 3]}..."
+
+
+_CLASSES: Final = {**BUILTINS, **ON_REQUEST}
+_MEAN_OTHERS: Final = frozenset(("au", "snd", "mts"))
+"""Endings that strings often have for another reason, as domains of Australia and modules of TypeScript do."""
+_ENDINGS: Final = {
+    ending: name
+    for name, kind in reversed(_CLASSES.items())  # a GIF is an image first
+    for ending in (*kind.fields, *UNDECODED[name].split())
+    if "." not in ending and ending not in _MEAN_OTHERS
+}
+_RECORD_KEYS: Final = record_keys(_CLASSES)
+
+
+def modality_of_name(name: str) -> str | None:
+    """Return the modality of a field that is called so, or is a file with this ending; None for no media."""
+    return _RECORD_KEYS.get(name) or _ENDINGS.get(name.rpartition(".")[2].lower())

@@ -1,21 +1,30 @@
-"""Which rows threads are loading, and which rows must not be loaded: notes of a process for its supervisor.
+"""What threads are at: the rows that they load, the shards that they index, and whether they wait for storage.
+
+Which rows threads are loading, and which rows must not be loaded: notes of a process for its supervisor.
 
 A sample that ends its process, or never returns, can only be detected from outside. So each thread notes the row that
 it is about to load where the supervisor can read it. Rows that are known to do so are not loaded.
+
+What each thread is indexing: the shard, the sample, and how much of the work for the shard is done.
+
+The work for a sample is limited by counts (`Limits`, `text.jinja.Work`), so that every machine gives the same result;
+time never decides.
+
+Which threads wait for storage: a supervisor must not blame the sample that they are loading.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
-from typing import TypeVar
+from typing import Final, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
-
-from orchdata.loaders import waits
 
 IDLE = -1
 WAITING = -(1 << 63) + 1
@@ -54,7 +63,7 @@ class Watch:
         """Note that this thread is about to load `row`; return why it must not if the row is known bad."""
         if self._rows is not None:
             self._note(self._rows, row)
-            waits.report_to(partial(self._waits, row))
+            report_to(partial(self._waits, row))
         return self.known_bad_rows.get(row) if self.known_bad_rows and isinstance(row, int) else None
 
     def end(self) -> None:
@@ -90,3 +99,97 @@ class Watch:
             raise
         self.end()
         return loaded
+
+
+SCANNING: Final = 0.25
+"""The part of the work for a shard that is scanning it; the rest is measuring its samples. For short texts it is a
+fifth, for records that name images more than half."""
+
+
+class Ended(BaseException):
+    """The build has ended, by an error or Ctrl-C: no failure of the sample that the thread was at."""
+
+
+class ThreadProgress:
+    """The sample that a thread is indexing.
+
+    Attributes:
+        shard: path of the shard.
+        fraction: of the work for the shard that is done.
+        ended: returns whether the build has ended; the next sample of the thread then raises Ended.
+    """
+
+    __slots__ = ("__weakref__", "_key", "ended", "fraction", "shard")
+
+    def __init__(self) -> None:
+        self.shard = ""
+        self.fraction = 0.0
+        self.ended: Callable[[], bool] | None = None
+        self._key: object = None
+
+    @property
+    def key(self) -> object:
+        """Key of the sample; None between samples. Setting the next one raises Ended if the build has ended."""
+        return self._key
+
+    @key.setter
+    def key(self, key: object) -> None:
+        if key is not None:
+            self.check()
+        self._key = key
+
+    def check(self) -> None:
+        """Raise Ended if the build has ended."""
+        if self.ended is not None and self.ended():
+            raise Ended
+
+    @contextmanager
+    def at(self, shard: str) -> Iterator[None]:
+        """Note that the thread indexes this shard during the block."""
+        before, self.shard = self.shard, shard
+        self.fraction = 0.0
+        try:
+            yield
+        finally:
+            self.shard, self.key, self.fraction = before, None, 0.0
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.progress = _threads[threading.get_ident()] = ThreadProgress()
+
+
+_threads: WeakValueDictionary[int, ThreadProgress] = WeakValueDictionary()
+_here = _Here()
+
+
+def here() -> ThreadProgress:
+    """Return the notes of this thread."""
+    return _here.progress
+
+
+def shards_under_way() -> float:
+    """Return how many shards' work the threads of this process have done for shards that are not complete."""
+    return sum(progress.fraction for progress in list(_threads.values()))
+
+
+_waiting = threading.local()
+
+
+def report_to(note: Callable[[bool], None]) -> None:
+    """Call `note(True)` when this thread begins to wait for storage, and `note(False)` when it no longer does."""
+    _waiting.note = note
+
+
+@contextmanager
+def for_storage() -> Iterator[None]:
+    """The thread waits for storage in this block."""
+    note = getattr(_waiting, "note", None)
+    if note is None:
+        yield
+        return
+    note(True)
+    try:
+        yield
+    finally:
+        note(False)

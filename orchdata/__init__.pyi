@@ -50,7 +50,7 @@ from .loaders.shards.container import Container as Container
 from .loaders.shards.container import Shard as Shard
 from .loaders.shards.container import ShardSource as ShardSource
 from .loaders.shards.container import TextFiles as TextFiles
-from .loaders.storage.node.cache import Cache as Cache
+from .loaders.storage.node import Cache as Cache
 from .loaders.text.preprocessor import TextPreprocessor as TextPreprocessor
 from .loaders.text.template import ChatTemplate as ChatTemplate
 from .order.order import Order as Order
@@ -74,8 +74,8 @@ from .ranks.parallel import DataParallel as DataParallel
 from .ranks.team_attention import TeamAttention as TeamAttention
 from .showing import ShownSamples as ShownSamples
 from .showing import show as show
-from .testing.containers import check_container as check_container
-from .testing.engines import check_engine as check_engine
+from .testing import check_container as check_container
+from .testing import check_engine as check_engine
 
 __version__: str
 

@@ -31,8 +31,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import orchdata as od
-from orchdata.batch.merge import merge_features
-from orchdata.batch.tensors import IGNORE
+from orchdata.batch.tensors import IGNORE, merge_features
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.profiling.page import write_report

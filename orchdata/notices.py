@@ -1,10 +1,18 @@
-"""Warnings that a process issues once, for any number of loaders, and which trainer called this package."""
+"""Warnings that a process issues once, for any number of loaders, and which trainer called this package.
+
+Progress of long work, on stderr: a bar in a terminal or a notebook, elsewhere lines: after two seconds, and then
+every half minute.
+"""
 
 from __future__ import annotations
 
 import os
+import random
 import sys
+import time
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 _warned: set[str] = set()
@@ -42,3 +50,87 @@ def _outside() -> tuple[FrameType | None, int]:
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame, depth = frame.f_back, depth + 1
     return frame, depth
+
+
+Advance = Callable[[float, int], None]
+_FIRST_LINE_SECONDS, _LINE_SECONDS = 2.0, 30.0
+_BAR_CELLS = 40
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Advance]:
+    """Yield a callable of (done, total). Nothing is drawn before its first call. If stderr is neither a terminal nor
+    the output of a notebook, a line is written after two seconds, and half a minute after each line.
+    """
+    if type(sys.stderr).__module__.startswith("ipykernel."):
+        with _rewritten(title) as rewrite:
+            yield rewrite
+        return
+    if not sys.stderr.isatty():
+        yield _lines(title)
+        return
+    state = random.getstate()
+    from rich.console import Console
+    from rich.progress import Progress
+
+    random.setstate(state)  # importing rich draws from it
+    console = Console(stderr=True)
+    bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+    task = bar.add_task(title, total=None)
+
+    def advance(done: float, total: int) -> None:
+        if not bar.live.is_started:
+            bar.start()
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield advance
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
+def in_words(seconds: float) -> str:
+    """Return a time for messages: "40 s", "12 min", "3.5 h"."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    if seconds < 90 * 60:
+        return f"{round(seconds / 60)} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def _lines(title: str) -> Advance:
+    due = time.monotonic() + _FIRST_LINE_SECONDS
+
+    def advance(done: float, total: int) -> None:
+        nonlocal due
+        now = time.monotonic()
+        if now >= due:
+            due = now + _LINE_SECONDS
+            sys.stderr.write(f"{title}: {done:,.1f} of {total:,} ({done / max(1, total):.0%})\n")
+            sys.stderr.flush()
+
+    return advance
+
+
+@contextmanager
+def _rewritten(title: str) -> Iterator[Advance]:
+    """A line that is written over itself: a notebook shows it as a bar, and needs no package for it."""
+    width = 0
+
+    def write(text: str) -> None:
+        nonlocal width
+        sys.stderr.write(f"\r{text:<{width}}")
+        sys.stderr.flush()
+        width = len(text)
+
+    def advance(done: float, total: int) -> None:
+        share = min(1.0, done / max(1, total))
+        write(f"{title} [{'#' * int(share * _BAR_CELLS):<{_BAR_CELLS}}] {share:.0%}")
+
+    try:
+        yield advance
+    finally:
+        if width:
+            write("")
+            sys.stderr.write("\r")

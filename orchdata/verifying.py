@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from orchdata.building.assembler import Assembled, Share, Task
 from orchdata.building.contents import IndexedShards, ShardContent
 from orchdata.building.memory import Memory
-from orchdata.building.shard_samples import sample_bytes
+from orchdata.building.shard_content import sample_bytes
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import BuiltStep
 from orchdata.engines.engine import WorkerEngine, Workers
@@ -36,7 +36,7 @@ from orchdata.engines.warm import Warming
 from orchdata.loaders.errors import DataError, StaleIndexError
 from orchdata.loaders.failures import as_field_error
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.index.wanted import Wanted
+from orchdata.loaders.index.stored import Wanted
 from orchdata.loaders.limited_process import lower_limit, taken_bytes
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_required

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from orchdata.batch.batch import Batch, arrays_in_words
 from orchdata.batch.tensors import shown as shape_of
-from orchdata.copies import facts_of
-from orchdata.dataloader import DataLoader
+from orchdata.dataloader import DataLoader, facts_of
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.selection import left_out
 from orchdata.dataset.shard_dataset import ShardDataset
@@ -22,7 +21,7 @@ from orchdata.html import axes_of, bar, pairs, paragraph, percent, shown, table,
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import OrchdataError, one_line
 from orchdata.loaders.index.index import Index, basename
-from orchdata.loaders.index.locations import open_index
+from orchdata.loaders.index.index_file import open_index
 from orchdata.loaders.index.totals import Totals
 from orchdata.loaders.samples.sample import MediaPart, Sample, TextPart
 from orchdata.loaders.storage.remote.urls import is_remote

@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from orchdata.planners.together import TogetherTable
+from orchdata.planners.waves import TogetherTable
 
 HALF = 5
 

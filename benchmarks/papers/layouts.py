@@ -15,8 +15,8 @@ from benchmarks.papers.mixes import Lengths
 from orchdata.balancers import TransformerCost
 from orchdata.bench.harness import WideTable
 from orchdata.planners import Cluster, Columns, Module, Workload, simulate
-from orchdata.planners.formulas import Many, Means, closed_form, gpu_bytes, mean_memory
-from orchdata.planners.search import Candidate, candidates
+from orchdata.planners.cluster import Many, Means, closed_form, gpu_bytes, mean_memory
+from orchdata.planners.run import Candidate, candidates
 
 SEQUENCE, PART = 8_192, 1_024
 IMAGE_TOKENS = Lengths(median=1_500, sigma=1.0, least=64, most=SEQUENCE)

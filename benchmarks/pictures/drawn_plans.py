@@ -27,7 +27,7 @@ from orchdata.order.token_sums import TokenSums
 from orchdata.planning.balance import Balance
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.plan import Plan
-from orchdata.planning.sharing.fixed import FixedCost
+from orchdata.planning.sharing.accumulated import FixedCost
 
 Ints = NDArray[np.int64]
 Columns = Mapping[str, NDArray[Any]]

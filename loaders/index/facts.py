@@ -13,16 +13,15 @@ import pyarrow as pa
 from orchdata.loaders import versions
 from orchdata.loaders.errors import ShardError, StaleIndexError, StorageError, pass_trouble
 from orchdata.loaders.limits import Limits, scan_limits, still_holds
-from orchdata.loaders.shards.facts_table import SCHEMA, Facts, FactsMeta, FactsTable, shard_failure
-from orchdata.loaders.shards.field_rules import NO_RULES, FieldRules
+from orchdata.loaders.shards.fields import NO_RULES, FieldRules
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
-from orchdata.loaders.shards.shard import Shard
+from orchdata.loaders.shards.shard import SCHEMA, Facts, FactsMeta, FactsTable, Shard, shard_failure
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import PLAIN_FILES, Files
+from orchdata.loaders.storage.paths import suffix_of
 from orchdata.loaders.storage.remote.urls import identity as identity_of
 from orchdata.loaders.storage.sealed import read_sealed, seal
-from orchdata.loaders.storage.suffixes import suffix_of
 from orchdata.loaders.versions import FACTS_FORMAT
 
 KIND = b"fact"

@@ -43,20 +43,19 @@ from orchdata.loaders.index.own_columns import (
 from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.members import has_keys
-from orchdata.loaders.shards.arrow.shard import ArrowShard
+from orchdata.loaders.shards.arrow import ArrowShard
 from orchdata.loaders.shards.container import Container
-from orchdata.loaders.shards.facts_table import FactsTable
 from orchdata.loaders.shards.fields import TABLE_ROW
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.open import by_identity, open_indexed, rules_of
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.parquet.shard import ParquetShard
-from orchdata.loaders.shards.shard import Shard, ShardInfo
+from orchdata.loaders.shards.shard import FactsTable, Shard, ShardInfo
 from orchdata.loaders.storage.atomic import replaced, write_at
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import PLAIN_FILES, Files
+from orchdata.loaders.storage.paths import RECORD_SUFFIXES, suffix_of
 from orchdata.loaders.storage.sealed import body_start, finish
-from orchdata.loaders.storage.suffixes import RECORD_SUFFIXES, suffix_of
 from orchdata.loaders.text.conversation import parse_json
 from orchdata.loaders.text.preprocessor import decode_utf8
 from orchdata.loaders.versions import TABLE_FORMAT

@@ -20,27 +20,27 @@ from pathlib import Path
 from typing import Final
 
 from orchdata.loaders.errors import DamagedIndexError, StaleIndexError, StorageError, pass_trouble
-from orchdata.loaders.index.building.builder import Builder, named
-from orchdata.loaders.index.building.crew import in_parallel, warn_of_retries
+from orchdata.loaders.index.build import in_parallel, warn_of_retries
+from orchdata.loaders.index.builder import Builder, named
 from orchdata.loaders.index.index import Index, absolute
-from orchdata.loaders.index.locations import check_function_of, index_path
+from orchdata.loaders.index.index_file import check_function_of, index_path
+from orchdata.loaders.index.joined import refuse_repeats
 from orchdata.loaders.index.probed import Probes
-from orchdata.loaders.index.repeats import refuse_repeats
 from orchdata.loaders.index.shard_costs import CostTable, ShardCosts, cost_shard
 from orchdata.loaders.index.table import pack
 from orchdata.loaders.pace import threads_or_default
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_for_scanning
-from orchdata.loaders.shards.field_rules import check_met
+from orchdata.loaders.shards.fields import check_met
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.reading import PLAIN, Reading
 from orchdata.loaders.shards.shard import Beginning, Shard
 from orchdata.loaders.shards.tar import TarShard
-from orchdata.loaders.slow import here
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.retries import BUILD_SECONDS, Patience
+from orchdata.loaders.watch import here
 
 _SURE: Final = 0.8
 """Shards are measured whole as long as they have at most this part of the samples that are left, by their bytes."""

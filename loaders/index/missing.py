@@ -13,8 +13,7 @@ from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import RECORD_FIELD
-from orchdata.loaders.samples.kept import key_of
-from orchdata.loaders.samples.members import has_keys
+from orchdata.loaders.samples.members import has_keys, key_of
 from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.open import NO_CONTAINERS, OpenShards
 from orchdata.loaders.storage.cache import CacheFolder

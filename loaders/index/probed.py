@@ -19,6 +19,7 @@ from orchdata.loaders.failures import as_field_error
 from orchdata.loaders.limits import Limits, scan_limits, still_holds
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT, UNUSED
+from orchdata.loaders.modalities.checks import read_header
 from orchdata.loaders.modalities.modality import (
     Header,
     Modality,
@@ -28,17 +29,15 @@ from orchdata.loaders.modalities.modality import (
     outer_of,
     probe_id,
 )
-from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.shards.facts_table import Facts, FactsTable
 from orchdata.loaders.shards.fields import RAW
-from orchdata.loaders.shards.shard import Shard
-from orchdata.loaders.slow import here
+from orchdata.loaders.shards.shard import Facts, FactsTable, Shard
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.remote.urls import identity as identity_of_file
 from orchdata.loaders.storage.sealed import read_sealed, seal
 from orchdata.loaders.versions import FACTS_FORMAT
+from orchdata.loaders.watch import here
 
 KIND = b"head"
 _BOUND: Final = 1 << 63

@@ -4,6 +4,8 @@
 
 Facts are converted to lists once, and texts are read ahead in large sequential reads, so that most of the time is spent
 in the tokenizer.
+
+Which kept counts of texts a recipe can use, sample by sample.
 """
 
 from __future__ import annotations
@@ -16,34 +18,32 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from orchdata.loaders.errors import FieldError, StaleIndexError, StorageError
 from orchdata.loaders.failures import as_field_error
-from orchdata.loaders.index.measuring.chunk import Progress, Result, measure_chunk
-from orchdata.loaders.index.measuring.kept_counts import KeptCounts, NewCounts
-from orchdata.loaders.index.measuring.kept_texts import layout_digest
-from orchdata.loaders.index.measuring.reading import Chunk, read_chunks
-from orchdata.loaders.index.measuring.rows import CostRows, ShardSample
-from orchdata.loaders.index.measuring.usable_texts import UsableTexts
+from orchdata.loaders.index.kept_counts import KeptCounts, NewCounts
+from orchdata.loaders.index.kept_texts import Kept, KeptTexts, layout_digest
+from orchdata.loaders.index.measuring import Chunk, CostRows, Progress, Result, ShardSample, measure_chunk, read_chunks
 from orchdata.loaders.index.probed import Probes, with_inner
 from orchdata.loaders.index.table import Columns, TableSize, body_bytes, pack
 from orchdata.loaders.index.totals import Totals, summarize
-from orchdata.loaders.modalities.builtin import OTHER
+from orchdata.loaders.limits import OF_MEDIA, scan_limits
+from orchdata.loaders.modalities.builtin import OTHER, TEXT
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import LEFT_OUT
 from orchdata.loaders.samples.agreement import LAST_DOT, SEVERAL_TEXTS
-from orchdata.loaders.samples.measure import parts_to_read, texts_to_read
+from orchdata.loaders.samples.measure import Outline, part_sizes, parts_to_read, shape_of, texts_to_read, writes_between
 from orchdata.loaders.samples.members import Member
-from orchdata.loaders.shards.facts_table import Facts, FactsMeta, FactsTable
-from orchdata.loaders.shards.fields import SPARSE, split_at_last_dot
-from orchdata.loaders.shards.shard import ShardInfo
-from orchdata.loaders.slow import here
+from orchdata.loaders.shards.fields import RAW, SPARSE, split_at_last_dot
+from orchdata.loaders.shards.shard import Facts, FactsMeta, FactsTable, ShardInfo
 from orchdata.loaders.spread import Spread
 from orchdata.loaders.storage.atomic import Buffer, write_whole
 from orchdata.loaders.storage.sealed import Damaged, head_for, read_sealed
-from orchdata.loaders.text.words import WORDS_SUFFIX
+from orchdata.loaders.text.conversation import WORDS_SUFFIX
 from orchdata.loaders.unread_names import name_of_member
 from orchdata.loaders.versions import COSTS_FORMAT
+from orchdata.loaders.watch import here
 
 if TYPE_CHECKING:
     from orchdata.loaders.shards.shard import Shard
+
 
 KIND = b"cost"
 _NOTHING = KeptCounts()
@@ -294,3 +294,67 @@ def _shard_error(members: Sequence[Member]) -> FieldError | None:
         if member.error is not None and member.kind == OTHER:
             return FieldError(member.field, member.error)
     return None
+
+
+class UsableTexts:
+    """The kept texts of a shard, for one recipe.
+
+    Args:
+        table: the facts of the shard.
+    """
+
+    def __init__(self, texts: KeptTexts, table: FactsTable, recipe: Recipe) -> None:
+        self._texts = texts
+        self._table = table
+        self._recipe = recipe
+        self._limit = recipe.limits.text_bytes
+        now = scan_limits(recipe.limits)
+        self._is_lower = any(now[name] < limit for name, limit in texts.limits.items() if name in now.keys() - OF_MEDIA)
+        self._read = {code for code, name in enumerate(recipe.kinds) if code != TEXT and not self._has_header(name)}
+
+    def _has_header(self, name: str) -> bool:
+        return name not in self._recipe.counted_from_bytes
+
+    def used(self, sample: ShardSample, number: int) -> ShardSample:
+        """Return the `number`-th sample of the shard, with its kept text if the recipe can use that: then only media
+        with a size that no header contains are read.
+        """
+        kept = self._texts.of(number, sample.layout)
+        if kept is None or not self._is_within(sample) or not self._has_shape(sample, kept):
+            return sample
+        return replace(sample, wanted=[at for at in sample.wanted if sample.members[at].kind in self._read], kept=kept)
+
+    def _is_within(self, sample: ShardSample) -> bool:
+        """Whether the texts can be read under the recipe's limits: if one is lower than before, only sizes that facts
+        contain are known to be below it.
+        """
+        num_bytes = 0
+        for at in sample.wanted:
+            member = sample.members[at]
+            if member.kind in self._read:
+                continue
+            if member.error is not None:
+                return False
+            if self._is_lower:
+                num_bytes += member.size
+                if self._table.encoding[sample.start + at] != RAW:
+                    return False
+        return num_bytes <= self._limit
+
+    def _has_shape(self, sample: ShardSample, kept: Kept) -> bool:
+        """Whether the text was tokenized with what the recipe's modalities put into it, and has the recipe's pieces."""
+        outline, recipe = kept.counted, self._recipe
+        if not isinstance(outline, Outline):
+            return True
+        if not outline.is_of_pieces(recipe):
+            return False
+        names = {name for name, _ in outline.parts}
+        if not any(writes_between(recipe.modalities[name]) for name in names):
+            return kept.shape == 0
+        if any(part not in sample.sizes and not self._has_header(part[0]) for part in outline.parts):
+            return False
+        try:
+            sizes = part_sizes(outline.parts, sample.members, {}, recipe, sample.sizes)
+            return shape_of(outline.parts, sizes, recipe) == kept.shape
+        except FieldError:
+            return True  # the same error is raised when it is counted

@@ -4,6 +4,8 @@ A piece of a split sample is tokenized alone if the index allows it. Otherwise t
 with the open shards, so that later pieces need not read and tokenize it again.
 
 What the samples of a step need of objects of storage is asked for before any of them is decoded: `read_ahead`.
+
+What a step reads of the rows of an index, said ahead.
 """
 
 from __future__ import annotations
@@ -20,22 +22,26 @@ from orchdata.loaders.errors import BLANK, DataError, DecodeError, FieldError, S
 from orchdata.loaders.field_names import VALUE, bare_name, is_kept_as
 from orchdata.loaders.generators import Pass, ShardIdentity
 from orchdata.loaders.index.index import Index, basename
-from orchdata.loaders.index.wanted import Wanted
 from orchdata.loaders.memory import room
+from orchdata.loaders.modalities.checks import read_header
 from orchdata.loaders.modalities.modality import PartSize, counts_from_header
-from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import ADDED_FIELDS, RECORD_FIELD
 from orchdata.loaders.samples.compose import Composition, compose, compose_piece, composition_of, text_members
-from orchdata.loaders.samples.decode import decode_sample
-from orchdata.loaders.samples.kept import KeptValue, kept_values, key_of
-from orchdata.loaders.samples.members import is_made, uses_of
-from orchdata.loaders.samples.overflow import divided, num_tokens, unpacked
+from orchdata.loaders.samples.measure import divided, num_tokens, unpacked
+from orchdata.loaders.samples.members import (
+    KeptValue,
+    is_cell_without_content,
+    is_made,
+    json_value,
+    kept_values,
+    key_of,
+    plain_value,
+    uses_of,
+)
 from orchdata.loaders.samples.record import MadeSample, made_sample
-from orchdata.loaders.samples.sample import Sample, TextPart
-from orchdata.loaders.samples.spans import SizeOf, SizesInTurn, Span, TextSpan
-from orchdata.loaders.samples.values import is_cell_without_content, json_value, plain_value
-from orchdata.loaders.samples.whole_text import Window
+from orchdata.loaders.samples.sample import Sample, TextPart, decode_sample
+from orchdata.loaders.samples.spans import SizeOf, SizesInTurn, Span, TextSpan, Window
 from orchdata.loaders.shards.fields import NAMED
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.shards.shard import ShardInfo
@@ -449,3 +455,17 @@ def read_ahead(
         except ShardError:
             continue
     return reading
+
+
+class Wanted(NamedTuple):
+    """What a step reads of a row, as the arguments of `StoredSample.read`.
+
+    Attributes:
+        sample: that reads it, if it was made already.
+    """
+
+    row: int
+    text: bool = True
+    parts: Sequence[int] | None = None
+    kept: bool = False
+    sample: StoredSample | None = None

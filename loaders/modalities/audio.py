@@ -48,7 +48,7 @@ class Clips(Modality):
         return {name: value for name, value in super().parameters().items() if name != "tracks" or value}
 
     def required_modules(self) -> tuple[str, ...]:
-        tracks = ("av", "orchdata.loaders.modalities.video.track") if self.tracks else ()
+        tracks = ("av", "orchdata.loaders.modalities.video.file") if self.tracks else ()
         return ("soundfile", "orchdata.loaders.modalities.audio_decode", *tracks)
 
     def set_up_process(self) -> None:

@@ -29,7 +29,7 @@ from orchdata.loaders.modalities.checks import check_seconds
 from orchdata.loaders.modalities.cut_audio import TOLERANCE_SECONDS, TOLERANCE_SHARE, Payload, cut_reason, sound_chunk
 from orchdata.loaders.resampling import resample
 from orchdata.loaders.scratch import Scratch
-from orchdata.native.spectrum import split_complex
+from orchdata.native.decoding import split_complex
 
 if TYPE_CHECKING:
     import torch

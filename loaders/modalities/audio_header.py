@@ -24,7 +24,7 @@ from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.modalities.video.containers import BOXES, EBML
 
 if TYPE_CHECKING:
-    from orchdata.loaders.modalities.video.track import SoundTrack
+    from orchdata.loaders.modalities.video.file import SoundTrack
 
 _BLOCK_FRAMES = 1 << 16
 _MOST_FLAC_FRAMES = 65535 / 10
@@ -123,7 +123,7 @@ def holds_tracks(data: bytes | memoryview) -> bool:
 def open_track(data: bytes | memoryview, limits: Limits) -> SoundTrack:
     """Return the sound track of a file with pictures, a context manager. DecodeError; PackageError without PyAV."""
     try:
-        from orchdata.loaders.modalities.video.track import SoundTrack
+        from orchdata.loaders.modalities.video.file import SoundTrack
     except Exception as error:
         pass_broken_package(error, "the sound of a file with pictures")
         raise

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
-from orchdata.native.scan.status import UNUSUAL
+from orchdata.native.scan.media import UNUSUAL
 
 Header = tuple[int, ...]
 NOT_DESCRIBED: Final = "not described"

@@ -19,23 +19,34 @@ from orchdata.loaders.samples.agreement import (
     OWN_LAYOUT,
     SEVERAL_TEXTS,
     check_context,
+    check_marks,
+    check_media_order,
+    check_named,
     check_named_columns,
     check_one_text,
     check_unfit,
     check_unread,
     has_length,
+    unplaced,
     value_of,
 )
-from orchdata.loaders.samples.members import Member, Uses, is_made, stem, uses_of
-from orchdata.loaders.samples.placing import check_marks, check_media_order, check_named, unplaced
+from orchdata.loaders.samples.members import Member, Uses, check_text, is_made, json_or_text, stem, text_of, uses_of
 from orchdata.loaders.samples.record import MadeSample, made_sample
-from orchdata.loaders.samples.spans import MediaSlot, SizeOf, Span, SpanWriter, StretchWriter, TextSpan
-from orchdata.loaders.samples.values import check_text, json_or_text, text_of
-from orchdata.loaders.samples.whole_text import WholeWriter, Window
+from orchdata.loaders.samples.spans import (
+    MediaSlot,
+    SizeOf,
+    Span,
+    SpanWriter,
+    StretchWriter,
+    TextSpan,
+    WholeWriter,
+    Window,
+)
 from orchdata.loaders.shards.jsonl.named_media import FILE_NAMES
 from orchdata.loaders.shards.jsonl.stretch import is_edge, says_edge
 from orchdata.loaders.text.chat_keys import is_chat_context, shown
 from orchdata.loaders.text.conversation import (
+    WORDS_SUFFIX,
     Document,
     document_of,
     document_of_fields,
@@ -45,9 +56,8 @@ from orchdata.loaders.text.conversation import (
 )
 from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.loaders.text.messages import CHAT_KEYS, PAIR_KEYS, Chat, is_record
-from orchdata.loaders.text.rendering.render import render_chat
+from orchdata.loaders.text.rendering import render_chat
 from orchdata.loaders.text.template import ChatTemplate, Placeholder, Segment, TextSegment, render
-from orchdata.loaders.text.words import WORDS_SUFFIX
 from orchdata.loaders.unread_names import REJECTED, is_empty, name_of_member, names_of_record
 
 __all__ = [

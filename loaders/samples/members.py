@@ -1,22 +1,38 @@
-"""The members of a sample: their facts in the index, and which of them text and media are read from."""
+"""The members of a sample: their facts in the index, and which of them text and media are read from.
+
+Values of members of a sample: text, columns, and JSON -> what a function of the user's and a batch get.
+
+The values of kept fields: fields and records of one sample -> one value for each name of `Recipe.keep`.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
-from orchdata.loaders.field_names import NUMBER, is_kept_as, leading_number, without_leading_number
+from orchdata.loaders.errors import DecodeError, FieldError
+from orchdata.loaders.field_names import (
+    EMPTY,
+    NULL,
+    NUMBER,
+    VALUE,
+    bare_name,
+    is_kept_as,
+    leading_number,
+    number_of,
+    without_leading_number,
+)
 from orchdata.loaders.modalities.builtin import KINDS, OTHER, TEXT
 from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import RECORD_FIELD
 from orchdata.loaders.shards.fields import classify, listed_modality
 from orchdata.loaders.text.chat_keys import is_chat_context
+from orchdata.loaders.text.conversation import WORDS_SUFFIX, parse_json
 from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.loaders.text.messages import CHAT_KEYS
-from orchdata.loaders.text.preprocessor import TEXT_FIELDS
-from orchdata.loaders.text.words import WORDS_SUFFIX
+from orchdata.loaders.text.preprocessor import TEXT_FIELDS, decode_utf8
 
 _MOST_KNOWN: Final = 4096
 _LABELS: Final = frozenset("cls cls2 class count index inx id".split())
@@ -207,3 +223,107 @@ def stem(name: str) -> str:
 
 def _is_json(name: str) -> bool:
     return _name(name).rpartition(".")[2] in _JSON_NAMES
+
+
+_SUFFIXES: Final = ("json", "jsn", "jsonl")
+_MOST_LEVELS: Final = 48
+"""Most levels of lists and dicts in a value: batches with deeper ones could not be sent to other processes."""
+
+
+def check_text(member: Member, payload: bytes | memoryview, recipe: Recipe) -> None:
+    """Raise FieldError if a text is bad, or above the limit."""
+    if member.error is not None:
+        raise FieldError(member.field, member.error)
+    limit = recipe.limits.text_bytes
+    if len(payload) > limit:
+        raise FieldError(member.field, f"{len(payload)} bytes of text, above the limit text_bytes={limit}")
+
+
+def text_of(member: Member, payload: bytes | memoryview, recipe: Recipe) -> str:
+    """Return the text of a member. Raises FieldError."""
+    check_text(member, payload, recipe)
+    try:
+        return decode_utf8(payload)
+    except DecodeError as error:
+        raise error.at(member.field) from error.__cause__
+
+
+def json_or_text(member: Member, payload: bytes | memoryview, recipe: Recipe) -> Any:
+    """Return the value of a member that is JSON, else its text. Raises FieldError."""
+    text = text_of(member, payload, recipe)
+    try:
+        return parse_json(text.encode())
+    except (DecodeError, UnicodeEncodeError):
+        return text
+
+
+def is_json(field: str) -> bool:
+    """Return whether a field is JSON by its name, without its `.gz`."""
+    return field.rpartition(".")[2].lower() in _SUFFIXES or field.endswith((WORDS_SUFFIX, VALUE))
+
+
+def is_cell_without_content(field: str, size: int) -> bool:
+    """Return whether a field stands for a cell that is null, or an empty list."""
+    return not size and field.endswith((NULL, EMPTY))
+
+
+def json_value(field: str, payload: bytes | memoryview) -> Any:
+    """Return the value of a JSON field, or of a cell without content. Raises FieldError."""
+    if is_cell_without_content(field, len(payload)):
+        return None if field.endswith(NULL) else []
+    try:
+        return parse_json(payload, lines=field.removesuffix(".gz").lower().endswith("jsonl"))
+    except DecodeError as error:
+        raise error.at(field) from error.__cause__
+
+
+def plain_value(value: Any, field: str, level: int = 0) -> Any:
+    """Return a JSON value made of plain dicts and lists, as batches have it. Raises FieldError for too many levels."""
+    if not isinstance(value, dict | list):
+        return value
+    if level >= _MOST_LEVELS:
+        raise FieldError(field, f"a value of lists and dicts nested more than {_MOST_LEVELS} deep, which no batch has")
+    if isinstance(value, Mapping):
+        return {key: plain_value(item, field, level + 1) for key, item in value.items()}
+    return [plain_value(item, field, level + 1) for item in value]
+
+
+KeptValue: TypeAlias = Any
+"""Bytes of a member, or the value of a column or key: a string, number, boolean, list or dict, or None."""
+
+
+def kept_values(
+    names: Iterable[str], fields: Mapping[str, KeptValue], records: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, KeptValue]:
+    """Return name -> value of one sample.
+
+    A field with exactly that name goes before fields that only end in it. Numbered fields ("0.cls", an item of a
+    Parquet list), and several fields, are a list. Without such a field it is the value under that key of the first
+    record that has it. None if the sample has neither.
+
+    Args:
+        fields: of the sample, by name.
+        records: its JSON records.
+    """
+    return {
+        name: _value(name, [field for field in fields if is_kept_as(field, name)], fields, records) for name in names
+    }
+
+
+def key_of(name: str, record: Mapping[str, Any]) -> str | None:
+    """Return the key of a record with this name, which has no upper-case letters, or None."""
+    return name if name in record else next((key for key in record if key.lower() == name), None)
+
+
+def _value(
+    name: str, matches: Sequence[str], fields: Mapping[str, KeptValue], records: Sequence[Mapping[str, Any]]
+) -> KeptValue:
+    if not matches:
+        found = (record[key] for record in records if (key := key_of(name, record)) is not None)
+        return next(found, None)
+    for field in matches:
+        if bare_name(field).lower() == name:
+            return fields[field]
+    if len(matches) == 1 and not NUMBER.search(bare_name(matches[0])):
+        return fields[matches[0]]
+    return [fields[field] for field in sorted(matches, key=lambda field: number_of(bare_name(field)))]

@@ -18,12 +18,19 @@ from orchdata.loaders.modalities.builtin import OTHER, TEXT
 from orchdata.loaders.modalities.modality import outer_of
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import Media, made_record
-from orchdata.loaders.samples.members import Member, Uses, is_label
-from orchdata.loaders.samples.values import check_text, is_cell_without_content, is_json, json_value, text_of
+from orchdata.loaders.samples.members import (
+    Member,
+    Uses,
+    check_text,
+    is_cell_without_content,
+    is_json,
+    is_label,
+    json_value,
+    text_of,
+)
 from orchdata.loaders.text.chat_keys import kind_of, says_nothing
-from orchdata.loaders.text.conversation import CONTENT_KEYS
+from orchdata.loaders.text.conversation import CONTENT_KEYS, WORDS_SUFFIX
 from orchdata.loaders.text.messages import CHAT_KEYS
-from orchdata.loaders.text.words import WORDS_SUFFIX
 
 __all__ = ["Media", "made_sample", "record_of"]
 

@@ -2,12 +2,17 @@
 
 Text is tokenized in stretches of equal loss between media, so the loss mask is exact for every tokenizer. A fast
 tokenizer gets all text in one call: `whole_text`.
+
+All text of a sample tokenized in one call, by a fast tokenizer, as in Hugging Face's processors.
+
+Each run of a part's tokens is written as one mark, and a token carries loss if its characters overlap text that does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from functools import cached_property
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +20,8 @@ from numpy.typing import NDArray
 from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
-from orchdata.loaders.text.template import TextSegment
+from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER, Encoded
+from orchdata.loaders.text.template import TextSegment, holds_mark
 
 
 class TextSpan(NamedTuple):
@@ -249,3 +254,225 @@ def expansion_of(recipe: Recipe, modality: str, size: PartSize) -> Expansion:
     if tokens != size.tokens or (0 in pieces and size.tokens):
         raise FieldError(modality, f"expand() of {modality} gives {tokens} tokens, its part has {size.tokens}")
     return Expansion(pieces, False)
+
+
+class Window(NamedTuple):
+    """A piece of a sample without media, to be tokenized without the rest of the text.
+
+    Attributes:
+        start, stop: characters where its tokens and those of the next piece begin; None for the last piece.
+        skipped: tokens of its first character that belong to the previous piece: a character may be several tokens.
+        tokens: number of its tokens.
+    """
+
+    start: int
+    stop: int | None
+    skipped: int
+    tokens: int
+
+
+_CONTEXT: Final = 256
+"""Characters that are tokenized on both sides of a piece, so that its own tokens come out as in the whole text."""
+
+
+class _Run(NamedTuple):
+    """A run of a part's tokens: position of its mark in the text, and the tokens around it."""
+
+    start: int
+    end: int
+    slot: MediaSlot
+    opens: int | None
+    closes: int | None
+
+
+class WholeWriter:
+    """Tokenizes all text in one call.
+
+    Args:
+        adds_special_tokens: whether the tokenizer's special tokens go around a text.
+        plain: whether the text is no chat: then special tokens carry loss as their neighbours do.
+        closed: whether the text has its own start and end, without the recipe's `bos_token_id` and `eos_token_id`.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        where: str,
+        size_of: SizeOf,
+        adds_special_tokens: Callable[[str], bool],
+        *,
+        plain: bool,
+        closed: bool = False,
+    ) -> None:
+        self._recipe = recipe
+        self._where = where
+        self._size_of = size_of
+        self._adds_special_tokens = adds_special_tokens
+        self._plain = plain
+        self._closed = closed
+        self._pieces: list[str] = []  # of the text, joined at its first use
+        self._length = 0
+        self._trained: list[list[int]] = []  # ranges of characters, ascending and disjoint
+        self._runs: list[_Run] = []
+        self._without_tokens: list[MediaSlot] = []  # parts that have no tokens
+
+    def text(self, segment: TextSegment) -> None:
+        start = self._write(segment.text)
+        if segment.loss and segment.text:
+            if self._trained and self._trained[-1][1] == start:
+                self._trained[-1][1] = self._length
+            else:
+                self._trained.append([start, self._length])
+
+    def media(self, modality: str, member: int) -> None:
+        slot = self._recipe.slots[modality]
+        pieces = expansion_of(self._recipe, modality, self._size_of(modality, member))
+        opens, closes = (slot.start_id, slot.end_id) if pieces.bare else (None, None)
+        first = 0
+        for piece in pieces.pieces:
+            if isinstance(piece, str):
+                self._write(piece)
+            elif piece == 0:
+                self._without_tokens.append(MediaSlot(modality, member, 0, 0))
+            elif modality not in self._recipe.mark_tokens:
+                raise FieldError(
+                    self._where,
+                    f"the mark of {modality}, {slot.mark!r}, is not the one token {slot.token_id} of the tokenizer: "
+                    "give its slot the text and the id of an added token",
+                )
+            else:
+                start = self._write(slot.mark or "")
+                self._runs.append(_Run(start, self._length, MediaSlot(modality, member, first, piece), opens, closes))
+                first += piece
+
+    def close(self) -> list[Span]:
+        wanted = self.wanted()
+        return self.close_with(None if wanted is None else self._recipe.text.encode_all([wanted])[0])
+
+    @property
+    def is_trained_text(self) -> bool:
+        """Whether this is text alone of which each token carries loss: then counting needs no offsets."""
+        has_parts = self._runs or self._without_tokens
+        return self._plain and not has_parts and self._trained == [[0, self._length]]
+
+    def close_counted(self, num_tokens: int) -> list[TextRun]:
+        """Return the runs of a trained text with so many tokens."""
+        pre = self._recipe.text
+        runs: list[TextRun] = []
+        if pre.bos_token_id is not None:
+            runs.append(TextRun(1, False, True, pre.bos_token_id))
+        if num_tokens:
+            runs.append(TextRun(num_tokens, True, not runs, -1))
+        if pre.eos_token_id is not None:
+            runs.append(TextRun(1, num_tokens > 0, not runs, pre.eos_token_id))
+        return runs
+
+    def wanted(self) -> tuple[str, bool] | None:
+        """Return the text to tokenize, and whether it gets special tokens; None if there is nothing to tokenize."""
+        text = self._text()
+        return (text, self._adds_special_tokens(text)) if text or self._without_tokens else None
+
+    def close_with(self, encoded: Encoded | DecodeError | None) -> list[Span]:
+        """Return the spans, with the tokens of `wanted`. Raises FieldError."""
+        if isinstance(encoded, DecodeError):
+            raise encoded.at(self._where) from encoded.__cause__
+        pre, spans = self._recipe.text, Spans()
+        for slot in self._without_tokens:
+            spans.slot(slot)
+        spans.special(None if self._closed else pre.bos_token_id)
+        if encoded is not None:
+            self._fill(spans, encoded, self._loss(encoded))
+        self._end(spans)
+        return spans.spans
+
+    def _end(self, spans: Spans) -> None:
+        pre = self._recipe.text
+        if not self._closed:
+            spans.end(pre.eos_token_id)
+        elif pre.eos_token_id is not None and self._trained:
+            start, stop = self._trained[-1]
+            if not pre.is_ended(self._text()[start:stop]):
+                spans.end_answer(pre.eos_token_id)  # no token after it carries loss
+
+    def window(self, window: Window) -> list[Span]:
+        """Return the spans of a piece, tokenized from its own text with some context. They are those of `close`, unless
+        the tokenizer depends on more context, which the caller must check.
+        """
+        pre, spans, text = self._recipe.text, Spans(), self._text()
+        first, last = window.start == 0, window.stop is None
+        around = (
+            0 if self._closed else (first and pre.bos_token_id is not None) + (last and pre.eos_token_id is not None)
+        )
+        begin = max(0, window.start - _CONTEXT)
+        near = text[begin : None if window.stop is None else window.stop + _CONTEXT]
+        (encoded,) = pre.encode_all([(near, self._adds_special_tokens(text))])
+        if isinstance(encoded, DecodeError):
+            raise encoded.at(self._where) from encoded.__cause__
+        encoded = Encoded(encoded.ids, encoded.starts + begin, encoded.ends + begin)
+        loss = self._loss(encoded)
+        low = 0 if first else int(np.argmax(np.append(encoded.starts >= window.start, True))) + window.skipped
+        mine = slice(low, low + window.tokens - around)
+        spans.special(None if self._closed or not first else pre.bos_token_id)
+        self._fill(spans, Encoded(encoded.ids[mine], encoded.starts[mine], encoded.ends[mine]), loss[mine])
+        spans.end(None if self._closed or not last else pre.eos_token_id)
+        return spans.spans
+
+    def _text(self) -> str:
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+    def _write(self, text: str) -> int:
+        start = self._length
+        self._pieces.append(text)
+        self._length += len(text)
+        return start
+
+    def _fill(self, spans: Spans, encoded: Encoded, loss: NDArray[np.bool_]) -> None:
+        ids = encoded.ids
+        at_runs = self._tokens_of_runs(encoded)
+        for number, cut in enumerate([*at_runs, len(ids)]):
+            start = at_runs[number - 1] + 1 if number else 0
+            changes = np.flatnonzero(loss[start + 1 : cut] != loss[start : cut - 1]) + start + 1 if cut > start else ()
+            for begin, end in zip([start, *changes], [*changes, cut], strict=True):
+                spans.ids(ids[begin:end], bool(begin < len(loss) and loss[begin]), encoded.starts[begin:end])
+            if number < len(self._runs):
+                run = self._runs[number]
+                spans.special(run.opens)
+                spans.slot(run.slot)
+                spans.special(run.closes)
+
+    def _loss(self, encoded: Encoded) -> NDArray[np.bool_]:
+        """Return whether each token carries loss."""
+        starts, ends = encoded.starts, encoded.ends
+        if not self._trained:
+            return np.zeros(len(starts), np.bool_)
+        begins, stops = self._stretches
+        span = np.searchsorted(stops, starts, side="right")  # the first that ends after the token's start
+        mask: NDArray[np.bool_] = begins[span] < ends
+        if self._plain:
+            said = np.flatnonzero(ends > starts)
+            for token in np.flatnonzero(starts == ends).tolist():
+                neighbour = said[:1] if token == 0 else np.array([token - 1])
+                mask[token] = bool(neighbour.size and mask[neighbour[0]])
+        return mask
+
+    @cached_property
+    def _stretches(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Starts of the ranges with loss, and a position after the text; stops of these ranges. Call after all text."""
+        trained = np.array(self._trained, np.int64)
+        return np.append(trained[:, 0], self._length + 1), trained[:, 1].copy()
+
+    def _tokens_of_runs(self, encoded: Encoded) -> list[int]:
+        """Return the index of the token of each run. Raises FieldError if the text contains such a token itself."""
+        tokens = self._recipe.mark_tokens
+        indices: list[int] = np.flatnonzero(np.isin(encoded.ids, list(tokens.values()))).tolist()
+        runs = iter(self._runs)
+        for index in indices:
+            run = next(runs, None)
+            if run is None or not (encoded.starts[index] < run.end and run.start < encoded.ends[index]):
+                name = next(name for name, token in tokens.items() if token == encoded.ids[index])
+                raise FieldError(self._where, holds_mark(name, self._recipe.slots[name].mark))
+        if len(indices) != len(self._runs):
+            raise FieldError(self._where, f"{len(self._runs)} marks of media became {len(indices)} tokens")
+        return indices

@@ -1,30 +1,48 @@
-"""Opening shards: path -> a shard that lists its members and reads them by position. Open shards are shared and few."""
+"""Opening shards: path -> a shard that lists its members and reads them by position. Open shards are shared and few.
+
+A cache of the most recently used values.
+
+The containers of the library: which paths each claims, how it opens them.
+
+A path --claims--> one container --open--> a Shard. Containers of the user's are asked first, see `open.py`.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Set
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Generic, Protocol, TypedDict, TypeVar
 
 from orchdata.loaders.errors import ContainerError, ShardError, StaleIndexError
 from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.recent import Recent
-from orchdata.loaders.shards.builtin import OpenContext, RecordContainer, TarContainer, builtin_of
-from orchdata.loaders.shards.compressed import copy_name
+from orchdata.loaders.shards.arrow import ArrowShard
 from orchdata.loaders.shards.container import Container, identity_of
-from orchdata.loaders.shards.field_rules import NO_RULES, FieldRules
+from orchdata.loaders.shards.fields import NO_RULES, FieldRules
+from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.own_shard import OpenedShard
+from orchdata.loaders.shards.parquet.shard import ParquetShard
 from orchdata.loaders.shards.shard import Shard, ShardInfo
+from orchdata.loaders.shards.tar import TarShard, copy_name, open_decompressed
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.loaders.storage.files import PLAIN_FILES, Files
 from orchdata.loaders.storage.local import LocalFolder
-from orchdata.loaders.storage.remote.file import in_order
+from orchdata.loaders.storage.paths import (
+    ARROW_SUFFIXES,
+    PARQUET_SUFFIXES,
+    RECORD_SUFFIXES,
+    TAR_SUFFIXES,
+    compression,
+    is_compressed,
+    media_root_of,
+    suffix_of,
+)
+from orchdata.loaders.storage.remote.objects import in_order
 from orchdata.loaders.storage.remote.urls import is_remote
-from orchdata.loaders.storage.storage import FileVersion
+from orchdata.loaders.storage.storage import CountedFile, FileVersion, ReadBytes, Storage
 
 NO_CONTAINERS: Final[Mapping[str, Container]] = MappingProxyType({})
 _TEXT_BYTES: Final = 64 << 20
@@ -257,3 +275,195 @@ def describe_change(shard: Shard, indexed: ShardInfo, compared: str | None = Non
         kept = "" if shard.version != indexed.version else " and modification time (use `orchdata index --again`)"
         return f"was rewritten since it was indexed, with the same size{kept} and other content"
     return None
+
+
+Value = TypeVar("Value")
+
+
+class Recent(Generic[Value]):
+    """Values by name, shared by threads; the least recently used are dropped. Each value is created in one thread only.
+
+    Args:
+        room: bytes that all cached values may take. A larger value is not cached.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
+        self._making: dict[Hashable, threading.Lock] = {}
+
+    def get(self, name: Hashable) -> Value | None:
+        """Return the value if it is cached."""
+        with self._lock:
+            entry = self._entries.get(name)
+            if entry is None:
+                return None
+            self._entries.move_to_end(name)
+            return entry[0]
+
+    def made(self, name: Hashable, make: Callable[[], tuple[Value, int]]) -> Value:
+        """Return the value; if it is not cached, `make` returns it with its size. Exceptions of `make` pass."""
+        with self._lock:
+            making = self._making.setdefault(name, threading.Lock())
+        with making:
+            if (cached := self.get(name)) is not None:
+                return cached
+            try:
+                value, size = make()
+                self._keep(name, value, size)
+                return value
+            finally:
+                with self._lock:
+                    self._making.pop(name, None)
+
+    def _keep(self, name: Hashable, value: Value, size: int) -> None:
+        with self._lock:
+            if size > self._room:
+                return
+            self._entries[name] = value, size
+            taken = sum(each for _, each in self._entries.values())
+            while taken > self._room:
+                _, (_, dropped) = self._entries.popitem(last=False)
+                taken -= dropped
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenContext:
+    """What a shard may need besides its file.
+
+    Attributes:
+        limits: of the recipe.
+        cache: folder for files that can be made again.
+        media_root: folder of files that shards name; None for none.
+        moved_media: whether these files were in another folder when the shard was indexed.
+        reads: counts bytes; what is read from the shard's own file is counted already. None: nothing is counted.
+        files: opens other files, and objects of storage.
+    """
+
+    limits: Limits
+    cache: CacheFolder
+    media_root: str | None = None
+    moved_media: bool = False
+    reads: ReadBytes | None = None
+    files: Files = PLAIN_FILES
+
+
+class Builtin(Protocol):
+    """A container of the library, with shards that read by position."""
+
+    def claims(self, path: str) -> bool:
+        """Return whether it reads a path."""
+
+    def open(self, source: Storage, context: OpenContext, rules: FieldRules, packed: bool | None = None) -> Shard:
+        """Open a shard. Raises ShardError.
+
+        Args:
+            packed: whether it is compressed; None: its first bytes say so.
+        """
+
+
+@dataclass(frozen=True)
+class _BySuffix:
+    """A container that claims files by suffix. Which of the suffixes a path has is decided by the longest one."""
+
+    suffixes: tuple[str, ...]
+
+    def claims(self, path: str) -> bool:
+        try:
+            return suffix_of(path) in self.suffixes
+        except ValueError:
+            return False
+
+
+@dataclass(frozen=True)
+class TarContainer(_BySuffix):
+    """Tars, plain or compressed."""
+
+    suffixes: tuple[str, ...] = TAR_SUFFIXES
+
+    def open(self, source: Storage, context: OpenContext, rules: FieldRules, packed: bool | None = None) -> Shard:
+        # Decide by content whether a tar is compressed: webdataset also reads a gzipped .tar, and a plain .tar.gz.
+        content, stored = _decompressed(source, context, packed)
+        return TarShard(source.url, content, limits=context.limits, names=rules.columns, key=rules.key, **stored)
+
+
+@dataclass(frozen=True)
+class ParquetContainer(_BySuffix):
+    """Parquet files."""
+
+    suffixes: tuple[str, ...] = PARQUET_SUFFIXES
+
+    def open(self, source: Storage, context: OpenContext, rules: FieldRules, packed: bool | None = None) -> Shard:
+        return ParquetShard(source.url, source, limits=context.limits, rules=rules.of_columns)
+
+
+@dataclass(frozen=True)
+class ArrowContainer(_BySuffix):
+    """Arrow files, as Hugging Face's `datasets` saves them."""
+
+    suffixes: tuple[str, ...] = ARROW_SUFFIXES
+
+    def open(self, source: Storage, context: OpenContext, rules: FieldRules, packed: bool | None = None) -> Shard:
+        return ArrowShard(source.url, source, limits=context.limits, rules=rules.of_columns)
+
+
+@dataclass(frozen=True)
+class RecordContainer(_BySuffix):
+    """JSON Lines, JSON arrays, CSV, TSV and plain text, plain or compressed."""
+
+    suffixes: tuple[str, ...] = RECORD_SUFFIXES
+
+    def open(self, source: Storage, context: OpenContext, rules: FieldRules, packed: bool | None = None) -> Shard:
+        content, stored = source, _Stored(size=source.size, version=source.version, is_new=False, packed=False)
+        if is_compressed(source.url):
+            content, stored = _decompressed(source, context, packed)
+        return JsonLinesShard(
+            source.url,
+            content,
+            limits=context.limits,
+            media_root=media_root_of(source.url, context.media_root),
+            moved_media=context.moved_media,
+            rules=rules,
+            reads=context.reads,
+            files=context.files,
+            **stored,
+        )
+
+
+BUILTIN_CONTAINERS: Final[tuple[Builtin, ...]] = (
+    TarContainer(),
+    ParquetContainer(),
+    ArrowContainer(),
+    RecordContainer(),
+)
+
+
+def builtin_of(path: str) -> Builtin:
+    """Return the container that claims a path. Raises ValueError for an unknown suffix."""
+    suffix_of(path)
+    return next(each for each in BUILTIN_CONTAINERS if each.claims(path))
+
+
+class _Stored(TypedDict):
+    """The shard as stored, if it is read from a decompressed copy: arguments of its reader."""
+
+    size: int
+    version: str
+    is_new: bool
+    packed: bool
+
+
+def _decompressed(file: Storage, context: OpenContext, packed: bool | None) -> tuple[Storage, _Stored]:
+    """Return the file, or its decompressed copy in the cache folder if its first bytes say that it is compressed."""
+    stored = _Stored(size=file.size, version=file.version, is_new=False, packed=False)
+    if packed is None:
+        packed = compression(file.read(0, 4)) is not None
+    if not packed:
+        return file, stored
+    try:
+        content, is_new = open_decompressed(file, limits=context.limits, cache=context.cache)
+    finally:
+        file.close()
+    counted = content if context.reads is None else CountedFile(content, context.reads.cache)
+    return counted, _Stored(size=stored["size"], version=stored["version"], is_new=is_new, packed=True)

@@ -19,18 +19,16 @@ from orchdata.loaders.errors import NOT_DATA, DecodeError, FieldError, ShardErro
 from orchdata.loaders.limits import Limits, shortened
 from orchdata.loaders.memory import measured_at, pass_shortage
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
-from orchdata.loaders.modalities.probing import read_header
+from orchdata.loaders.modalities.checks import read_header
 from orchdata.loaders.shards.container import Container, Shard, ShardSource, name_of
-from orchdata.loaders.shards.facts_table import NO_HEADER, Facts, FactsTable, shard_failure
-from orchdata.loaders.shards.field_rules import FieldRules
-from orchdata.loaders.shards.fields import GZIP, OWN_BYTES, Met, classify_renamed, printable
+from orchdata.loaders.shards.fields import GZIP, OWN_BYTES, FieldRules, Met, classify_renamed, printable
 from orchdata.loaders.shards.parquet.cells import declared_kind, sniff
-from orchdata.loaders.shards.shard import facts_of
+from orchdata.loaders.shards.shard import NO_HEADER, Facts, FactsTable, facts_of, shard_failure
 from orchdata.loaders.shards.tar import gunzip
-from orchdata.loaders.slow import SCANNING, here
 from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.local import LocalFolder
 from orchdata.loaders.storage.storage import Storage
+from orchdata.loaders.watch import SCANNING, here
 
 
 class OpenedShard:

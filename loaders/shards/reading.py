@@ -10,11 +10,10 @@ from typing import Any
 from orchdata.loaders.errors import ContainerError
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.container import Container, container_of, identity_of, name_of
-from orchdata.loaders.shards.field_rules import FieldRules
+from orchdata.loaders.shards.fields import FieldRules
 from orchdata.loaders.storage.files import PLAIN_FILES, Files
-from orchdata.loaders.storage.paths import Matching, Paths, expand_paths
+from orchdata.loaders.storage.paths import Matching, Paths, expand_paths, media_root_of
 from orchdata.loaders.storage.remote.urls import identity, is_remote
-from orchdata.loaders.storage.suffixes import media_root_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,15 +1,36 @@
-"""The interface of an open shard, and the entry that the index stores for each shard."""
+"""The interface of an open shard, and the entry that the index stores for each shard.
+
+The facts table: one row per member of a shard, in shard order. Filled by the readers, read by the index.
+
+Columns: `sample` (ordinal in the shard), `key`, `field`, `kind` (a code of `modalities.builtin.KINDS`, 255 for any
+other field), `offset` and `size` of the content (Parquet: row number, bytes), `encoding`, `header0` and `header1` (from
+the probe of the kind; 0 if it has no probe), `error`.
+
+An error on a row of kind 255 is structural (a duplicate field, a key that comes back, a damaged archive): it makes the
+sample bad under every recipe. An error on a row of another kind concerns only that field.
+A shard that cannot be read at all has one row: sample 0, key and field "", kind 255, and the reason.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from orchdata.loaders.compact import Names
-from orchdata.loaders.shards.facts_table import Facts, FactsMeta, FactsTable
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from orchdata.loaders.compact import Names, Strings
+from orchdata.loaders.modalities.builtin import NUM_FACTS, OTHER
+from orchdata.loaders.modalities.modality import Header
+from orchdata.loaders.shards.fields import RAW
 from orchdata.loaders.storage.remote.urls import is_remote
 
 
@@ -151,3 +172,187 @@ def beginning_of(shard: Shard, table: FactsTable, most: int, *, is_whole: bool, 
         rows.update(repr(listed).encode("utf-8", "backslashreplace"))
     facts = facts_of(shard, table, rows.hexdigest(), ignored=table.ignored(), **more)
     return Beginning(facts, is_whole, max(1, reach))
+
+
+SCHEMA = pa.schema(
+    [
+        pa.field("sample", pa.int32(), nullable=False),
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("field", pa.string(), nullable=False),
+        pa.field("kind", pa.uint8(), nullable=False),
+        pa.field("offset", pa.int64(), nullable=False),
+        pa.field("size", pa.int64(), nullable=False),
+        pa.field("encoding", pa.uint8(), nullable=False),
+        *(pa.field(f"header{i}", pa.int64(), nullable=False) for i in range(NUM_FACTS)),
+        pa.field("error", pa.string()),
+    ]
+)
+_STRINGS = ("key", "field")
+_NUMBERS = tuple(field.name for field in SCHEMA if field.name not in (*_STRINGS, "error"))
+_ROW = ("sample", "key", "field", "kind", "offset", "size", "encoding")
+HEADERS = tuple(f"header{i}" for i in range(NUM_FACTS))
+NO_HEADER: Header = (0,) * NUM_FACTS
+OPTIONAL = ("met", "packed")
+"""Attributes of FactsMeta that only some shards have."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FactsMeta:
+    """The shard that facts belong to, and how it was scanned.
+
+    Attributes:
+        url: as given by the user.
+        size: bytes of the shard as stored (a compressed shard: compressed).
+        version: of its content, as `Storage.version`.
+        checksum: of its size and its headers, hex.
+        ignored: number of members of each ignored field.
+        lost_samples: number of samples lost to damage that have no row, if the shard records its total.
+        lost_bytes: bytes of the stored shard after damage; their content is unknown.
+        media: state of the media files that its records name, as `JsonLinesShard.media_state`; empty if there are none.
+        packed: whether an object of storage is compressed.
+        met: name -> number of samples with a field of this name as stored, of the names that `columns=` has.
+    """
+
+    url: str
+    size: int
+    version: str
+    checksum: str
+    ignored: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    lost_samples: int = 0
+    lost_bytes: int = 0
+    media: str = ""
+    met: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    packed: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a JSON-safe dict: `FactsMeta(**values)` equals this one. Of `OPTIONAL`, empty values are left out."""
+        return {name: value for name in FactsMeta.__slots__ if (value := getattr(self, name)) or name not in OPTIONAL}
+
+
+@dataclass(slots=True)
+class FactsTable:
+    """Rows of facts, by column. No row has a Python object of its own: see `loaders.compact`.
+
+    Attributes:
+        sample, key, ... header1: as in SCHEMA, all of the same length.
+        errors: row -> its error.
+    """
+
+    sample: array[int] = dataclasses.field(default_factory=partial(array, "i"))
+    key: Strings = dataclasses.field(default_factory=Strings)
+    field: Names = dataclasses.field(default_factory=Names)
+    kind: array[int] = dataclasses.field(default_factory=partial(array, "B"))
+    offset: array[int] = dataclasses.field(default_factory=partial(array, "q"))
+    size: array[int] = dataclasses.field(default_factory=partial(array, "q"))
+    encoding: array[int] = dataclasses.field(default_factory=partial(array, "B"))
+    header0: array[int] = dataclasses.field(default_factory=partial(array, "q"))
+    header1: array[int] = dataclasses.field(default_factory=partial(array, "q"))
+    errors: dict[int, str] = dataclasses.field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.sample)
+
+    def append(
+        self,
+        sample: int,
+        key: str,
+        field: str,
+        *,
+        kind: int = OTHER,
+        offset: int = 0,
+        size: int = 0,
+        encoding: int = RAW,
+        header: Header = NO_HEADER,
+        error: str | None = None,
+    ) -> None:
+        """Append one row."""
+        if error is not None:
+            self.errors[len(self.sample)] = error
+        header0, header1 = header
+        self.sample.append(sample)
+        self.key.append(key)
+        self.field.append(field)
+        self.kind.append(kind)
+        self.offset.append(offset)
+        self.size.append(size)
+        self.encoding.append(encoding)
+        self.header0.append(header0)
+        self.header1.append(header1)
+
+    def extend(self, rows: Sequence[tuple[int, str, str, int, int, int, int]]) -> None:
+        """Append rows of (sample, key, field, kind, offset, size, encoding); call `extend_headers` afterwards."""
+        if rows:
+            for name, values in zip(_ROW, zip(*rows, strict=True), strict=True):
+                getattr(self, name).extend(values)
+
+    def extend_headers(self, headers: NDArray[np.int64]) -> None:
+        """Append the headers of the rows added since the last call, int64 (n, NUM_FACTS)."""
+        for name, values in zip(HEADERS, headers.T, strict=True):
+            getattr(self, name).frombytes(values.astype(np.int64).tobytes())
+
+    def fail_structure(self, row: int, reason: str) -> None:
+        """Make the sample of `row` bad under every recipe. A reason that is already recorded stays."""
+        self.kind[row] = OTHER
+        self.errors.setdefault(row, reason)
+
+    def all_failed(self, reason: str) -> FactsTable:
+        """Return a copy of the rows in which every sample is bad for this reason."""
+        rows = range(len(self))
+        return replace(self, kind=array("B", [OTHER]) * len(self), errors=dict.fromkeys(rows, reason))
+
+    def ignored(self) -> dict[str, int]:
+        """Count the rows without error of each ignored field."""
+        if OTHER not in self.kind:
+            return {}
+        errors = self.errors
+        other = [row for row, kind in enumerate(self.kind) if kind == OTHER and row not in errors]
+        counts = Counter(name for row in other if (name := self.field[row]))
+        return dict(sorted(counts.items()))
+
+    def places_digest(self) -> str:
+        """Return a digest of which bytes of the shard each row is, and of which sample: equal, if the rows are."""
+        digest = hashlib.blake2b(digest_size=8)
+        for column in (self.sample, self.offset, self.size, self.encoding):
+            digest.update(np.asarray(column).astype(np.int64).data)
+        return digest.hexdigest()
+
+    def arrow(self) -> pa.Table:
+        """Return an Arrow table of SCHEMA."""
+        columns: dict[str, Any] = {name: pa.array(np.asarray(getattr(self, name))) for name in _NUMBERS}
+        columns |= {name: getattr(self, name).arrow() for name in _STRINGS}
+        columns["error"] = pa.nulls(len(self), pa.string())
+        if self.errors:
+            columns["error"] = pa.array(map(self.errors.get, range(len(self))), pa.string())
+        return pa.Table.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+
+    @staticmethod
+    def of_arrow(table: pa.Table) -> FactsTable:
+        """Build the rows from a table of SCHEMA."""
+        result = FactsTable()
+        for name in _NUMBERS:
+            getattr(result, name).frombytes(table.column(name).to_numpy().tobytes())
+        result.key = Strings.of_arrow(table.column("key"))
+        result.field = Names.of_arrow(table.column("field"))
+        if table.column("error").null_count < len(table):
+            reasons = enumerate(table.column("error").to_pylist())
+            result.errors = {row: reason for row, reason in reasons if reason is not None}
+        return result
+
+
+class Facts(NamedTuple):
+    """The facts of a shard, with their metadata."""
+
+    table: FactsTable
+    meta: FactsMeta
+
+    def identity(self) -> list[str]:
+        """Return what a value is bound to that is kept by rows of these facts: the same rows of the same shard."""
+        meta = self.meta
+        return [meta.url, str(meta.size), meta.version, meta.checksum, meta.media, self.table.places_digest()]
+
+
+def shard_failure(reason: str) -> FactsTable:
+    """Build the facts of a shard that cannot be read at all."""
+    table = FactsTable()
+    table.append(0, "", "", error=reason)
+    return table

@@ -1,7 +1,15 @@
-"""Tar shards: facts of every member from its headers, and reading members by position."""
+"""Tar shards: facts of every member from its headers, and reading members by position.
+
+Compressed tars: .tar.gz and .tar.zst -> a plain tar in the cache folder, made once, with limits on decompression.
+
+Any framing is read: gzip with several members, zstd with several or skippable frames, with or without content sizes.
+
+One pass over a tar: facts of every member from its headers.
+"""
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import io
@@ -9,16 +17,21 @@ import sys
 import zlib
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, NamedTuple, TypeVar
 
-from orchdata.loaders.errors import FieldError
-from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import starts_with
-from orchdata.loaders.shards.facts_table import Facts, shard_failure
-from orchdata.loaders.shards.fields import GZIP, RAW, SPARSE
-from orchdata.loaders.shards.shard import Beginning, beginning_of, facts_of
-from orchdata.loaders.shards.tar_scan import TarScan
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from orchdata.loaders.errors import DecodeError, FieldError, ShardError, StorageError
+from orchdata.loaders.limits import Limits, shortened
+from orchdata.loaders.memory import measured_at, says_memory
+from orchdata.loaders.modalities.builtin import BUILTINS, NUM_FACTS, OTHER, TEXT
+from orchdata.loaders.modalities.checks import read_header, scan_heads, starts_with
+from orchdata.loaders.modalities.modality import Header, Modality
+from orchdata.loaders.shards.fields import GZIP, RAW, SPARSE, SPLITS, Met, classify_renamed, nfc, printable
+from orchdata.loaders.shards.shard import Beginning, Facts, FactsTable, beginning_of, facts_of, shard_failure
 from orchdata.loaders.shards.tar_walk import (
     BLOCKS,
     NotATar,
@@ -29,8 +42,13 @@ from orchdata.loaders.shards.tar_walk import (
     walk_any,
     walk_plain,
 )
-from orchdata.loaders.storage.coalesce import Run, read_run, runs_of
-from orchdata.loaders.storage.storage import Storage
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.local import LocalFile
+from orchdata.loaders.storage.paths import compression
+from orchdata.loaders.storage.remote.objects import in_order
+from orchdata.loaders.storage.remote.urls import identity
+from orchdata.loaders.storage.storage import Run, Storage, read_run, runs_of
+from orchdata.loaders.watch import here
 
 Bytes = bytes | memoryview
 T = TypeVar("T")
@@ -215,3 +233,329 @@ def bytes_read_together(members: Sequence[tuple[int, int, int, str]]) -> int:
     """Return the bytes that `TarShard.read_many` reads for members of one sample: the members and gaps between them."""
     largest = max((size for _, size, _, _ in members), default=0)
     return sum(run.stop - run.start for run in _runs(members, largest))
+
+
+_READ_BYTES = 1 << 20
+_OUT_BYTES = 1 << 20
+# zstandard returns the whole output of an input together: 1 KiB can contain 32 MiB (blocks of 128 KiB in 4 bytes).
+_ZSTD_IN_BYTES = 1 << 10
+_RATIO_FREE_BYTES = 1 << 20
+
+
+class _Damaged(Exception):
+    """The compressed stream is damaged; the message is the reason."""
+
+
+def _pieces_of(file: Storage) -> Iterator[tuple[int, bytes]]:
+    file = in_order(file)
+    return _gunzip(file) if compression(file.read(0, 4)) == "gzip" else _unzstd(file)
+
+
+class Decompressed(NamedTuple):
+    """The decompressed content of a shard, and whether it was decompressed now."""
+
+    file: LocalFile
+    is_new: bool
+
+
+def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder) -> Decompressed:
+    """Return the decompressed content of a .tar.gz or .tar.zst as a file in the cache.
+
+    The entry belongs to (url, size, version), and must not be older than the shard: one that changes is decompressed
+    again, also if it keeps size and modification time.
+
+    Raises:
+        ShardError: the stream is damaged, cut, or above Limits.decompressed_bytes or Limits.decompression_ratio;
+            the cache keeps nothing of it.
+        StorageError: it cannot be read, or the cache cannot be written or is too small for it.
+        StaleIndexError: it changed while it was read.
+    """
+    name = copy_name(file.url, file.size, file.version)
+    is_new = False
+
+    def make(out: IO[bytes], cap: int) -> None:
+        nonlocal is_new
+        written, is_new = 0, True
+        try:
+            for consumed, piece in _pieces_of(file):
+                written += len(piece)
+                _check(file, written, consumed, limits, cap)
+                out.write(piece)
+        except _Damaged as error:
+            raise ShardError(file.url, f"cannot be decompressed: {error}") from error
+        finally:
+            file.check_unchanged()  # a change of the file can look like damage
+
+    while True:
+        path = cache.entry(name, make, changed_ns=file.changed_ns)
+        try:
+            return Decompressed(LocalFile(path, url=file.url, follow=False), is_new)
+        except StorageError as error:
+            if error.errno not in (errno.ENOENT, errno.ELOOP):  # these: evicted just now, or replaced by a link
+                raise
+
+
+def copy_name(url: str, size: int, version: str) -> str:
+    """Return the name of a shard's decompressed copy in the cache folder."""
+    name = "\0".join((identity(url), str(size), version))
+    return hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
+
+def _check(file: Storage, written: int, consumed: int, limits: Limits, cap: int) -> None:
+    if written > limits.decompressed_bytes:
+        raise ShardError(file.url, f"decompresses to more than Limits.decompressed_bytes={limits.decompressed_bytes}")
+    if written > cap:
+        reason = f"decompresses to more than the cache folder may contain, {cap} bytes (CacheFolder.max_bytes)"
+        raise StorageError(file.url, reason, errno.EFBIG)
+    if written - _RATIO_FREE_BYTES > limits.decompression_ratio * consumed:
+        ratio = written / max(1, consumed)
+        raise ShardError(
+            file.url,
+            f"decompresses {ratio:.0f} to 1, above Limits.decompression_ratio={limits.decompression_ratio:g}",
+        )
+
+
+def _chunks(file: Storage, size: int) -> Iterator[bytes]:
+    offset = 0
+    while data := file.read(offset, size):
+        offset += len(data)
+        yield data
+
+
+def _gunzip(file: Storage) -> Iterator[tuple[int, bytes]]:
+    """Yield (bytes consumed so far, decompressed piece of at most _OUT_BYTES) over all members."""
+    consumed = 0
+    stream = zlib.decompressobj(wbits=31)
+    fresh = True  # between two members
+    for data in _chunks(file, _READ_BYTES):
+        while data:
+            if fresh:
+                data = data.lstrip(b"\0")  # padding of tape tools
+                if not data:
+                    break
+                stream, fresh = zlib.decompressobj(wbits=31), False
+            try:
+                piece = stream.decompress(data, _OUT_BYTES)
+            except zlib.error as error:
+                raise _Damaged(f"gzip data damaged near byte {consumed}: {error}") from error
+            rest = stream.unused_data if stream.eof else stream.unconsumed_tail
+            consumed += len(data) - len(rest)
+            yield consumed, piece
+            fresh = stream.eof
+            if not fresh and not rest and len(piece) == _OUT_BYTES:
+                # All input is consumed, but zlib may still have output.
+                while piece := stream.decompress(b"", _OUT_BYTES):
+                    yield consumed, piece
+                fresh = stream.eof
+            data = rest
+    if not fresh:
+        raise _Damaged(f"the gzip data are cut at byte {file.size}")
+
+
+def _unzstd(file: Storage) -> Iterator[tuple[int, bytes]]:
+    """Yield (bytes consumed so far, decompressed piece) over all frames."""
+    consumed = 0
+    pending = b""
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # as `zstd --long=31` writes
+    stream: zstandard.ZstdDecompressionObj | None = None
+    for data in _chunks(file, _READ_BYTES):
+        at = 0
+        while at < len(data):
+            window = pending + data[at : at + _ZSTD_IN_BYTES]
+            at += _ZSTD_IN_BYTES
+            pending = b""
+            while window:
+                if stream is None:
+                    stream = decompressor.decompressobj()
+                try:
+                    piece = stream.decompress(window)
+                except zstandard.ZstdError as error:
+                    if says_memory(error):  # for a window size that the format allows
+                        raise MemoryError(f"the zstd data cannot be decompressed: {error}") from error
+                    raise _Damaged(f"zstd data damaged near byte {consumed}: {error}") from error
+                rest = stream.unused_data if stream.eof else b""
+                consumed += len(window) - len(rest)
+                yield consumed, piece
+                if stream.eof:
+                    stream = None
+                window = rest
+    if stream is not None:
+        raise _Damaged(f"the zstd data are cut at byte {file.size}")
+
+
+class ScannedTar(NamedTuple):
+    """Facts of an archive, the number of bytes after damage, with unknown content, and `FactsMeta.met`."""
+
+    table: FactsTable
+    lost_bytes: int
+    met: dict[str, int]
+
+
+class TarScan:
+    """One pass over an archive: groups members into samples and reads their media headers.
+
+    Args:
+        most: it ends where a sample begins after so many.
+    """
+
+    def __init__(self, file: Storage, limits: Limits, names: Mapping[str, str], key: str, most: int) -> None:
+        self._file = file
+        self._limits = limits
+        self._names = names
+        self.met = Met(names.items())
+        self._table = FactsTable()
+        self._split = SPLITS[key]
+        self._key = self._same_key = ""  # as written, and as it is compared
+        self._key_error: str | None = None
+        self._fields: set[str] = set()
+        self._first_row: dict[str, int] = {}  # by key
+        self._sample = -1
+        self._classes: dict[str, tuple[int, int]] = {}
+        self._nameless: list[str] = []
+        self._regular = 0
+        self._most = most
+
+    def run(self, batches: Iterator[TarBatch]) -> ScannedTar:
+        damage: str | None = None
+        end = 0
+        for batch in batches:
+            here().check()
+            first_row = len(self._table)
+            taken = self._group(batch)
+            if len(self._table) > self._limits.shard_rows:
+                reason = f"more than {self._limits.shard_rows} members, above Limits.shard_rows"
+                return ScannedTar(shard_failure(reason), self._file.size, self.met.counts)
+            self._scan_headers(batch, taken, first_row)
+            if self._sample >= self._most:  # those before it are complete
+                break
+            damage = batch.damage
+            if batch.offsets:
+                end = max(end, batch.offsets[-1] + batch.sizes[-1])  # a link's content is further ahead
+        table = self._table
+        if damage is not None and len(table):
+            # The archive ends inside this sample or right after it, so the sample may be incomplete.
+            table.errors.pop(len(table) - 1, None)
+            table.fail_structure(len(table) - 1, damage)
+        if not len(table):
+            lost_bytes = 0 if damage is None else self._file.size
+            return ScannedTar(shard_failure(damage or self._no_samples()), lost_bytes, self.met.counts)
+        # It is unknown how much is missing from an archive that ends early: at least one byte marks it as damaged.
+        lost_bytes = 0 if damage is None else max(1, self._file.size - end)
+        return ScannedTar(table, lost_bytes, self.met.counts)
+
+    def _no_samples(self) -> str:
+        if not self._regular:
+            return "no samples: the archive has no files"
+        shown = ", ".join(repr(name) for name in self._nameless)
+        more = ", ..." if self._regular > len(self._nameless) else ""
+        return f"no samples: no member is named key.field ({shown}{more})"
+
+    def _group(self, batch: TarBatch) -> NDArray[np.int64]:
+        """Append the members of a batch that belong to samples; return their indices in the batch."""
+        rows: list[tuple[int, str, str, int, int, int, int]] = []
+        taken: list[int] = []
+        structural: list[tuple[int, str]] = []
+        first_row = len(self._table)
+        limits, classes, unread, names = self._limits, self._classes, batch.unread, self._names
+        # Most members pass these checks without a function call.
+        largest, short = min(limits.member_bytes, limits.text_bytes), limits.short_name
+        offsets, sizes, encodings = batch.offsets, batch.sizes, batch.encodings
+        for i, name in enumerate(batch.names):
+            is_ascii = name.isascii()
+            split = self._split(name if is_ascii else printable(name))
+            if split is None:
+                continue
+            key, field = split if is_ascii else map(nfc, split)
+            if key[-1] == "/" and (field[:1] == "_" or field == "ds_store"):
+                continue  # macOS adds `._a.png` to `a.png` in a folder, and `.DS_Store`
+            stored, field = field, names.get(field, field)
+            if names:
+                self.met.add((stored,))
+            row = first_row + len(taken)
+
+            # A new key begins a new sample.
+            if key != self._same_key:
+                self._key, self._same_key = split[0], key
+                self._sample += 1
+                self._fields = {"__key__", "__url__"}  # reserved by webdataset: not allowed as fields
+                self._key_error = limits.name_error("key", key) if len(key) > short else None
+                earlier = row if self._key_error else self._first_row.setdefault(key, row)
+                if earlier != row:
+                    reason = f"key {key!r} comes back after other keys: a sample's members must be consecutive"
+                    structural += [(earlier, reason), (row, reason)]
+
+            # Errors of its names, and duplicates.
+            key = self._key
+            if self._key_error is not None or len(field) > short:
+                too_long = self._key_error or limits.name_error("field's name", field)
+                if too_long is not None:
+                    structural.append((row, too_long))
+                    key, field = (shortened(key) if self._key_error else key), shortened(field)
+            if field in self._fields:
+                structural.append((row, f"field {field!r} comes twice in sample {key!r}"))
+            self._fields.add(field)
+
+            # Its kind and size.
+            kind, encoding = classes.get(stored) or classes.setdefault(stored, classify_renamed(stored, field))
+            size = sizes[i]
+            if unread and i in unread:
+                structural.append((row, unread[i]))
+            if size > largest:
+                self._too_large(row, kind, size)
+            rows.append((self._sample, key, field, kind, offsets[i], size, encodings[i] or encoding))
+            taken.append(i)
+        self._table.extend(rows)
+        for row, reason in structural:
+            self._table.fail_structure(row, reason)
+        if not len(self._table):
+            self._note_nameless(batch.names)
+        return np.array(taken, np.int64)
+
+    def _too_large(self, row: int, kind: int, size: int) -> None:
+        reason = self._limits.size_error(size, is_text=kind == TEXT) if kind != OTHER else None
+        if reason is not None:
+            self._table.errors[row] = reason
+
+    def _note_nameless(self, names: list[str]) -> None:
+        self._regular += len(names)
+        self._nameless += [printable(name) for name in names[: 3 - len(self._nameless)]]
+
+    def _scan_headers(self, batch: TarBatch, taken: NDArray[np.int64], first_row: int) -> None:
+        """Add the headers of the rows from `first_row` on, which are the members `taken` of the batch."""
+        table = self._table
+        kinds = np.array(table.kind[first_row:], np.uint8)
+        if table.errors:
+            kinds[[first_row + i in table.errors for i in range(taken.size)]] = OTHER
+        headers = np.zeros((taken.size, NUM_FACTS), np.int64)
+        for code, modality in enumerate(BUILTINS.values(), TEXT + 1):
+            mine = np.flatnonzero(kinds == code)
+            if not mine.size:
+                continue
+            found, rest = scan_heads(modality, batch.buffer, batch.heads[taken[mine]])
+            current = here()
+            for i in rest.tolist():  # the first bytes were not enough
+                row = first_row + int(mine[i])
+                current.key = table.key[row]
+                try:
+                    found[i] = self._read_header(modality, row)
+                except DecodeError as error:
+                    table.errors[row] = error.reason
+                except MemoryError as error:
+                    raise measured_at(error, self._file.url, table.key[row], table.field[row]) from error
+            current.key = None
+            headers[mine, : modality.num_facts] = found
+        table.extend_headers(headers)
+
+    def _read_header(self, modality: type[Modality], row: int) -> Header:
+        table = self._table
+        offset, size = table.offset[row], table.size[row]
+        if table.encoding[row] == SPARSE:
+
+            def read(count: int) -> bytes:
+                return bytes(read_sparse(self._file, offset, size, limits=self._limits, count=count))
+
+            try:
+                return read_header(modality, size, read, self._limits)
+            except SparseError as error:
+                raise DecodeError(str(error)) from error
+        return read_header(modality, size, lambda count: self._file.read(offset, count), self._limits)

@@ -2,16 +2,27 @@
 
 Writers of the same path do not disturb each other: the last one wins. A link with the name is replaced, and never
 followed. Permissions follow the umask.
+
+How files of the cache folder, and small files that a user names, are opened; when a kept file was last used.
+
+`status_at` looks at any path.
+
+Files of the cache folder are written by renaming (`storage.atomic`): a reader sees a whole file or none. A job whose
+file is removed still has it open, and lends it to its workers.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Final, NamedTuple
 
+from orchdata.loaders.errors import OF_THE_FILE
 from orchdata.loaders.storage.retries import storage_error, tried
 
 Buffer = bytes | bytearray | memoryview
@@ -102,3 +113,146 @@ def remove(path: str | Path) -> None:
     """Remove a file if it exists; best effort."""
     with suppress(OSError):
         os.unlink(path)
+
+
+USE_SECONDS: Final = 3600.0
+"""A use is recorded if the last one was recorded so long ago."""
+_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # without it, opening a named pipe waits for a writer
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[int]:
+    """Open a file for reading; yields its descriptor. Raises OSError, FileNotFoundError if it is missing."""
+    fd = os.open(path, _FLAGS)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+class Lent(NamedTuple):
+    """A file that another process of this machine has open, with a name in the cache folder or without one.
+
+    Attributes:
+        path: where the system shows the other process's descriptor.
+        identity: device, inode, size and mtime, which a file of another process or machine does not share.
+    """
+
+    path: str
+    identity: tuple[int, ...]
+
+
+def lend(fd: int) -> Lent:
+    """Return what another process opens the file of a descriptor with, as long as this process has it open.
+
+    Raises StorageError if it cannot be looked at now.
+    """
+    path = f"/proc/{os.getpid()}/fd/{fd}"
+    return Lent(path, _identity(tried(path, "cannot be looked at", lambda: os.fstat(fd))))
+
+
+@contextmanager
+def opened_lent(path: str | Path, lent: Lent | None) -> Iterator[int]:
+    """Open a file that another process lends; if it does not any more, or elsewhere, by its path as `opened`."""
+    fd = None
+    if lent is not None:
+        with suppress(OSError):
+            fd = os.open(lent.path, _FLAGS)
+            if _identity(os.fstat(fd)) != lent.identity:
+                os.close(fd)
+                fd = None
+    if fd is None:
+        fd = os.open(path, _FLAGS)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def read_small(path: str | os.PathLike[str], most_bytes: int) -> bytes:
+    """Return the content of a small file, which may be a link.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not a regular file, or has more bytes.
+        OSError: it cannot be read now.
+    """
+    with opened(path) as fd:
+        _check_regular(path, os.fstat(fd))
+        content = b""
+        while piece := os.read(fd, most_bytes + 1 - len(content)):
+            content += piece
+    if len(content) > most_bytes:
+        raise ValueError(f"{os.fspath(path)} has more than {most_bytes:,} bytes: no such file needs that many")
+    return content
+
+
+def check_given(path: str | os.PathLike[str]) -> None:
+    """Raise ValueError if a path from a user is not a regular file, OSError if it does not exist."""
+    _check_regular(path, os.stat(path))
+
+
+def status_of(path: str | Path) -> os.stat_result | None:
+    """Return the status of a regular file; None if there is none with this name. Raises OSError."""
+    try:
+        status = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status if stat.S_ISREG(status.st_mode) else None
+
+
+def names_in(folder: str | Path) -> list[str]:
+    """Return the names in a folder; none if it is missing. Raises OSError."""
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
+def open_lock(path: str | Path) -> int:
+    """Open a lock file, created if it is missing; return its descriptor. Raises OSError."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+
+def record_use(path: str | Path, seconds: float = USE_SECONDS) -> None:
+    """Record a use as the time of a small file next to the used one, if the last was so long ago; best effort.
+
+    A change of the time of the file itself would tell its readers that it was changed.
+    """
+    with suppress(OSError):
+        if time.time() - os.stat(path).st_mtime > seconds:
+            os.utime(path)
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _check_regular(path: str | os.PathLike[str], status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{os.fspath(path)} is not a regular file, but a folder, pipe or device: name a file")
+
+
+def is_there(path: str) -> bool:
+    """Return whether a path exists. Raises StorageError if the system cannot tell."""
+    return status_at(path) is not None
+
+
+def is_folder(path: str) -> bool:
+    """Return whether a path is a folder. Raises StorageError if the system cannot tell."""
+    status = status_at(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
+
+
+def status_at(path: str) -> os.stat_result | None:
+    """Return the status of a path, or None if it does not exist. Raises StorageError if the system cannot tell."""
+
+    def status() -> os.stat_result | None:
+        try:
+            return os.stat(path)
+        except OSError as error:
+            if error.errno in OF_THE_FILE:
+                return None
+            raise
+
+    return tried(path, "cannot be looked at", status)

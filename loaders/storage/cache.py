@@ -2,19 +2,58 @@
 
 Every file appears by renaming, so a reader sees a whole file or none. Processes that write the same entry wait for one
 another on a file lock, which the kernel releases when a process ends: no old lock can block a later run.
+
+An array that is pickled as the path of a file in the cache folder, which every process maps.
+
+    array --pickled--> file named by its digest --unpickled--> the same bytes, checked and mapped read-only
+
+The file is written when the array is first pickled, so that arrays which stay in their process leave no files. This
+process has it open as long as it has the array: another worker may map it later, also when a prune has removed it.
+
+What the cache folder keeps, and less of it: old files go, and the least recently used ones above a bound.
+
+Each kind of files has a folder of its own below the cache folder. All of them can be made again, and a process that has
+one open can still read it: what is removed costs time, and nothing else. Only files of this user go, with names as
+orchdata gives them: a folder of the user's own may have the name of a kind, such as `shards`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
+import mmap
 import os
+import re
+import threading
+import time
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Final, NamedTuple
 
-from orchdata.loaders.storage.node.entries import (
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.errors import StorageError
+from orchdata.loaders.storage.atomic import (
+    TEMPORARY_SUFFIX,
+    Lent,
+    lend,
+    names_in,
+    open_lock,
+    opened_lent,
+    remove,
+    status_of,
+    write_whole,
+)
+from orchdata.loaders.storage.entries import (
+    PARTIAL_SUFFIX,
+    SUM_SUFFIX,
     TOUCH_SECONDS,
     complete,
     entries,
@@ -24,8 +63,8 @@ from orchdata.loaders.storage.node.entries import (
     remove_entry,
     remove_partials,
 )
-from orchdata.loaders.storage.opening import open_lock
 from orchdata.loaders.storage.retries import tried
+from orchdata.loaders.storage.sealed import NOTE_SUFFIX
 
 CACHE_VARIABLE = "ORCHDATA_CACHE"
 _ENTRY_SUFFIX = ".tar"
@@ -145,3 +184,231 @@ class CacheFolder:
                 break
             if remove_entry(entry.path):
                 total -= entry.size
+
+
+KIND = "arrays"
+_held: dict[int, int] = {}
+"""Descriptors of held files, by the id of the array that they are of."""
+_lock = threading.Lock()
+
+
+class MappedArray:
+    """A one-dimensional int64 array, not to be written to; pickles as the path of a file with its content.
+
+    Pickling raises StorageError if the cache folder cannot be written, unpickling if the file is gone or changed.
+    """
+
+    def __init__(self, array: NDArray[np.int64]) -> None:
+        self.array = array
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if not self.array.size:
+            return MappedArray, (np.zeros(0, np.int64),)
+        data = np.ascontiguousarray(self.array).data.cast("B")
+        digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+        path = CacheFolder().file(KIND, f"{digest}.int64")
+        if not _is_held(path, digest, self.array):
+            write_whole(path, data)
+            if not _is_held(path, digest, self.array):
+                raise StorageError(str(path), "is not what was just written to it, or was removed: try again")
+        return _mapped, (str(path), digest, lend(_held[id(self.array)]))
+
+
+def _mapped(path: str, digest: str, lent: Lent | None = None) -> MappedArray:
+    array = tried(path, "cannot be read", lambda: _map_verified(Path(path), digest, lent=lent))
+    if array is None:
+        raise StorageError(path, "is gone, or its content has changed: create the loader again")
+    return MappedArray(array)
+
+
+def _map_verified(
+    path: Path, digest: str, array: NDArray[np.int64] | None = None, lent: Lent | None = None
+) -> NDArray[np.int64] | None:
+    """Map the file; None if it does not exist with the content of this digest. It is held for `array`, default: for
+    what is returned.
+    """
+    try:
+        with opened_lent(path, lent) as fd:
+            with open(fd, "rb", closefd=False) as file:
+                actual = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+            if actual != digest:
+                return None
+            mapped = np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size, access=mmap.ACCESS_READ), np.int64)
+            _keep_open(fd, mapped if array is None else array)
+            return mapped
+    except FileNotFoundError:
+        return None
+
+
+def _is_held(path: Path, digest: str, array: NDArray[np.int64]) -> bool:
+    """Return whether there is a file with this content, which is held for the array from now on."""
+    return tried(str(path), "cannot be read", lambda: _map_verified(path, digest, array)) is not None
+
+
+def _keep_open(fd: int, array: NDArray[np.int64]) -> None:
+    with _lock:
+        if id(array) in _held:
+            os.dup2(fd, _held[id(array)], inheritable=False)  # the earlier file may be gone
+        else:
+            _held[id(array)] = os.dup(fd)
+            weakref.finalize(array, _close, id(array))
+
+
+def _close(array_id: int) -> None:
+    os.close(_held.pop(array_id))
+
+
+_DIGEST: Final = re.compile("[0-9a-f]{32,64}$")
+_DAY_SECONDS: Final = 24 * 3600.0
+_NOTES_SECONDS: Final = 30 * _DAY_SECONDS
+
+
+class Kind(NamedTuple):
+    """A kind of kept files: what they have, for people, and the suffixes of their names, after a digest."""
+
+    content: str
+    suffixes: tuple[str, ...]
+
+
+KINDS: Final = {
+    "facts": Kind("places and headers of members", (".facts", ".headers")),
+    "texts": Kind("counts of texts", (".texts",)),
+    "sizes": Kind("sizes of parts that are counted from their bytes", (".sizes",)),
+    "costs": Kind("costs of a shard under a recipe", (".costs",)),
+    "index": Kind("indexes", (".index",)),
+    "item_costs": Kind("costs of map-style items", (".costs",)),
+    "arrays": Kind("arrays of loaders with workers", (".int64",)),
+    "shards": Kind("decompressed shards", (".tar",)),
+    "copies": Kind("copies of shards of object storage", (".copy",)),
+    "packing": Kind("which models keep packed samples apart", (".json",)),
+}
+"""By the name of the folder. What `CacheFolder.make` is called with, and is not here, is neither listed nor pruned."""
+
+
+class KeptFile(NamedTuple):
+    """A file of this user.
+
+    Attributes:
+        last_used: in seconds as of `time.time`.
+        size: bytes of the file and of its companions.
+        kind: name of its folder.
+        paths: the file, then its companions: its checksum, and notes that it was verified. Their times too are times
+            of use.
+    """
+
+    last_used: float
+    size: int
+    kind: str
+    paths: tuple[Path, ...]
+
+
+@dataclass(slots=True)
+class Amount:
+    """A number of files, and their bytes."""
+
+    files: int = 0
+    bytes: int = 0
+
+    def add(self, file: KeptFile) -> None:
+        self.files += 1
+        self.bytes += file.size
+
+
+@dataclass(slots=True)
+class Pruned:
+    """What a prune has removed, by the name of the kind, and all that is left of this user's."""
+
+    removed: dict[str, Amount] = field(default_factory=dict)
+    left: Amount = field(default_factory=Amount)
+
+
+def kept_files(cache: CacheFolder) -> list[KeptFile]:
+    """Return what is kept, the least recently used first; a missing folder keeps nothing.
+
+    Raises StorageError if a folder cannot be listed, or a file not be looked at, now.
+    """
+    return sorted(file for name in KINDS for file in _files(cache.root / name) if _is_ours(name, file.paths[0].name))
+
+
+def prune(
+    cache: CacheFolder,
+    *,
+    older_than_seconds: float | None = None,
+    most_bytes: int | None = None,
+    dry_run: bool = False,
+) -> Pruned:
+    """Remove what was not used for a time, then the least recently used files until the rest is within a bound.
+
+    Args:
+        cache: the folder; it may be missing.
+        older_than_seconds: since the last use; default: nothing is removed because of its age.
+        most_bytes: of all that is kept; default: no bound.
+        dry_run: remove nothing, and return what would be removed.
+
+    Raises StorageError if something cannot be removed, or looked at.
+    """
+    pruned, now = Pruned(), time.time()
+    found = kept_files(cache)
+    left = sum(file.size for file in found)
+    for file in found:
+        is_old = older_than_seconds is not None and file.last_used <= now - older_than_seconds
+        if is_old or (most_bytes is not None and left > most_bytes):
+            if not dry_run:
+                tried(str(file.paths[0]), "cannot be removed", partial(_unlink, file))
+            pruned.removed.setdefault(file.kind, Amount()).add(file)
+            left -= file.size
+        else:
+            pruned.left.add(file)
+    if not dry_run:
+        remove_leftovers(cache)
+    return pruned
+
+
+def remove_leftovers(cache: CacheFolder) -> None:
+    """Remove old temporary files of killed writers, and old notes of verified files. Best effort."""
+    for kind in KINDS:
+        with suppress(OSError):
+            for name in names_in(cache.root / kind):
+                path = cache.root / kind / name
+                status = status_of(path) if _is_leftover(name) else None
+                if status is not None and status.st_uid == os.geteuid():
+                    kept_seconds = _NOTES_SECONDS if name.endswith(NOTE_SUFFIX) else _DAY_SECONDS
+                    if time.time() - status.st_mtime > kept_seconds:
+                        remove(path)
+
+
+def _files(folder: Path) -> Iterator[KeptFile]:
+    """Yield all regular files of this user with their companions."""
+    statuses: dict[str, os.stat_result] = {}
+    for name in tried(str(folder), "cannot be listed", partial(names_in, folder)):
+        path = folder / name
+        status = tried(str(path), "cannot be looked at", partial(status_of, path))
+        if status is not None and status.st_uid == os.geteuid():
+            statuses[name] = status
+    companions: dict[str, list[str]] = defaultdict(list)
+    for name in statuses:
+        if name.endswith(SUM_SUFFIX):
+            companions[name.partition(".")[0]].append(name)
+        elif name.startswith(".") and name.endswith(NOTE_SUFFIX):
+            companions[name[1:].partition(".")[0]].append(name)
+    for name, status in statuses.items():
+        mine = companions[name.partition(".")[0]]
+        used = max((statuses[each].st_mtime for each in mine), default=0.0)
+        size = status.st_size + sum(statuses[each].st_size for each in mine)
+        paths = (folder / name, *(folder / each for each in mine))
+        yield KeptFile(max(status.st_mtime, used), size, folder.name, paths)
+
+
+def _is_ours(kind: str, name: str) -> bool:
+    return name.endswith(KINDS[kind].suffixes) and _DIGEST.search(name.partition(".")[0]) is not None
+
+
+def _is_leftover(name: str) -> bool:
+    return name.startswith(".") and name.endswith((TEMPORARY_SUFFIX, PARTIAL_SUFFIX, NOTE_SUFFIX))
+
+
+def _unlink(file: KeptFile) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(file.paths[0])
+    for companion in file.paths[1:]:
+        remove(companion)

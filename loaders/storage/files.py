@@ -12,17 +12,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final
 
 from orchdata.loaders.errors import StorageError
-from orchdata.loaders.storage.counted import CountedFile, ReadBytes
 from orchdata.loaders.storage.local import LOCAL
-from orchdata.loaders.storage.node.cache import Cache
-from orchdata.loaders.storage.node.copies import Copies
-from orchdata.loaders.storage.node.file import CopiedFile
+from orchdata.loaders.storage.node import Cache, CopiedFile, Copies
 from orchdata.loaders.storage.remote import urls
-from orchdata.loaders.storage.remote.file import RemoteFile
-from orchdata.loaders.storage.remote.listing import matches, versions_of
-from orchdata.loaders.storage.remote.objects import Objects
+from orchdata.loaders.storage.remote.objects import Objects, RemoteFile, matches, versions_of
 from orchdata.loaders.storage.remote.requests import RETRY_SECONDS
-from orchdata.loaders.storage.storage import FileVersion, Storage
+from orchdata.loaders.storage.storage import CountedFile, FileVersion, ReadBytes, Storage
 
 _OF_TIMEOUT: Final = 0.6
 """The part of a loader's timeout that an outage may last."""

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from orchdata.loaders.errors import OF_THE_FILE, ShardError, StaleIndexError
+from orchdata.loaders.storage.atomic import is_folder, status_at
 from orchdata.loaders.storage.content_digest import ContentDigest
-from orchdata.loaders.storage.opening import is_folder, status_at
 from orchdata.loaders.storage.retries import retry, storage_error, tried
 from orchdata.loaders.storage.storage import FileSystem, FileVersion
 

@@ -2,12 +2,18 @@
 
 Size, version and name of everything that is kept in the cache come from here. Files of this machine are in `local`,
 objects of storage in `remote`, and `remote.files` chooses by the URL.
+
+Reading neighbouring members of a file with one call: reading over a small gap costs less than another call.
+
+Counting bytes: those read, by any thread, and those that samples needed; and requests to object storage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple, Protocol
+import threading
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol
 
 
 class Storage(Protocol):
@@ -98,3 +104,144 @@ class FileSystem(Protocol):
     def why_same(self, path: str, other: str) -> str | None:
         """Return why two paths with one `file_number` are the same file, in words; None if they are not."""
         ...
+
+
+Bytes = bytes | memoryview
+Extent = tuple[int, int]
+"""Offset and size."""
+
+
+class Run(NamedTuple):
+    """Neighbouring members: their indices in order of offset, and the range of the file that they span."""
+
+    members: list[int]
+    start: int
+    stop: int
+
+
+def runs_of(extents: Sequence[Extent], *, gap_bytes: int, run_bytes: int | None = None) -> list[Run]:
+    """Group members into runs in order of offset.
+
+    Args:
+        extents: of the members; those that overlap are in different runs.
+        gap_bytes: largest gap between neighbours.
+        run_bytes: largest size of a run of several members.
+    """
+    runs: list[Run] = []
+    for index in sorted(range(len(extents)), key=extents.__getitem__):
+        offset, size = extents[index]
+        if runs:
+            members, start, stop = runs[-1]
+            if 0 <= offset - stop <= gap_bytes and (run_bytes is None or offset + size - start <= run_bytes):
+                members.append(index)
+                runs[-1] = Run(members, start, offset + size)
+                continue
+        runs.append(Run([index], offset, offset + size))
+    return runs
+
+
+def read_run(read: Callable[[int, int], Bytes], run: Run, extents: Sequence[Extent]) -> list[Bytes]:
+    """Read a run with one `read(offset, size)`. Return a view of each member, shorter at the end of the file."""
+    view = memoryview(read(run.start, run.stop - run.start))
+    starts = [extents[index][0] - run.start for index in run.members]
+    return [view[start : start + extents[index][1]] for start, index in zip(starts, run.members, strict=True)]
+
+
+_REQUESTS: Final = ("get", "head", "list", "put", "again")
+"""Reads, looks, pages of listings, writes; of these, those that were repeated after an error."""
+
+
+class ByteCount:
+    """A sum of bytes that many threads add to."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._lock = threading.Lock()
+
+    def add(self, num_bytes: int) -> None:
+        with self._lock:
+            self.value += num_bytes
+
+
+class RequestCounts:
+    """Requests so far by kind, from many threads."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, kind: str) -> None:
+        with self._lock:
+            self._counts[kind] += 1
+
+    def merge(self, counts: Mapping[str, int]) -> None:
+        """Add the counts of another process."""
+        with self._lock:
+            self._counts.update(counts)
+
+    def as_dict(self) -> dict[str, int]:
+        """Return the number of each kind that was made."""
+        with self._lock:
+            return {kind: self._counts[kind] for kind in _REQUESTS if self._counts[kind]}
+
+
+class ReadBytes:
+    """Bytes read so far; all are sums, so those of several ranks can be added.
+
+    Attributes:
+        requests: to object storage, by kind.
+        storage: from shards as stored: members with the gaps between them, footers and column chunks of Parquet files,
+            whole compressed tars, headers when a shard is checked.
+        cache: from decompressed copies in the cache folder, and copies of a node, on this machine.
+        used: sizes of the requested members, as in the index; decompressed for a compressed shard or column.
+    """
+
+    def __init__(self) -> None:
+        self.storage = ByteCount()
+        self.cache = ByteCount()
+        self.used = ByteCount()
+        self.requests = RequestCounts()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the sums; `requests` by kind only if there were any."""
+        sums: dict[str, Any] = {
+            "storage_bytes": self.storage.value,
+            "cache_bytes": self.cache.value,
+            "used_bytes": self.used.value,
+        }
+        requests = self.requests.as_dict()
+        return sums | ({"requests": requests} if requests else {})
+
+
+class CountedFile:
+    """A storage with counted reads."""
+
+    def __init__(self, file: Storage, count: ByteCount) -> None:
+        self.url = file.url
+        self.size = file.size
+        self.version = file.version
+        self._file = file
+        self._count = count
+
+    @property
+    def changed_ns(self) -> int:
+        return self._file.changed_ns
+
+    def read(self, offset: int, size: int) -> bytes:
+        data = self._file.read(offset, size)
+        self._count.add(len(data))
+        return data
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        got = self._file.read_into(offset, buffer)
+        self._count.add(got)
+        return got
+
+    def expect(self, extents: Sequence[tuple[int, int]]) -> object:
+        return self._file.expect(extents)
+
+    def check_unchanged(self) -> None:
+        self._file.check_unchanged()
+
+    def close(self) -> None:
+        self._file.close()

@@ -6,6 +6,8 @@ or {"from", "value"} (LLaVA, ShareGPT; human and gpt are user and assistant). Ot
 the first of the recipe's names of texts that says something.
 
 Content that belongs to a conversation and would be lost is an error, see `chat_keys`.
+
+Keys and columns with names for a sample's words.
 """
 
 from __future__ import annotations
@@ -34,7 +36,6 @@ from orchdata.loaders.text.chat_keys import (
     shown,
 )
 from orchdata.loaders.text.jinja import JinjaTemplate
-from orchdata.loaders.text.media_words import MediaWords
 from orchdata.loaders.text.messages import (
     CHAT_KEYS,
     PAIRS,
@@ -45,8 +46,7 @@ from orchdata.loaders.text.messages import (
     completion_of,
 )
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS, decode_utf8
-from orchdata.loaders.text.template import ChatTemplate, Placeholder, Turn
-from orchdata.loaders.text.words import names_words
+from orchdata.loaders.text.template import ChatTemplate, MediaWords, Placeholder, Turn
 from orchdata.loaders.text.work import Work
 
 _READ_KEYS: Final = (*CHAT_KEYS, *TEXT_FIELDS)
@@ -504,3 +504,26 @@ def named_in(record: Mapping[str, Any], words: MediaWords) -> dict[str, list[str
         if names:
             named[modality] = [name if isinstance(name, str) else kind_of(name) for name in names]
     return named
+
+
+WORDS_SUFFIX: Final = ".words"
+"""After the name of a Parquet column of lists or structs with words: JSON that is no chat, and is only inspected."""
+
+_NOUNS: Final = (
+    "text caption transcript transcription sentence utterance question answer instruction output prompt completion "
+    "response query dialog dialogue qa content conversation"
+)
+_LAST: Final = frozenset(
+    (*_NOUNS.split(), *(noun + "s" for noun in _NOUNS.split()), "txt", "queries", "chosen", "rejected")
+)
+_OF_LABELS: Final = frozenset("label class category id file path url type mime".split())
+_KEY_CHARACTERS: Final = 64
+
+
+@lru_cache(maxsize=4096)
+def names_words(key: str) -> bool:
+    """Whether a key names words: `question`, `TEXT`, `raw_transcription`, `text_list`; not `text_id`, `class_text`."""
+    parts = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", key[:_KEY_CHARACTERS])]
+    if parts[1:] and parts[-1] in ("list", "raw"):
+        parts.pop()
+    return bool(parts) and parts[-1] in _LAST and not (parts[1:] and parts[0] in _OF_LABELS)

@@ -17,8 +17,7 @@ from typing import Any, Final
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.text.chat_keys import Repeating, is_chat_context, kind_of, says, says_nothing, shown, trains
 from orchdata.loaders.text.jinja import REASONING, Inputs, JinjaTemplate
-from orchdata.loaders.text.media_words import MediaWords
-from orchdata.loaders.text.template import Placeholder
+from orchdata.loaders.text.template import MediaWords, Placeholder
 
 CHAT_KEYS: Final = ("messages", "conversations", "conversation")
 SPEAKERS: Final = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}

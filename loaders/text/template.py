@@ -2,14 +2,19 @@
 
 Segments are tokenized separately (neighbours of equal loss as one), so the loss mask is exact for every tokenizer: no
 token covers both what the model reads and what it must write.
+
+How texts refer to media: a table that the recipe fills, so that this package knows no modality by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
 
+from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.text.jinja import ROLES, JinjaTemplate, jinja_template
 
 
@@ -131,3 +136,99 @@ def render(turns: list[Turn], template: ChatTemplate) -> Iterator[Segment]:
         for piece in content:
             yield piece if isinstance(piece, Placeholder) else TextSegment(piece, after.loss)
         yield after
+
+
+NOT_DECODED: Final = "`datasets` keeps the file if its feature has decode=False"
+_NAME: Final = r"/?[A-Za-z0-9_-]+(?: \d+)?/?"
+# Square brackets after a name or a bracket index a value in code, and before a round one they are a link. Angle
+# brackets may be around the id of an e-mail's part.
+# Each alternative begins with a bracket, so that others than brackets are skipped fast.
+_MARK: Final = re.compile(rf"<[|\uff5c]{_NAME}[|\uff5c]>|<(?<!-I[Dd]: <){_NAME}>|\[(?<![\w\])(]\[){_NAME}\](?!\()")
+_SHORT: Final = 64
+_marks_in_short = lru_cache(maxsize=1024)(_MARK.findall)
+_WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_NUMBERED: Final = re.compile(r"\d(?![A-Za-z0-9])")
+_BARS: Final = ("<|", "<\uff5c")
+_MEDIA: Final = frozenset(
+    "image img im picture pic photo figure fig visual vision vis frame patch video vid movie audio speech sound voice "
+    "music mel wav aud clip media gif tile crop thumbnail screenshot".split()
+)
+_GROUNDING: Final = frozenset(
+    "bbox box ref object obj region point quad polygon poly grounding det loc coord seg mask".split()
+)
+_OFTEN_WORDS: Final = frozenset("figure fig mask movie gif tile crop thumbnail screenshot coord".split())
+"""They stand for media only in angle brackets with a number: `<figure>` is HTML, and [Figure 1] a reference."""
+_EDGES: Final = frozenset("start end begin bos eos break newline around".split())
+"""Words of tokens that stand before, after or between the parts of media."""
+_CLOSING_TAGS: Final = frozenset(("</audio>", "</object>", "</picture>", "</video>"))
+"""Of HTML."""
+
+
+class MediaWords(NamedTuple):
+    """Words that stand for media in texts, chats and records, with the name of their modality.
+
+    Attributes:
+        marks: (text, modality): a part goes where the text is.
+        items: type of an item in a turn's content -> modality.
+        records: key of a record, and column of text, that names media by path -> modality.
+        slots: modality -> mark of a part in the text that a model reads.
+        listed: modalities of which an item may list the files that form one part.
+    """
+
+    marks: tuple[tuple[str, str], ...]
+    items: Mapping[str, str]
+    records: Mapping[str, str]
+    slots: Mapping[str, str] = {}
+    listed: frozenset[str] = frozenset()
+
+    def check_single(self, where: str, kind: str, item: Mapping[str, Any]) -> None:
+        """Raise DecodeError for an item of a turn that stands for several parts."""
+        value = item.get(kind)
+        if isinstance(value, list) and len(value) > 1 and self.items[kind] not in self.listed:
+            raise DecodeError(f"{where} has an item of type {kind!r} that holds {len(value)}: give each its own item")
+
+
+def record_keys(names: Iterable[str]) -> dict[str, str]:
+    """Keys with which records name media of these modalities: `image`, `images`."""
+    return {key: name for name in names for key in (name, f"{name}s")}
+
+
+def holds_mark(name: str, mark: str | None) -> str:
+    """The error for a text that contains the mark of a modality."""
+    return (
+        f"its text holds {mark}, which stands for a part of {name}: write <{name}>, or an item of type {name!r}, where "
+        "one goes, and no mark anywhere else"
+    )
+
+
+def media_marks(text: str, *, next_to_media: bool) -> list[str]:
+    """Return the marks that tools put where media, or places in them, go: `<image_1>`, `<|video|>`, `[bbox]`.
+
+    Args:
+        next_to_media: whether the sample has media. In others only marks with a number or bars are meant.
+    """
+    return [
+        mark
+        for mark in (_MARK.findall(text) if len(text) > _SHORT else _marks_in_short(text))
+        if words_of_media(mark) and (next_to_media or mark[:2] in _BARS or _NUMBERED.search(mark))
+    ]
+
+
+@lru_cache(maxsize=4096)
+def words_of_media(mark: str) -> frozenset[str]:
+    """Return the words for media and for places in them in a mark, in the singular."""
+    found = [word.lower() for word in _WORD.findall(mark)]
+    words = {form for word in found for form in (word, word.removesuffix("s"), word.removesuffix("es"))}
+    if mark.startswith("["):
+        words.discard("ref")  # a citation
+    if mark.startswith(_BARS):
+        words.discard("im")  # <|im_start|> is of a chat
+    if mark.startswith("[") or not _NUMBERED.search(mark):
+        words -= _OFTEN_WORDS
+    return frozenset() if mark.lower() in _CLOSING_TAGS else frozenset(words & (_MEDIA | _GROUNDING))
+
+
+def is_part(mark: str) -> bool:
+    """Whether a token with this text stands for a part of media, and not for a place in it or for its start or end."""
+    words = {word.lower() for word in _WORD.findall(mark)}
+    return not words_of_media(mark).isdisjoint(_MEDIA) and words.isdisjoint(_EDGES)

@@ -2,6 +2,15 @@
 
 Samples are numbered by their position in descending order of cost. Everything is integer arithmetic with a total order:
 the result is the same on every machine.
+
+Tournament tree kernels: keys (num_ranks,) -> the smallest, kept up to date as keys change.
+
+A key has its rank in its lowest bits, so the root shows the winner. Unlike a heap it has no branch to mispredict.
+
+MULTIFIT kernel: descending costs and a range of capacities -> an assignment that fits the smallest one found.
+
+Bisects the capacity and packs first-fit decreasing (Coffman, Garey and Johnson 1978). Good where ranks have two to four
+large samples each, the worst case of longest-first greedy.
 """
 
 from __future__ import annotations
@@ -10,10 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.native.assign.bounds import common_divisor, equal_count_bound, pinned_bound, strong_lower_bound
-from orchdata.native.assign.multifit import multifit
-from orchdata.native.assign.ranking import bit_length
-from orchdata.native.assign.refine import lower_makespan, search_budget
-from orchdata.native.assign.tournament import NEVER, replay, tournament
+from orchdata.native.assign.refine import bit_length, lower_makespan, search_budget
 from orchdata.native.jit import kernel
 from orchdata.native.sorting import present_descending
 
@@ -195,3 +201,135 @@ def solve(
     for position in range(num_samples):
         rank[order[position]] = owner[position]
     return rank, loads, bound
+
+
+NEVER = (1 << 63) - 1  # Key of a rank that may not win.
+
+
+@kernel
+def tournament(keys: NDArray[np.int64], tree: NDArray[np.int64]) -> None:
+    """Play all matches: the leaf of rank r is tree[len(tree) // 2 + r], each node has the smaller key of its children.
+
+    Args:
+        keys: int64 (num_ranks,).
+        tree: int64 (2 * leaves,), leaves a power of two and at least num_ranks; written.
+    """
+    leaves = tree.shape[0] // 2
+    tree[:] = NEVER
+    tree[leaves : leaves + keys.shape[0]] = keys
+    for node in range(leaves - 1, 0, -1):
+        tree[node] = min(tree[2 * node], tree[2 * node + 1])
+
+
+@kernel
+def replay(tree: NDArray[np.int64], node: int, key: int) -> None:
+    """Write a leaf and replay its matches."""
+    tree[node] = key
+    while node > 1:
+        key = min(key, tree[node ^ 1])
+        node >>= 1
+        tree[node] = key
+
+
+@kernel
+def winner(tree: NDArray[np.int64], first: int, stop: int) -> int:
+    """Return the smallest key of the ranks from `first` to `stop` - 1, at least one."""
+    left = first + tree.shape[0] // 2
+    right = stop + tree.shape[0] // 2
+    best = np.int64(NEVER)
+    while left < right:
+        if left & 1:
+            best = min(best, tree[left])
+            left += 1
+        if right & 1:
+            right -= 1
+            best = min(best, tree[right])
+        left >>= 1
+        right >>= 1
+    return best
+
+
+@kernel
+def first_fit(
+    descending: NDArray[np.int64],
+    num_ranks: int,
+    capacity: int,
+    limit: int,
+    owner: NDArray[np.int32],
+    held: NDArray[np.int64],
+    held_counts: NDArray[np.int32],
+) -> bool:
+    """Pack each sample into the first rank with room for it. Return False if one does not fit.
+
+    Args:
+        descending: int64 (num_samples,), costs from the largest.
+        num_ranks: bins.
+        capacity: largest load of a rank.
+        limit: most samples of a rank.
+        owner: int32 (num_samples,), written.
+        held, held_counts: int64 and int32 (num_ranks,), load and samples that each rank has already.
+    """
+    leaves = 1
+    while leaves < num_ranks:
+        leaves *= 2
+    # tree[i] is the largest room below node i: the first rank with room is found in log2(num_ranks) steps.
+    tree = np.full(2 * leaves, np.int64(-1))
+    counts = held_counts.copy()
+    for rank in range(num_ranks):
+        tree[leaves + rank] = capacity - held[rank] if counts[rank] < limit else -1
+    for node in range(leaves - 1, 0, -1):
+        tree[node] = max(tree[2 * node], tree[2 * node + 1])
+    for position in range(descending.shape[0]):
+        cost = descending[position]
+        if tree[1] < cost:
+            return False
+        node = 1
+        while node < leaves:
+            node *= 2
+            if tree[node] < cost:
+                node += 1
+        rank = node - leaves
+        owner[position] = rank
+        counts[rank] += 1
+        tree[node] = tree[node] - cost if counts[rank] < limit else -1
+        node //= 2
+        while node > 0:
+            room = max(tree[2 * node], tree[2 * node + 1])
+            if tree[node] == room:
+                break
+            tree[node] = room
+            node //= 2
+    return True
+
+
+@kernel
+def multifit(
+    descending: NDArray[np.int64],
+    num_ranks: int,
+    lower: int,
+    upper: int,
+    limit: int,
+    num_trials: int,
+    held: NDArray[np.int64],
+    held_counts: NDArray[np.int32],
+) -> NDArray[np.int32]:
+    """Bisect the capacity between `lower` (may fit) and `upper` (need not be beaten).
+
+    Other arguments as in `first_fit`.
+
+    Returns:
+        int32 (num_samples,): an assignment with a makespan below `upper`; empty if there is none.
+    """
+    num_samples = descending.shape[0]
+    best = np.empty(0, np.int32)
+    trial = np.empty(num_samples, np.int32)
+    for _trial in range(num_trials):
+        if lower >= upper:
+            break
+        capacity = lower + (upper - lower) // 2
+        if first_fit(descending, num_ranks, capacity, limit, trial, held, held_counts):
+            best = trial.copy()
+            upper = capacity
+        else:
+            lower = capacity + 1
+    return best

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.native.assign.ranking import SLACK, list_members, ranks_by_load
+from orchdata.native.assign.refine import SLACK, list_members, ranks_by_load
 from orchdata.native.jit import kernel
 
 MAX_ROUNDS = 64

@@ -2,6 +2,11 @@
 
 Several ranks share a bin: it takes, in each phase, its largest item or an even share of all, whichever is more. So
 large items of a phase belong together, and small ones into the gaps.
+
+Bin packing kernels for one rank: sizes (num_items, num_caps) -> bin of each item, within every cap.
+
+An item above a cap is oversize: it must be alone in its bin. The first bins may hold other items already: `held`, int64
+(bins, 2 + num_caps) or None, has their cost, number and sizes.
 """
 
 from __future__ import annotations
@@ -10,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.native.jit import kernel
-from orchdata.native.microbatches.binpack import fits
 from orchdata.native.sorting import descending_order
 
 KEY_BITS = 22  # Two passes of the radix sort.
@@ -250,3 +254,282 @@ def pack_in_orders(
         first_fit(orders[number], sizes, limits, num_bins, bins[number])
         prices[number] = bins_cost(costs, bins[number], num_bins, ranks_per_bin)
     return bins, prices
+
+
+SEARCH_NODES = 20_000
+
+
+@kernel
+def fits(load: NDArray[np.int64], size: NDArray[np.int64], caps: NDArray[np.int64], empty: bool) -> bool:
+    """Return whether an item may join a bin; an empty bin takes anything."""
+    room = True
+    for k in range(caps.shape[0]):
+        room &= load[k] + size[k] <= caps[k]
+    return empty or room
+
+
+@kernel
+def fullness(load: NDArray[np.int64], caps: NDArray[np.int64]) -> float:
+    """Return the largest share of a cap that a bin's load, or an item's size, takes."""
+    share = 0.0
+    for k in range(caps.shape[0]):
+        share = max(share, load[k] / caps[k])
+    return share
+
+
+@kernel
+def by_fullness(sizes: NDArray[np.int64], caps: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return items from the one that takes the largest share of a cap; ties by position."""
+    num_items = sizes.shape[0]
+    shares = np.empty(num_items, np.float64)
+    for item in range(num_items):
+        shares[item] = -fullness(sizes[item], caps)
+    return np.argsort(shares, kind="mergesort")
+
+
+@kernel
+def bins_needed(sizes: NDArray[np.int64], caps: NDArray[np.int64]) -> int:
+    """Return a lower bound of the number of bins: oversize items have one each, the others share by each cap.
+
+    No two items above half of a cap share a bin.
+    """
+    num_items, num_caps = sizes.shape
+    total = np.zeros(num_caps, np.int64)
+    large = np.zeros(num_caps, np.int64)
+    alone = 0
+    for item in range(num_items):
+        oversize = False
+        for k in range(num_caps):
+            oversize |= sizes[item, k] > caps[k]
+        if oversize:
+            alone += 1
+            continue
+        for k in range(num_caps):
+            total[k] += sizes[item, k]
+            large[k] += sizes[item, k] > caps[k] // 2
+    shared = np.int64(0)
+    for k in range(num_caps):
+        shared = max(shared, (total[k] + caps[k] - 1) // caps[k], large[k])
+    if alone < num_items:
+        shared = max(shared, np.int64(1))
+    return alone + shared
+
+
+@kernel
+def hold(
+    held: NDArray[np.int64] | None, work: NDArray[np.int64], counts: NDArray[np.int32], loads: NDArray[np.int64]
+) -> None:
+    """Write the cost, number and sizes of what bins hold already."""
+    if held is not None:
+        for b in range(held.shape[0]):
+            work[b], counts[b] = held[b, 0], held[b, 1]
+            loads[b] = held[b, 2:]
+
+
+@kernel
+def greedy_fit(
+    costs: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    order: NDArray[np.int64],
+    num_bins: int,
+    fullest: bool,
+    bins: NDArray[np.int32],
+    held: NDArray[np.int64] | None,
+) -> bool:
+    """Put each item, in `order`, into the fullest bin that has room (best fit), else into that of least cost (LPT).
+
+    Write `bins`. Return False if an item does not fit anywhere.
+    """
+    loads = np.zeros((num_bins, caps.shape[0]), np.int64)
+    counts = np.zeros(num_bins, np.int32)
+    work = np.zeros(num_bins, np.int64)
+    hold(held, work, counts, loads)
+    share = np.zeros(num_bins, np.float64)
+    for item in order:
+        chosen = -1
+        for b in range(num_bins):
+            preferred = chosen < 0 or (share[b] > share[chosen] if fullest else work[b] < work[chosen])
+            if preferred and fits(loads[b], sizes[item], caps, counts[b] == 0):
+                chosen = b
+        if chosen < 0:
+            return False
+        bins[item] = chosen
+        counts[chosen] += 1
+        for k in range(caps.shape[0]):
+            loads[chosen, k] += sizes[item, k]
+        if fullest:
+            share[chosen] = fullness(loads[chosen], caps)
+        else:
+            work[chosen] += costs[item]
+    return True
+
+
+@kernel
+def search_fit(
+    sizes: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    order: NDArray[np.int64],
+    num_bins: int,
+    bins: NDArray[np.int32],
+    held: NDArray[np.int64] | None,
+) -> bool:
+    """Search depth-first for a packing, in a bounded number of steps. Return False if none was found.
+
+    Only one of several empty bins is tried for an item, as they are equal.
+    """
+    num_items = order.shape[0]
+    loads = np.zeros((num_bins, caps.shape[0]), np.int64)
+    counts = np.zeros(num_bins, np.int32)
+    turn = np.arange(num_bins)
+    if held is not None:
+        hold(held, np.zeros(num_bins, np.int64), counts, loads)
+        turn = np.argsort(counts == 0, kind="mergesort")  # Bins that hold something come first.
+        loads, counts = loads[turn], counts[turn]
+    choice = np.full(num_items, -1, np.int64)
+    depth = 0
+    for _step in range(SEARCH_NODES):
+        if depth == num_items:
+            break
+        item = order[depth]
+        previous = choice[depth]
+        was_empty = False
+        if previous >= 0:
+            loads[previous] -= sizes[item]
+            counts[previous] -= 1
+            was_empty = counts[previous] == 0
+        chosen = -1
+        # Bins are opened in order, so after an empty one all are empty.
+        if not was_empty:
+            for b in range(previous + 1, num_bins):
+                if fits(loads[b], sizes[item], caps, counts[b] == 0):
+                    chosen = b
+                    break
+                if counts[b] == 0:
+                    break
+        choice[depth] = chosen
+        if chosen < 0:
+            if depth == 0:
+                return False
+            depth -= 1
+            continue
+        bins[item] = chosen
+        loads[chosen] += sizes[item]
+        counts[chosen] += 1
+        depth += 1
+    for item in range(num_items):
+        bins[item] = turn[bins[item]]
+    return bool(depth == num_items)
+
+
+@kernel
+def level(
+    costs: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    num_bins: int,
+    bins: NDArray[np.int32],
+    held: NDArray[np.int64] | None,
+) -> None:
+    """Lower the most costly bin by moves and swaps that keep the caps, in place, until none helps."""
+    num_items = costs.shape[0]
+    loads = np.zeros((num_bins, caps.shape[0]), np.int64)
+    counts = np.zeros(num_bins, np.int32)
+    work = np.zeros(num_bins, np.int64)
+    hold(held, work, counts, loads)
+    for item in range(num_items):
+        loads[bins[item]] += sizes[item]
+        counts[bins[item]] += 1
+        work[bins[item]] += costs[item]
+    for _step in range(4 * num_items):
+        heavy = np.argmax(work)
+        gain = np.int64(0)
+        best_item = -1
+        best_other = -1
+        best_bin = -1
+        for item in range(num_items):
+            if bins[item] != heavy:
+                continue
+            # The partner num_items + b stands for a move into bin b.
+            for other in range(num_items + num_bins):
+                target = bins[other] if other < num_items else other - num_items
+                if target == heavy:
+                    continue
+                difference = costs[item] - (costs[other] if other < num_items else 0)
+                lowered = min(difference, work[heavy] - work[target] - difference)
+                if lowered <= gain:
+                    continue
+                if other < num_items:
+                    allowed = fits(loads[target] - sizes[other], sizes[item], caps, counts[target] == 1) and fits(
+                        loads[heavy] - sizes[item], sizes[other], caps, counts[heavy] == 1
+                    )
+                else:
+                    allowed = fits(loads[target], sizes[item], caps, counts[target] == 0)
+                if allowed:
+                    gain, best_item, best_other, best_bin = lowered, item, other, target
+        if best_item < 0:
+            return
+        loads[heavy] -= sizes[best_item]
+        loads[best_bin] += sizes[best_item]
+        bins[best_item] = best_bin
+        difference = costs[best_item]
+        if best_other < num_items:
+            loads[best_bin] -= sizes[best_other]
+            loads[heavy] += sizes[best_other]
+            bins[best_other] = heavy
+            difference -= costs[best_other]
+        else:
+            counts[heavy] -= 1
+            counts[best_bin] += 1
+        work[heavy] -= difference
+        work[best_bin] += difference
+
+
+@kernel
+def pack_rank(
+    costs: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    num_bins: int,
+    bins: NDArray[np.int32],
+    held: NDArray[np.int64] | None,
+) -> bool:
+    """Pack one rank's samples, from the most costly, into `num_bins` microbatches. Return False if that fails."""
+    if num_bins == 1 and held is None:
+        bins[:] = 0
+        return bins_needed(sizes, caps) == 1
+    if greedy_fit(costs, sizes, caps, np.arange(costs.shape[0]), num_bins, False, bins, held):
+        return True
+    order = by_fullness(sizes, caps)
+    if greedy_fit(costs, sizes, caps, order, num_bins, True, bins, held):
+        return True
+    return search_fit(sizes, caps, order, num_bins, bins, held)
+
+
+@kernel
+def rename(
+    costs: NDArray[np.int64], samples: NDArray[np.int64], num_bins: int, bins: NDArray[np.int32], by_cost: bool
+) -> None:
+    """Number one rank's microbatches by descending cost, else by their first sample; empty ones last. In place."""
+    work = np.zeros(num_bins, np.int64)
+    first = np.full(num_bins, np.int64((1 << 63) - 1))
+    for item in range(costs.shape[0]):
+        work[bins[item]] += costs[item]
+        first[bins[item]] = min(first[bins[item]], samples[item])
+    order = np.empty(num_bins, np.int64)
+    # Insertion sort: far faster than a sort of arrays for few elements.
+    for b in range(num_bins):
+        number = b
+        while number > 0:
+            other = order[number - 1]
+            tie = not by_cost or work[b] == work[other]
+            if not (first[b] < first[other] if tie else work[b] > work[other]):
+                break
+            order[number] = other
+            number -= 1
+        order[number] = b
+    name = np.empty(num_bins, np.int32)
+    for number in range(num_bins):
+        name[order[number]] = number
+    for item in range(costs.shape[0]):
+        bins[item] = name[bins[item]]

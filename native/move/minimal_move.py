@@ -7,6 +7,14 @@ rank names that keep most samples home, if that pays.
 For a tolerance, the candidate within it that moves the least is chosen, or else the one with the least makespan. The
 candidates do not depend on the tolerance: a wider tolerance never moves more, and never has a lower makespan. Most need
 not be computed: once the narrowest is within its own tolerance, the others count only if they exceed the next narrower.
+
+Release kernels: the rank of each sample -> ranks above a load give up the excess, which goes to ranks below.
+
+Samples are numbered by their position in descending order of cost; a released one has owner -1.
+
+Node kernels: an assignment and the home rank of each sample -> one as balanced in which fewer leave their node.
+
+Samples that move anyway are exchanged; samples that stay do not change.
 """
 
 from __future__ import annotations
@@ -15,13 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.native.assign.bounds import common_divisor, strong_lower_bound
-from orchdata.native.assign.packed import longest_first, recount
-from orchdata.native.assign.ranking import list_members
-from orchdata.native.assign.refine import lower_makespan, search_budget
+from orchdata.native.assign.packed import longest_first, recount, replay, tournament, winner
+from orchdata.native.assign.refine import bit_length, list_members, lower_makespan, search_budget
 from orchdata.native.jit import kernel
-from orchdata.native.move.nodes import stay_on_nodes
-from orchdata.native.move.refine_moves import refine_with_few_moves
-from orchdata.native.move.release import place_released, release
+from orchdata.native.move.phases import refine_with_few_moves
 from orchdata.native.sorting import descending_order, present_descending
 
 RELEASE_BELOW = (0, 2, 8)  # Per cent below the target that ranks above it go down to, in turn.
@@ -328,3 +333,219 @@ def solve_groups(
         member[mine] = assigned
         bound = max(bound, least)
     return member, bound
+
+
+FAR_ABOVE = 9  # Binary digits: a load is far above the target from 1/512 of it.
+MAX_SEARCHES = 128  # Searches for a rank that can make room, in one pass.
+
+
+@kernel
+def release(descending: NDArray[np.int64], owner: NDArray[np.int32], loads: NDArray[np.int64], keep: int) -> None:
+    """Take from each rank above `keep` the samples that bring it there: owner -1 for those. In place.
+
+    First the largest that fit into the rank's excess and into the mean room of the ranks below: larger ones would bring
+    those above the target. Then the smallest, until the excess is gone.
+
+    Args:
+        descending: int64 (num_samples,), costs from the largest.
+        owner: int32 (num_samples,), rank of each.
+        loads: int64 (num_ranks,).
+        keep: load that a rank may keep.
+    """
+    room = np.int64(0)
+    lighter = 0
+    for load in loads:
+        if load < keep:
+            room += keep - load
+            lighter += 1
+    largest = room // max(1, lighter)
+    for position in range(descending.shape[0]):
+        rank = owner[position]
+        if loads[rank] > keep and descending[position] <= min(largest, loads[rank] - keep):
+            owner[position] = -1
+            loads[rank] -= descending[position]
+    for position in range(descending.shape[0] - 1, -1, -1):
+        rank = owner[position]
+        if rank >= 0 and loads[rank] > keep:
+            owner[position] = -1
+            loads[rank] -= descending[position]
+
+
+@kernel
+def can_make_room(
+    descending: NDArray[np.int64],
+    owner: NDArray[np.int32],
+    loads: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    members: NDArray[np.int32],
+    position: int,
+    target: int,
+    otherwise: int,
+) -> int:
+    """Return the least loaded rank that is within the target with this sample after releasing all smaller ones."""
+    best = np.int64(-1)
+    for rank in range(loads.shape[0]):
+        if best >= 0 and loads[rank] >= loads[best]:
+            continue
+        stays = loads[rank] + descending[position]
+        for other in members[offsets[rank] : offsets[rank + 1]][::-1]:
+            if other < position or stays <= target:
+                break
+            if owner[other] == rank:
+                stays -= descending[other]
+        if stays <= target:
+            best = np.int64(rank)
+    return best if best >= 0 else otherwise
+
+
+@kernel
+def make_room(
+    descending: NDArray[np.int64],
+    owner: NDArray[np.int32],
+    loads: NDArray[np.int64],
+    samples: NDArray[np.int32],
+    position: int,
+    target: int,
+) -> None:
+    """Release the smallest samples of the new rank of `position`, down to the target; none larger than that sample.
+
+    Args:
+        samples: int32, positions of the samples that the rank had at first, ascending.
+    """
+    rank = owner[position]
+    for other in samples[::-1]:
+        if loads[rank] > target and other > position and owner[other] == rank:
+            owner[other] = -1
+            loads[rank] -= descending[other]
+
+
+@kernel
+def place_released(
+    descending: NDArray[np.int64],
+    home: NDArray[np.int32],
+    owner: NDArray[np.int32],
+    loads: NDArray[np.int64],
+    ranks_per_node: int,
+    target: int,
+) -> None:
+    """Give each released sample, from the largest, to the least loaded rank of its node if it fits there, else of all.
+
+    If a sample brings even that rank far above the target, the rank releases its smallest ones in return, early enough
+    to assign them later in the same pass.
+
+    Args:
+        descending: int64 (num_samples,), costs from the largest.
+        home: int32 (num_samples,), the rank that has each.
+        owner: int32 (num_samples,), -1 for a released sample; changed in place.
+        loads: int64 (num_ranks,), without the released samples; changed in place.
+        ranks_per_node: consecutive ranks of a node; 1 if nodes do not matter.
+        target: load up to which a sample fits.
+    """
+    num_ranks = loads.shape[0]
+    rank_bits = bit_length(num_ranks - 1)
+    rank_mask = np.int64((1 << rank_bits) - 1)
+    leaves = 1 << rank_bits
+    shift = max(0, bit_length(descending.sum()) + rank_bits - 62)
+    offsets, members = list_members(home, np.bincount(home, minlength=num_ranks).astype(np.int32), 0)
+    tree = np.empty(2 * leaves, np.int64)
+    tournament(((loads >> shift) << rank_bits) | np.arange(num_ranks), tree)
+    searches = MAX_SEARCHES
+    for position in range(descending.shape[0]):
+        if owner[position] >= 0:
+            continue
+        first = home[position] // ranks_per_node * ranks_per_node
+        rank = winner(tree, first, min(first + ranks_per_node, num_ranks)) & rank_mask
+        if loads[rank] + descending[position] > target:
+            rank = tree[1] & rank_mask
+        makes_room = loads[rank] + descending[position] - target > target >> FAR_ABOVE and searches > 0
+        if makes_room:
+            searches -= 1
+            rank = can_make_room(descending, owner, loads, offsets, members, position, target, rank)
+        owner[position] = rank
+        loads[rank] += descending[position]
+        if makes_room:
+            make_room(descending, owner, loads, members[offsets[rank] : offsets[rank + 1]], position, target)
+        replay(tree, leaves + rank, ((loads[rank] >> shift) << rank_bits) | rank)
+
+
+PASSES = 2
+
+
+@kernel
+def roomiest(loads: NDArray[np.int64], cost: int, ceiling: int, holder: int, first: int, stop: int) -> int:
+    """Return a rank with room for a sample: its holder, else the least loaded from `first` to `stop` - 1, else -1."""
+    if loads[holder] + cost <= ceiling:
+        return holder
+    best = -1
+    for rank in range(first, stop):
+        if loads[rank] + cost <= ceiling and (best < 0 or loads[rank] < loads[best]):
+            best = rank
+    return best
+
+
+@kernel
+def stay_on_nodes(
+    descending: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    home: NDArray[np.int32],
+    owner: NDArray[np.int32],
+    loads: NDArray[np.int64],
+    ranks_per_node: int,
+    ceiling: int,
+) -> None:
+    """Bring samples that left their node back to it, if there is room or in exchange for another moved one. In place.
+
+    The total size that moves never grows.
+
+    Args:
+        descending: int64 (num_samples,), costs from the largest.
+        sizes: int64 (num_samples,), price of moving each.
+        home_node: int32 (num_samples,), the rank that has each.
+        owner: int32 (num_samples,), rank of each.
+        loads: int64 (num_ranks,).
+        ranks_per_node: consecutive ranks of a node.
+        ceiling: load that no rank may exceed.
+    """
+    num_ranks = loads.shape[0]
+    moved = np.flatnonzero(owner != home)
+    node = owner[moved] // ranks_per_node
+    # Moved samples by their current node; one that is brought back leaves a stale entry.
+    slots = moved[np.argsort(node, kind="mergesort")]
+    offsets = np.zeros((num_ranks - 1) // ranks_per_node + 2, np.int64)
+    offsets[1:] = np.cumsum(np.bincount(node, minlength=offsets.shape[0] - 1))
+    for _turn in range(PASSES):
+        for here in range(slots.shape[0]):
+            sample = slots[here]
+            rank, cost, home_node = owner[sample], descending[sample], home[sample] // ranks_per_node
+            if rank // ranks_per_node == home_node:
+                continue
+            first = home_node * ranks_per_node
+            to = roomiest(loads, cost, ceiling, home[sample], first, min(first + ranks_per_node, num_ranks))
+            if to >= 0:
+                owner[sample] = to
+                loads[rank] -= cost
+                loads[to] += cost
+                continue
+            most = np.int64(0)
+            there = -1
+            for slot in range(offsets[home_node], offsets[home_node + 1]):
+                other = slots[slot]
+                to, change = owner[other], cost - descending[other]
+                if to // ranks_per_node != home_node or to == home[other]:
+                    continue
+                if loads[to] + change > ceiling or loads[rank] - change > ceiling:
+                    continue
+                gain = sizes[sample]
+                if home[other] // ranks_per_node != home_node:
+                    gain += sizes[other]
+                if home[other] // ranks_per_node != rank // ranks_per_node:
+                    gain -= sizes[other]
+                if gain > most:
+                    most, there = gain, slot
+            if there >= 0:
+                other = slots[there]
+                to, change = owner[other], cost - descending[other]
+                owner[sample], owner[other] = to, rank
+                loads[to] += change
+                loads[rank] -= change
+                slots[here], slots[there] = other, sample

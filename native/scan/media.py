@@ -2,15 +2,18 @@
 
 Results must equal exactly those of Pillow (after `exif_transpose`) and soundfile; every other case is `UNUSUAL` and
 goes to them, with the whole member. `MORE` requests more bytes of it.
+
+Results of the scan of a member's header.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.native.jit import kernel
-from orchdata.native.scan.status import FOUND, MORE, UNUSUAL
 
 _LEAST_BYTES = 12
 _LEAST_FLAC_FRAME = 10  # bytes: header 6, subframe 2, checksum 2
@@ -276,3 +279,10 @@ def scan_audio(
         status[i] = outcome[0]
         if outcome[0] == FOUND:
             facts[i, 0], facts[i, 1] = outcome[1], outcome[2]
+
+
+FOUND: Final = 0
+MORE: Final = 1
+"""More of its first bytes are needed."""
+UNUSUAL: Final = 2
+"""It takes a decoder, with the whole member, to say."""

@@ -18,8 +18,18 @@ import torch
 from torch import Tensor
 
 import orchdata
-from orchdata.batch.merge import merge_features, token_rows
-from orchdata.batch.tensors import IGNORE, LLMBatch, MediaBatch, Team, TextBatch, counted_labels, shown, whole_lengths
+from orchdata.batch.tensors import (
+    IGNORE,
+    LLMBatch,
+    MediaBatch,
+    Team,
+    TextBatch,
+    counted_labels,
+    merge_features,
+    shown,
+    token_rows,
+    whole_lengths,
+)
 from orchdata.loaders.amounts import counted
 from orchdata.planning.plan import Plan
 from orchdata.planning.route import Route

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from orchdata.batch.batch import Batch
-from orchdata.batch.merge import token_rows
-from orchdata.batch.tensors import MediaBatch
+from orchdata.batch.tensors import MediaBatch, token_rows
 from orchdata.planning.plan import Plan
 
 Encode = Callable[[str, MediaBatch], Any]

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from orchdata.balancers import CostModel, TransformerCost, balance_phases
 from orchdata.bench.harness import Result, interleave, work_folder
 from orchdata.loaders.index.index import Index, digest
-from orchdata.loaders.index.merge import RecipeIdentity, merge_tables
+from orchdata.loaders.index.joined import RecipeIdentity, merge_tables
 from orchdata.loaders.index.table import Columns, TableSize, body_bytes, offsets_of, pack, views
 from orchdata.loaders.index.totals import Totals, summarize
 from orchdata.loaders.modalities.builtin import KINDS, TEXT

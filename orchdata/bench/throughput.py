@@ -29,7 +29,7 @@ from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_required
-from orchdata.loaders.samples.decode import decode_sample
+from orchdata.loaders.samples.sample import decode_sample
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.synth import synthesize

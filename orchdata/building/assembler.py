@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from orchdata.building.memory import Memory
 from orchdata.loaders.errors import DataError
-from orchdata.loaders.index.wanted import Wanted
-from orchdata.loaders.storage.counted import ReadBytes
+from orchdata.loaders.index.stored import Wanted
+from orchdata.loaders.storage.storage import ReadBytes
 from orchdata.planning.plan import Plan
 
 Task = Callable[[], None]

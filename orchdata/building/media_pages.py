@@ -24,7 +24,7 @@ from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.modalities.modality import PartSize, as_tensor, stored_dtype
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.decode import decode_part
+from orchdata.loaders.samples.sample import decode_part
 from orchdata.planning.layout import Layout, encoder_lengths, padded_encoders
 from orchdata.planning.route import Route
 

@@ -16,7 +16,7 @@ from orchdata.building.assembler import Assembler, Share, Task
 from orchdata.building.figures import step_figures
 from orchdata.building.memory import BufferPool, Memory
 from orchdata.loaders.errors import DataError
-from orchdata.loaders.storage.counted import ReadBytes
+from orchdata.loaders.storage.storage import ReadBytes
 from orchdata.order.steps import StepTask
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.plan import Plan

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
-from orchdata.progress import progress_bar
+from orchdata.notices import progress_bar
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

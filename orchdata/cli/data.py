@@ -44,7 +44,7 @@ from orchdata.cli.command import (
     unread_lines,
 )
 from orchdata.loaders.amounts import counted
-from orchdata.progress import progress_bar
+from orchdata.notices import progress_bar
 
 if TYPE_CHECKING:
     from orchdata.dataset.mixture import Mixture
@@ -93,7 +93,7 @@ def index(
     cannot be read counting as its samples, and 1 if no sample can be used.
     """
     from orchdata.cli.dataset import build, with_fields
-    from orchdata.dataset.indexed.arguments import checked_target
+    from orchdata.dataset.shard_arguments import checked_target
     from orchdata.dataset.shard_dataset import ShardDataset
     from orchdata.loaders.index.own_columns import fields_of
 
@@ -143,8 +143,8 @@ def index(
 
 
 def _merge(paths: Sequence[str], out: str | None, given: Mapping[str, Any], others: Sequence[object]) -> None:
-    from orchdata.dataset.indexed.arguments import checked_file, checked_target, reading_of
-    from orchdata.dataset.indexed.named_file import merged
+    from orchdata.dataset.indexed import merged
+    from orchdata.dataset.shard_arguments import checked_file, checked_target, reading_of
 
     if out is None or any(others):
         raise ValueError(
@@ -373,8 +373,8 @@ def _warn_of_unended(dataset: ShardDataset, index: Index) -> None:
 
 def index_report(dataset: ShardDataset, index: Index, scanned: int, seconds: float) -> dict[str, Any]:
     """Return the result of indexing, JSON-safe."""
-    from orchdata.dataset.indexed.unread import unread_of
-    from orchdata.profiling.figures import count_reasons, split_failures
+    from orchdata.dataset.unread import unread_of
+    from orchdata.profiling.content import count_reasons, split_failures
 
     bad_samples, failed_shards = split_failures(index)
     return {
@@ -418,7 +418,7 @@ def _exit_code(report: dict[str, Any], max_failures: Fraction | int) -> int:
 
 def verify_report(index: Index, verification: Verification, out: Path | None, seconds: float) -> dict[str, Any]:
     """Return the result of verifying with every failure, JSON-safe."""
-    from orchdata.profiling.figures import count_reasons
+    from orchdata.profiling.content import count_reasons
 
     return {
         "shards": len(index.shards),
@@ -478,7 +478,7 @@ def print_unit(dataset: ShardDataset | Mixture) -> None:
 
 def print_unread(dataset: ShardDataset | Mixture, index: Index) -> None:
     """Say as a loader does which fields are not read."""
-    from orchdata.dataset.indexed.unread import unread_in_words
+    from orchdata.dataset.unread import unread_in_words
 
     if message := unread_in_words(dataset, index):
         typer.echo(f"orchdata: {message}", err=True)

@@ -28,13 +28,12 @@ from orchdata.cli.command import Kind, check_name, load_object
 from orchdata.dataset.mixture import Mixture, Source
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.collector import leave_out_what_is_loaded
-from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.building.crew import BuildProgress
+from orchdata.loaders.index.build import BuildProgress, build_index
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.reading import Reading, used_containers
-from orchdata.progress import progress_bar
+from orchdata.notices import progress_bar
 from orchdata.yaml_file import read_yaml
 
 SUFFIXES = (".yaml", ".yml")

@@ -34,11 +34,11 @@ from orchdata.cli.command import (
     storage_options_of,
 )
 from orchdata.loaders.environment import requirements, way_out
-from orchdata.progress import progress_bar
+from orchdata.notices import progress_bar
 
 if TYPE_CHECKING:
     from orchdata.bench.harness import Result, WideTable
-    from orchdata.loaders.kept import Amount
+    from orchdata.loaders.storage.cache import Amount
 
 cache_app = typer.Typer(
     invoke_without_command=True, help="List what the cache folder keeps; `prune` removes what is old."
@@ -156,8 +156,7 @@ def cache(context: typer.Context, folder: _CacheOption = None, as_json: JsonOpti
     """
     if context.invoked_subcommand is not None:
         return
-    from orchdata.loaders.kept import KINDS, Amount, kept_files
-    from orchdata.loaders.storage.cache import CacheFolder
+    from orchdata.loaders.storage.cache import KINDS, Amount, CacheFolder, kept_files
 
     amounts: dict[str, Amount] = {}
     last_used: dict[str, float] = {}
@@ -201,8 +200,8 @@ def prune(
     A run that has a file open goes on with it.
     """
     from orchdata.loaders.amounts import bytes_of, seconds_of
-    from orchdata.loaders.kept import prune as prune_folder
     from orchdata.loaders.storage.cache import CacheFolder
+    from orchdata.loaders.storage.cache import prune as prune_folder
 
     cache = CacheFolder(folder)
     pruned = prune_folder(

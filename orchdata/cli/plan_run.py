@@ -86,7 +86,7 @@ def plan_run(
 def _modules(model: str | None, modules: str | None) -> tuple[list[Module], CostModel]:
     """Return the modules, and the cost model that a loader of theirs plans by."""
     from orchdata.balancers.costs.model import CostModel
-    from orchdata.balancers.costs.transformer import TransformerCost
+    from orchdata.balancers.costs.phase import TransformerCost
     from orchdata.planners.layout import Module
     from orchdata.yaml_file import read_yaml
 
@@ -119,7 +119,7 @@ def _kept(given: list[str]) -> dict[str, dict[str, int]]:
 
 
 def _print(plan: RunPlan, modules: list[Module], workload: Workload, cluster: Cluster) -> None:
-    from orchdata.planners.formulas import Means
+    from orchdata.planners.cluster import Means
 
     means = Means(workload, cluster)
     work = means.operations(modules)

@@ -61,8 +61,8 @@ def show(
     import numpy as np
 
     from orchdata.cli.dataset import indexed
-    from orchdata.dataset.indexed.unread import unread_of
     from orchdata.dataset.shards import unchosen_rows
+    from orchdata.dataset.unread import unread_of
     from orchdata.showing import rows_of_key, save_in, shown_rows
 
     sample_key = next((each for each in key or () if each != "last_dot"), None)
@@ -136,7 +136,7 @@ def _shortened(text: str, *, full: bool) -> str:
 def ignored_words(ignored: Mapping[str, int]) -> str:
     """Names of fields that are not read, with how many there are."""
     from orchdata.loaders.records import LEFT_OUT
-    from orchdata.loaders.text.words import WORDS_SUFFIX
+    from orchdata.loaders.text.conversation import WORDS_SUFFIX
 
     named = {name: count for name, count in ignored.items() if name != LEFT_OUT}
     shown = [f"{name.removesuffix(WORDS_SUFFIX)} ({count:,})" for name, count in list(named.items())[:MOST_IGNORED]]

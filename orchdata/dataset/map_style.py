@@ -21,21 +21,19 @@ from torch.utils.data import (
     default_convert,
 )
 
-from orchdata.building.map_items import MapContent
+from orchdata.building.collate import MapContent
 from orchdata.dataset.arguments import Arguments
-from orchdata.dataset.item_costs.kept import costs_of_items
-from orchdata.dataset.item_costs.measure import ItemCosts
+from orchdata.dataset.item_costs import ItemCosts, costs_of_items
 from orchdata.dataset.options import PreparedDataset
 from orchdata.dataset.sharded import is_sharded
-from orchdata.delivery.unusable import Unusable, refuse_above_budget
+from orchdata.delivery.policy import Unusable, refuse_above_budget
 from orchdata.engines.torch_workers import IterableContent
 from orchdata.loaders.errors import DataError
-from orchdata.notices import warn_once
+from orchdata.notices import progress_bar, warn_once
 from orchdata.order.order import Order
 from orchdata.order.sampler import AllRanksSampler, SamplerOrder, SamplerSteps, Source, TorchSampler
 from orchdata.order.steps import GlobalBatches, OrderedSteps, Steps, StreamSteps
 from orchdata.planning.costs import ArrayCosts, EqualCosts
-from orchdata.progress import progress_bar
 from orchdata.ranks.parallel import Rank
 
 Ints = NDArray[np.int64]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.dataset.indexed.first import chosen_shards, content_of, num_first_rows
+from orchdata.dataset.indexed import chosen_shards, content_of, num_first_rows
 from orchdata.dataset.sharded import is_mixture
 from orchdata.loaders.index.index import Index, shards_in_words
 from orchdata.loaders.index.joined import JoinedIndex

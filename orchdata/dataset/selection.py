@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.index.index import Index, basename
-from orchdata.native.key_hash import hash_keys
+from orchdata.native.permutation import hash_keys
 
 if TYPE_CHECKING:
     import pyarrow.compute as pc

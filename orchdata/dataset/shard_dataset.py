@@ -20,17 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 import orchdata
-from orchdata.dataset.indexed.arguments import (
-    checked_fields,
-    checked_file,
-    checked_ignore,
-    command_arguments,
-    reading_of,
+from orchdata.dataset.indexed import (
+    Chosen,
+    NamedFile,
+    Opened,
+    Rows,
+    Wanted,
+    found_or_built,
+    has_changed,
+    num_first_samples,
 )
-from orchdata.dataset.indexed.first import num_first_samples
-from orchdata.dataset.indexed.found import Wanted, found_or_built, has_changed
-from orchdata.dataset.indexed.named_file import NamedFile
-from orchdata.dataset.indexed.opened import Chosen, Opened, Rows
 from orchdata.dataset.selection import (
     Filter,
     OwnColumns,
@@ -40,6 +39,13 @@ from orchdata.dataset.selection import (
     columns_of,
     first_numbers,
     left_out,
+)
+from orchdata.dataset.shard_arguments import (
+    checked_fields,
+    checked_file,
+    checked_ignore,
+    command_arguments,
+    reading_of,
 )
 from orchdata.dataset.sharded import Sharded
 from orchdata.loaders.amounts import counted

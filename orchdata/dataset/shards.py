@@ -1,8 +1,13 @@
-"""Shards, prepared: open the index, leave out unusable samples."""
+"""Shards, prepared: open the index, leave out unusable samples.
+
+Shards that an index file lacks: looked for once in a job, in the background, after the first step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -16,25 +21,31 @@ from orchdata.balancers.costs.model import CostModel
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.contents import IndexedShards, SampleContent, ShardContent
 from orchdata.dataset.arguments import Arguments, Quarantine, refuse_parts
-from orchdata.dataset.indexed.first import chosen_shards, content_of, num_first_rows
-from orchdata.dataset.indexed.new_shards import NewShards
-from orchdata.dataset.indexed.unread import warn_of_missing, warn_of_no_loss, warn_of_unread, whole_parts
+from orchdata.dataset.indexed import chosen_shards, content_of, num_first_rows
 from orchdata.dataset.mixed import joined_index, mixture_fingerprint, mixture_order
 from orchdata.dataset.options import PreparedDataset, TokenBudgets
 from orchdata.dataset.sharded import is_mixture
+from orchdata.dataset.unread import warn_of_missing, warn_of_no_loss, warn_of_unread, whole_parts
 from orchdata.dataset.usable_rows import rows_of
-from orchdata.delivery.policy import ErrorPolicy
-from orchdata.delivery.unusable import IndexedFailures, lost_samples, refuse_above_budget, unusable_of, warn_of_bad
-from orchdata.loaders.errors import DataError, TooManyFailures
-from orchdata.loaders.index.index import Index, shards_in_words
+from orchdata.delivery.policy import (
+    ErrorPolicy,
+    IndexedFailures,
+    lost_samples,
+    refuse_above_budget,
+    unusable_of,
+    warn_of_bad,
+)
+from orchdata.loaders.amounts import counted
+from orchdata.loaders.errors import DataError, StorageError, TooManyFailures
+from orchdata.loaders.index.index import Index, digest, shards_in_words
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import LEFT_OUT
 from orchdata.loaders.shards.open import by_identity
 from orchdata.loaders.storage.files import Files
+from orchdata.loaders.storage.paths import ARROW_SUFFIXES
 from orchdata.loaders.storage.remote.urls import is_remote
-from orchdata.loaders.storage.suffixes import ARROW_SUFFIXES
-from orchdata.notices import warn_once
+from orchdata.notices import progress_bar, warn_once
 from orchdata.order.listed import ListedOrder
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order
@@ -53,15 +64,17 @@ from orchdata.planning.layout import (
     window_length,
 )
 from orchdata.planning.make_plan import make_plan
-from orchdata.planning.sharing.fixed import better_budget
-from orchdata.planning.window_checks import check_accumulate, check_labels, check_windows, warn_of_windows, windows_of
-from orchdata.progress import progress_bar
+from orchdata.planning.sharing.accumulated import better_budget
+from orchdata.planning.windows import check_accumulate, check_labels, check_windows, warn_of_windows, windows_of
 from orchdata.quarantine import checked_names, read_quarantine
+from orchdata.ranks.first_comer import is_first
+from orchdata.ranks.parallel import Rank
 from orchdata.unended_chats import warn_of_unended
 
 if TYPE_CHECKING:
     from orchdata.dataset.mixture import Mixture
     from orchdata.dataset.shard_dataset import ShardDataset
+
 
 Ints = NDArray[np.int64]
 _OR_CUT: Final = ", or cut long texts by TextPreprocessor(max_tokens=..., overflow=...)"
@@ -547,3 +560,49 @@ def _rows_above(index: Index, size_of: TokenCounts, limit: int, excluded: Ints) 
             largest, worst = int(sizes.max()), int(row[sizes.argmax()])
     name = "" if worst < 0 else f"{index.shard_of(worst).url}: {index.called(worst)}"
     return _Above(np.concatenate(above), largest, name)
+
+
+_log = logging.getLogger("orchdata")
+
+
+class NewShards:
+    """Looks whether the paths of data sets name shards that their index files lack.
+
+    Args:
+        datasets: of a loader; those without `index_file` are left out.
+        rank: only the first data-parallel rank looks.
+    """
+
+    def __init__(self, datasets: Sequence[ShardDataset], rank: Rank) -> None:
+        self._datasets = [each for each in datasets if each.index_file is not None] if rank.rank == 0 else []
+
+    @property
+    def begin_if_any(self) -> Callable[[], None] | None:
+        """`begin`; None if there is nothing to look for."""
+        return self._begin if self._datasets else None
+
+    def _begin(self) -> None:
+        """Begin to look, unless that was done."""
+        datasets, self._datasets = self._datasets, []
+        if datasets:
+            looking = threading.Thread(target=_look, args=(datasets,), name="orchdata-new-shards", daemon=True)
+            looking.start()
+
+
+def _look(datasets: Sequence[ShardDataset]) -> None:
+    for dataset in datasets:
+        try:
+            _compare(dataset)
+        except (StorageError, FileNotFoundError, RuntimeError, ValueError) as error:
+            _log.info("shards that the index lacks cannot be looked for: %s", error)
+
+
+def _compare(dataset: ShardDataset) -> None:
+    if not is_first(f"new shards/{digest([dataset.index_file, *dataset.urls[:1]])}"):
+        return
+    known = set(dataset.urls)
+    new = [url for url in dataset.listed() if url not in known]
+    if new:
+        what = f"{counted(len(new), 'shard')} (the first: {new[0]}) are not in the index {dataset.index_file}"
+        how = f"and are not read; write it again: {dataset.index_command}"
+        warn_once(f"new shards of {dataset.index_file}", f"{what}, {how}")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.dataset.indexed.first import num_first_rows
+from orchdata.dataset.indexed import num_first_rows
 from orchdata.dataset.sharded import is_mixture
 from orchdata.loaders.errors import StateError
 from orchdata.loaders.index.index import Index, basename

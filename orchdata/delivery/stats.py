@@ -14,7 +14,7 @@ from orchdata.building.figures import FIGURES, STAGES, plain_figures
 from orchdata.building.step import BuiltStep
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.failures import reason_kind
-from orchdata.loaders.storage.counted import ReadBytes
+from orchdata.loaders.storage.storage import ReadBytes
 from orchdata.ranks.gathering import gather_json
 
 _LISTED_FAILURES = 1000

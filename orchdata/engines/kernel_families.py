@@ -215,7 +215,7 @@ def _packed() -> None:
 
 
 def _microbatches() -> None:
-    from orchdata.balancers.bins.micro_steps import LOOK_PAIRS, candidate_packings
+    from orchdata.balancers.bins import LOOK_PAIRS, candidate_packings
     from orchdata.balancers.microbatches import split_microbatches
     from orchdata.native.microbatches.within_caps import looked_peaks
 
@@ -228,16 +228,16 @@ def _microbatches() -> None:
 
 
 def _swaps() -> None:
-    from orchdata.native.microbatches.swaps import lower_peaks
+    from orchdata.native.microbatches.microbatch import lower_all_peaks
 
     costs, ones = np.stack([_COSTS, _COSTS], axis=1), np.ones((len(_COSTS), 1), np.int64)
     rank, microbatch = np.arange(len(_COSTS), dtype=np.int32) % _RANKS, np.zeros(len(_COSTS), np.int32)
     group = np.zeros(_RANKS, np.int32)
-    lower_peaks(costs, ones, ones[0] * len(_COSTS), group, 2, rank, microbatch, True, 1)
+    lower_all_peaks(costs, ones, ones[0] * len(_COSTS), group, 2, rank, microbatch, True, 1)
 
 
 def _bins() -> None:
-    from orchdata.balancers.bins.pack import _items, pack_bins
+    from orchdata.balancers.bins import _items, pack_bins
     from orchdata.native.bins.pack import first_fit_bins
 
     first_fit_bins(_items(_COSTS, 12, None))
@@ -246,20 +246,19 @@ def _bins() -> None:
 
 def _padded() -> None:
     from orchdata.balancers.costs.phase import PhaseCost
-    from orchdata.balancers.padded import balance_padded
+    from orchdata.balancers.packed import balance_padded
 
     balance_padded(_COSTS, _RANKS, PhaseCost(1.0))
 
 
 def _pipeline() -> None:
-    from orchdata.balancers.pipeline import order_microbatches
+    from orchdata.balancers.microbatches import order_microbatches
 
     order_microbatches(np.ones((2, 4)), np.ones((2, 4)))
 
 
 def _patches(dtypes: set[str] = frozenset({"bfloat16", "float32", "uint8"})) -> None:  # type: ignore[assignment]
-    from orchdata.native.patchify import channel_table, patchify
-    from orchdata.native.spectrum import split_complex
+    from orchdata.native.decoding import channel_table, patchify, split_complex
 
     split_complex(*(np.zeros(size, np.float32) for size in (2, 1, 1)))  # of clips
     for dtype in sorted(dtypes & {"bfloat16", "float32", "uint8"}):
@@ -269,13 +268,13 @@ def _patches(dtypes: set[str] = frozenset({"bfloat16", "float32", "uint8"})) -> 
 
 FAMILIES: Final = {
     "teams": _Family("assign.teams:solve_teams", _teams),
-    "phases": _Family("assign.joint:solve_joint", _phases),
+    "phases": _Family("assign.phases:solve_joint", _phases),
     "moves": _Family("move.minimal_move:solve_from", _moves),
     "packed": _Family("assign.packed:solve", _packed),
     "microbatches": _Family("microbatches.microbatch:split", _microbatches),
-    "swaps": _Family("microbatches.swaps:lower_peaks", _swaps),
+    "swaps": _Family("microbatches.microbatch:lower_all_peaks", _swaps),
     "bins": _Family("bins.pack:pack", _bins),
     "padded": _Family("assign.padded:solve_padded", _padded),
-    "pipeline": _Family("microbatches.pipeline_search:search", _pipeline),
-    "patches": _Family("patchify:_patchify", _patches),
+    "pipeline": _Family("microbatches.pipeline:search", _pipeline),
+    "patches": _Family("decoding:_patchify", _patches),
 }

@@ -26,7 +26,7 @@ from orchdata.engines.kernel_families import FAMILIES, warm
 from orchdata.finalizers import Ending
 from orchdata.loaders.limited_process import die_with_parent
 from orchdata.native.jit import sources_stamp
-from orchdata.progress import in_words, progress_bar
+from orchdata.notices import in_words, progress_bar
 
 if TYPE_CHECKING:
     from orchdata.building.spec import BuildSpec

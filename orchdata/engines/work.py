@@ -25,8 +25,8 @@ from orchdata.engines.engine import Engine, InlineEngine, Workers
 from orchdata.engines.processes.message import Unit, describe_value, read_value
 from orchdata.engines.threads import ThreadEngine, passed_on
 from orchdata.loaders.limited_process import lower_limit, taken_bytes
-from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.loaders.storage.remote import requests
+from orchdata.loaders.storage.storage import ReadBytes
 from orchdata.loaders.tokenizer_threads import share_cores
 from orchdata.loaders.watch import Watch
 from orchdata.native.jit import load_numba

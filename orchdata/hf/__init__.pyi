@@ -1,5 +1,6 @@
 """The public names, for type checkers and for `__init__.py`, which reads this file: a name stands here alone."""
 
+from .accelerate import accelerate as accelerate
 from .from_processor import recipe as recipe
 from .images import image_modality as image_modality
 from .inputs import Inputs as Inputs
@@ -8,5 +9,4 @@ from .scaled_loss import loss as loss
 from .sharing import share_attention as share_attention
 from .towers import encode as encode
 from .towers import rounds as rounds
-from .training.accelerate import accelerate as accelerate
-from .training.trainer import TrainerMixin as TrainerMixin
+from .trainer import TrainerMixin as TrainerMixin

@@ -8,10 +8,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final, get_args
 
-from orchdata.hf.audio import LongClips, audio_modality
-from orchdata.hf.audio_processor import extractor_of
+from orchdata.hf.audio import LongClips, audio_modality, extractor_of
 from orchdata.hf.images import image_modality
-from orchdata.hf.video.modality import video_modality
+from orchdata.hf.video import video_modality
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.text.preprocessor import TextPreprocessor

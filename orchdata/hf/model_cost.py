@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from orchdata.balancers.costs.families import PARTS, model_keys, phase_keys, phases_of
 from orchdata.balancers.costs.model import CostModel
-from orchdata.balancers.costs.phase import PhaseCost
-from orchdata.balancers.costs.transformer import TransformerCost
+from orchdata.balancers.costs.phase import PhaseCost, TransformerCost
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.storage.mapped_array import MappedArray
+from orchdata.loaders.storage.cache import MappedArray
 from orchdata.order.order import Order
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.storage.mapped_array import MappedArray
+from orchdata.loaders.storage.cache import MappedArray
 from orchdata.native.permutation import BLOCK, blocks_in_sequence, derive_key, shuffled_rows
 
 FORMAT = 1  # of the sequence itself: a change of the algorithm must not resume an older state

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.storage.mapped_array import MappedArray
+from orchdata.loaders.storage.cache import MappedArray
 from orchdata.order.order import Order
 
 Ints = NDArray[np.int64]

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers.checks import checked_count, checked_effort
-from orchdata.balancers.costs.phase import PhaseCost
-from orchdata.balancers.costs.transformer import TransformerCost
+from orchdata.balancers.costs.phase import PhaseCost, TransformerCost
 from orchdata.planners.values import Value, checked_number
 
 LLM: Final = "llm"

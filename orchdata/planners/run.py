@@ -1,21 +1,26 @@
 """Plan a run: modules, real steps, a cluster -> the layout with the fastest steps that this library serves.
 
 closed forms over all layouts --the most promising of each kind--> simulate --> RunPlan, with the call to paste
+
+Layouts by closed forms: every setting of a module that fits, and the best combinations of settings.
+
+one layout, repeated, shared, stage    tokens x replicas at once, for each tp, pp, sharding and recomputation
+modules on GPUs of their own           for each setting of the LLM, by a bound below all that others can add:
+                                       settings of the others that could still be among the best, combined
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from orchdata.balancers.checks import checked_count
-from orchdata.planners.cluster import Cluster
-from orchdata.planners.formulas import Means
-from orchdata.planners.layout import LLM, Kind, Layout, Module, Placement, checked_modules
-from orchdata.planners.search import Candidate, Keep, candidates, cells, tried_tokens
+from orchdata.planners.cluster import Cluster, Many, Means, Memory, closed_form, gpu_bytes, mean_memory
+from orchdata.planners.layout import LLM, Kind, Layout, Module, Placement, Sharding, checked_modules
 from orchdata.planners.simulation import balance_of, simulate
 from orchdata.planners.values import Value, check_keys
 from orchdata.planners.workload import Workload
@@ -264,3 +269,230 @@ loader = od.DataLoader(
     dataset, cost=cost, {size}={amount}, dp={dp},
     balance=od.Balance({options}),
 )""".replace("'", '"')
+
+
+_SIZES: Final = (1, 2, 4, 8)
+_MOST_STAGES, _MOST_STAGES_OF_OTHERS = 20, 4
+_MOST_COMBINED: Final = 1 << 20
+_MANY: Final = 64
+Keep = Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell(Value):
+    """A setting of one module that fits: seconds of the mean step if it were alone, and bytes of its fullest GPU."""
+
+    placement: Placement
+    microbatch_tokens: int
+    seconds: float
+    bytes: float
+
+
+class Candidate(NamedTuple):
+    """A layout by its closed form."""
+
+    seconds: float
+    gpus: int
+    kind: Kind
+    settings: tuple[Many, ...]
+    tokens: int
+
+    def layout(self, assignment: Any = "joint") -> Layout:
+        """Return it as a value; one replica of all has nothing to shard."""
+        alone = all(each.dp == 1 for each in self.settings)
+        placements = tuple(of.placement(plain=alone or (self.kind == "own" and of.dp == 1)) for of in self.settings)
+        return Layout(placements=placements, kind=self.kind, microbatch_tokens=self.tokens, assignment=assignment)
+
+
+def tried_tokens(longest: int) -> tuple[int, ...]:
+    """Return the tokens of a microbatch that are tried, 4,096 to 131,072: none is below the longest sample."""
+    return tuple(4096 << each for each in range(6) if 4096 << each >= longest) or (longest,)
+
+
+def cells(module: Module, workload: Workload, cluster: Cluster, *, tokens: int | None = None) -> list[Cell]:
+    """Return every setting of a module that fits on the cluster's GPUs, as a table of seconds by GPUs (Crius' cells).
+
+    Args:
+        tokens: positions of a microbatch, of this module's own; by default those that are tried.
+
+    Raises:
+        ValueError: no phase of this name, or a module that fits in no setting: it names the bytes of the smallest.
+    """
+    if module.name not in workload.phases:
+        raise ValueError(f"module {module.name!r} is of no phase: the samples have {', '.join(workload.phases)}")
+    means = Means(workload, cluster, module.name)
+    found, smallest = [], np.inf
+    tried = (tokens,) if tokens else tried_tokens(means.longest)
+    for _, (of,), seconds, used in grids([module], means, tried, {}, (None, "optimizer", "full")):
+        smallest = min(smallest, float(used.min()))
+        for row, column in np.argwhere(used <= cluster.usable).tolist():
+            one = of._replace(dp=of.dp[0, column])
+            if one.sharding and one.dp == 1:
+                continue  # Nothing to shard: the same as without.
+            size = {"seconds": float(seconds[row, column]), "bytes": float(used[row, column])}
+            found.append(Cell(placement=one.placement(plain=False), microbatch_tokens=tried[row], **size))
+    if not found:
+        raise ValueError(
+            f"module {module.name!r} fits on no GPU: it needs at least {smallest / 1e9:.1f} GB on each, and a GPU has "
+            f"{cluster.usable / 1e9:.1f} GB for it ({cluster.assumed.usable:.0%} of {cluster.memory / 1e9:.0f})"
+        )
+    return found
+
+
+def grids(
+    modules: Sequence[Module],
+    means: Means,
+    tokens: Sequence[int],
+    keep: Keep,
+    shardings: Sequence[Sharding | None] = ("optimizer", "full"),
+) -> Iterator[tuple[Kind, tuple[Many, ...], Any, Any]]:
+    """Yield layouts without GPUs of their own for encoders: kind, settings with all dp, int64 (1, num_dp), and seconds
+    and bytes of the fullest GPU, float64 (num_tokens, num_dp).
+    """
+    (*encoders, llm), cluster = modules, means.cluster
+    column = np.array(tokens)[:, None]
+    kinds: tuple[Kind, ...] = ("one", "repeated", "shared", "first_stage") if encoders else ("one", "first_stage")
+    for kind, tp, pp, sharding in itertools.product(kinds, _SIZES, stages_of(llm), shardings):
+        of_encoders = tp if kind in ("one", "first_stage") else 1
+        has = {"one": pp == 1, "first_stage": pp > 1, "repeated": pp == 1 and tp > 1, "shared": tp * pp > 1}[kind]
+        refused = llm.refused(tp, pp) or any(each.refused(of_encoders, 1) for each in encoders)
+        if not has or refused or (sharding == "full" and pp > 1):
+            continue
+        dp = np.arange(1, min(cluster.gpus // (tp * pp), means.fewest_samples) + 1)
+        of_encoder = of_encoders, 1, dp * tp * pp if kind == "shared" else dp
+        shapes = [*[of_encoder] * len(encoders), (tp, pp, dp)]
+        kept = np.logical_and.reduce([_keeps(keep, of.name, *shape) for of, shape in zip(modules, shapes, strict=True)])
+        for recompute in itertools.product((False, True), repeat=len(modules)) if kept.any() else ():
+            settings = tuple(
+                Many(of, tp_of, pp_of, dp_of[kept][None], sharding, again)
+                for of, (tp_of, pp_of, dp_of), again in zip(modules, shapes, recompute, strict=True)
+            )
+            memory = mean_memory(kind, settings, column, means)
+            used = gpu_bytes(kind, settings, column, memory, means)[LLM]
+            seconds = closed_form(kind, settings, column, means)
+            shape = len(tokens), int(kept.sum())
+            yield kind, settings, np.broadcast_to(seconds, shape), np.broadcast_to(used, shape)
+
+
+def stages_of(module: Module) -> list[int]:
+    """Return the numbers of stages that are tried."""
+    most = _MOST_STAGES if module.name == LLM else _MOST_STAGES_OF_OTHERS
+    return [each for each in range(1, most + 1) if not module.cost.layers % each]
+
+
+def _keeps(keep: Keep, name: str, tp: int, pp: int, dp: Any) -> Any:
+    """Return which settings a user keeps, in the shape of `dp`."""
+    given, kept = {"tp": tp, "pp": pp, "dp": dp}, np.full(np.shape(dp), True)
+    for size, value in keep.get(name, {}).items():
+        kept &= given[size] == value
+    return kept
+
+
+def candidates(
+    modules: Sequence[Module], means: Means, tokens: Sequence[int], keep: Keep, most: int
+) -> tuple[dict[Kind, list[Candidate]], dict[Kind, float]]:
+    """Return the best layouts of each kind by their closed forms, at most `most` of a kind; and the least bytes of
+    a GPU in each kind, but for modules on GPUs of their own.
+    """
+    usable = means.cluster.usable
+    found: dict[Kind, list[Candidate]] = {}
+    least: dict[Kind, float] = {}
+    for kind, settings, seconds, used in grids(modules, means, tokens, keep):
+        ranked = found.setdefault(kind, [])
+        least[kind] = min(least.get(kind, np.inf), float(used.min()))
+        within = np.where(used <= usable, seconds, np.inf)
+        if within.shape[1] > _MANY:  # neighbours are alike: the best alone
+            is_best = within.argmin(axis=1)[:, None] == np.arange(within.shape[1])
+            within = np.where(is_best, within, np.inf)
+        within = within.ravel()
+        for at in np.argsort(within, kind="stable")[:most].tolist():
+            if within[at] < np.inf:
+                row, column = divmod(at, seconds.shape[1])
+                chosen = tuple(each._replace(dp=int(each.dp[0, column])) for each in settings)
+                ranked.append(Candidate(float(within[at]), chosen[-1].gpus, kind, chosen, tokens[row]))
+    if len(modules) > 1:
+        found["own"] = _own(modules, means, tokens, keep, most)
+    return {kind: sorted(ranked, key=lambda each: each[:2])[:most] for kind, ranked in found.items()}, least
+
+
+def _table(module: Module, means: Means, keep: Keep) -> Many | None:
+    """Return all settings of a module on GPUs of its own, as arrays (num_settings,)."""
+    most = min(means.cluster.gpus, means.fewest_samples) if module.name == LLM else means.cluster.gpus
+    # Replicas without a prime factor above 7: numbers that divide a power of 2 x 3 x 5 x 7.
+    sizes = np.array([each for each in range(1, most + 1) if not pow(210, most.bit_length(), each)])
+    found = []
+    for tp, pp, again in itertools.product(_SIZES, stages_of(module), (False, True)):
+        dp = sizes[sizes <= means.cluster.gpus // (tp * pp)]
+        dp = dp[_keeps(keep, module.name, tp, pp, dp)]
+        if dp.size and not module.refused(tp, pp):
+            work = means.work(Many(module, tp, pp, dp, "optimizer", again))
+            found.append([np.broadcast_to(each, dp.shape) for each in (tp, pp, dp, again, work)])
+    if not found:
+        return None
+    all_tp, all_pp, all_dp, all_again, all_work = map(np.concatenate, zip(*found, strict=True))
+    return Many(module, all_tp, all_pp, all_dp, "optimizer", all_again, all_work)
+
+
+def _own(modules: Sequence[Module], means: Means, tokens: Sequence[int], keep: Keep, most: int) -> list[Candidate]:
+    """Return the best layouts with modules on GPUs of their own."""
+    cluster = means.cluster
+    tables = [table for each in modules if (table := _table(each, means, keep)) is not None]
+    if len(tables) < len(modules):
+        return []
+    # With each tokens of a microbatch.
+    llm = tables.pop()
+    own, size = llm.take(np.repeat(np.arange(len(llm.dp)), len(tokens))), np.tile(tokens, len(llm.dp))
+    count = np.maximum(1, np.ceil(means.tokens / (own.dp * size)))
+    # A bound: others share what is left as evenly as GPUs could be cut, and cost no link and no optimizer.
+    left = cluster.gpus - own.gpus
+    work = np.array([float((each.work * each.gpus).min()) for each in tables])
+    room, stage = np.maximum(left, 1) * count, own.work / count
+    bound = own.pp * stage + np.sqrt(work).sum() ** 2 / room + (count - 1) * np.maximum(stage, work.sum() / room)
+    least = gpu_bytes("own", [own], size, Memory({}, 0.0), means)[LLM]
+    bound = np.where((left >= len(tables)) & (least <= cluster.usable), bound, np.inf)
+    best: list[Candidate] = []
+    limit = np.inf
+    order = np.argsort(bound, kind="stable").tolist()
+    for place in [order[0], *order]:  # the first gives a limit, and is then looked at again in full
+        if bound[place] > limit or bound[place] == np.inf:
+            break
+        combined = _combined(tables, own.take([place]), int(size[place]), means, limit, most)
+        best = sorted(best + [each for each in combined if each not in best], key=lambda each: each[:2])[:most]
+        limit = best[-1].seconds if len(best) == most else np.inf
+    return best
+
+
+def _combined(tables: Sequence[Many], own: Many, size: int, means: Means, limit: float, most: int) -> list[Candidate]:
+    """Return the best combinations with one setting of the LLM, of those not above `limit`."""
+    cluster, left = means.cluster, means.cluster.gpus - int(own.gpus[0])
+    count = np.maximum(1, np.ceil(means.tokens / (own.dp * size)))
+
+    def priced(settings: list[Many]) -> tuple[Any, list[Any]]:
+        used = gpu_bytes("own", settings, size, mean_memory("own", settings, size, means), means)
+        return closed_form("own", settings, size, means), [each <= cluster.usable for each in used.values()]
+
+    # Of each module, settings that fit alone, and that could be below the limit if others had all other GPUs.
+    least = np.sqrt([float((each.work * each.gpus).min()) for each in tables])
+    columns: list[Many] = []
+    for number, table in enumerate(tables):
+        free = left - table.gpus
+        seconds, (fits, _) = priced([table, own])
+        alone = seconds + (least.sum() - least[number]) ** 2 / np.maximum(free * count, 1)
+        chosen = np.flatnonzero(fits & (free >= len(tables) - 1) & (alone <= limit))
+        if len(tables) > 1:
+            chosen = chosen[np.argsort(alone[chosen], kind="stable")[: int(_MOST_COMBINED ** (1 / len(tables)))]]
+        # All combinations: a module's settings along an axis of its own.
+        columns.append(table.take(chosen.reshape([-1 if each == number else 1 for each in range(len(tables))])))
+    if not all(each.dp.size for each in columns):
+        return []
+    seconds, fits = priced([*columns, own])
+    enough = sum(each.gpus for each in columns) <= left
+    seconds = np.where(np.logical_and.reduce(np.broadcast_arrays(enough, *fits)), seconds, np.inf)
+    found = []
+    for at in np.argsort(seconds, axis=None, kind="stable")[:most].tolist():
+        if seconds.flat[at] < np.inf:
+            places = np.unravel_index(at, seconds.shape)
+            settings = *(each.take(place) for each, place in zip(columns, places, strict=True)), own.take(0)
+            gpus = sum(int(each.gpus) for each in settings)
+            found.append(Candidate(float(seconds.flat[at]), gpus, "own", settings, size))
+    return found

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from orchdata.balancers.assignment import loads_by_rank_and_microbatch
 from orchdata.balancers.packed import balance as balance_packed
-from orchdata.native.microbatches.modules import run_modules
+from orchdata.native.microbatches.pipeline import run_modules
 from orchdata.order.order import Order
 from orchdata.order.steps import GlobalBatches, StepTask
-from orchdata.planners.cluster import Cluster
-from orchdata.planners.formulas import (
+from orchdata.planners.cluster import (
+    Cluster,
     Means,
     Memory,
     forward_share,

@@ -14,15 +14,14 @@ from numpy.typing import NDArray
 from orchdata.balancers.costs.model import CostModel
 from orchdata.balancers.costs.phase import PhaseCost
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.storage.mapped_array import MappedArray
+from orchdata.loaders.storage.cache import MappedArray
 from orchdata.native.costs import COST_SHIFT, Coefficients, part_costs, sequence_costs
 from orchdata.planning.layout import Attention
 from orchdata.planning.parts import Parts
-from orchdata.planning.sharing.fixed import FixedCost
-from orchdata.planning.sharing.packed import NO_PADDING, NoPadding
-from orchdata.planning.sharing.padded import PaddedCost
+from orchdata.planning.sharing.accumulated import FixedCost
+from orchdata.planning.sharing.packed import NO_PADDING, NoPadding, PaddedCost
 from orchdata.planning.sharing.shares import Padding
-from orchdata.planning.sharing.windows import WindowCost
+from orchdata.planning.windows import WindowCost
 
 Ints = NDArray[np.int64]
 

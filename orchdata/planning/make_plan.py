@@ -26,8 +26,7 @@ from orchdata.planning.plan import Plan
 from orchdata.planning.sharing.accumulated import share_out_in
 from orchdata.planning.sharing.shares import Padding, Shares, StepSamples, one_microbatch
 from orchdata.planning.sharing.teams import share_in_teams, without_teams
-from orchdata.planning.sharing.windows import WindowCost
-from orchdata.planning.windows import TokenRanges, WindowBatches, piece_labels
+from orchdata.planning.windows import TokenRanges, WindowBatches, WindowCost, piece_labels
 
 Ints = NDArray[np.int64]
 

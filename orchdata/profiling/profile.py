@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 import orchdata
 from orchdata.balancers.costs.model import CostModel
 from orchdata.dataset.arguments import check_teams
-from orchdata.dataset.indexed.unread import unread_of
 from orchdata.dataset.mixed import index_of, mixture_order, text_is_bytes
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.options import TokenBudgets
@@ -35,6 +34,7 @@ from orchdata.dataset.shards import (
     oversize_rows,
     unchosen_rows,
 )
+from orchdata.dataset.unread import unread_of
 from orchdata.engines.kernel_families import kernel_families
 from orchdata.engines.warm import Warming
 from orchdata.loaders.amounts import counted
@@ -47,7 +47,7 @@ from orchdata.loaders.shards.open import by_identity, open_indexed
 from orchdata.loaders.shards.parquet.shard import ParquetShard
 from orchdata.loaders.shards.tar import bytes_read_together
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.suffixes import PARQUET_SUFFIXES, RECORD_SUFFIXES, suffix_of
+from orchdata.loaders.storage.paths import PARQUET_SUFFIXES, RECORD_SUFFIXES, suffix_of
 from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order, Shuffle
@@ -55,10 +55,17 @@ from orchdata.planning.balance import Balance
 from orchdata.planning.costs import IndexTokens
 from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, window_length
 from orchdata.planning.teams import Teams
-from orchdata.profiling.content import chosen_totals, content_of, measure_phases, totals_of_sources
-from orchdata.profiling.figures import Figures, count_reasons, failure_examples, split_failures
-from orchdata.profiling.planned import AnyOrder, StepSize, epoch_spec, padding_of_layouts
-from orchdata.profiling.scales import make_scale
+from orchdata.profiling.content import (
+    Figures,
+    chosen_totals,
+    content_of,
+    count_reasons,
+    failure_examples,
+    measure_phases,
+    split_failures,
+    totals_of_sources,
+)
+from orchdata.profiling.planned import AnyOrder, StepSize, epoch_spec, make_scale, padding_of_layouts
 from orchdata.profiling.summary import call_of, findings
 
 DEFAULT_RANKS: Final = (8, 64, 512, 2560)

@@ -11,9 +11,8 @@ from typing import Final, NamedTuple
 from orchdata.delivery.policy import DEFAULT_SHARE
 from orchdata.html import number, percent
 from orchdata.loaders.amounts import counted
-from orchdata.profiling.figures import Figures
-from orchdata.profiling.planned import CLEAR
-from orchdata.profiling.scales import SettingName
+from orchdata.profiling.content import Figures
+from orchdata.profiling.planned import CLEAR, SettingName
 
 _LARGE_ERROR: Final = 0.02
 _WORTH: Final = 0.02

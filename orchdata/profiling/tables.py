@@ -12,8 +12,8 @@ from typing import Any, Final
 import pyarrow as pa
 
 from orchdata.html import number, percent, plain
-from orchdata.profiling.figures import Figures
-from orchdata.profiling.scales import SettingName
+from orchdata.profiling.content import Figures
+from orchdata.profiling.planned import SettingName
 
 TEXT: Final = "{}"
 DATA: Final = "data"

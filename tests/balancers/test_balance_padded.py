@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from orchdata.balancers import Assignment, CostModel, PhaseCost, TransformerCost
-from orchdata.balancers.padded import balance_padded
+from orchdata.balancers.packed import balance_padded
 
 # The first call of a kernel compiles or loads it.
 settings.register_profile("kernels", deadline=None)

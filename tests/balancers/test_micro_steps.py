@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from orchdata.balancers.bins.micro_steps import Packing, candidate_packings
+from orchdata.balancers.bins import Packing, candidate_packings
 
 # The first call of a kernel compiles or loads it.
 settings.register_profile("kernels", deadline=None)

@@ -10,7 +10,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from benchmarks.papers.disttrain import order_after_disttrain
-from orchdata.balancers.pipeline import order_microbatches, simulate_1f1b
+from orchdata.balancers.microbatches import order_microbatches, simulate_1f1b
 from orchdata.native.microbatches.pipeline import run_all
 
 # The first call of a kernel compiles or loads it.

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from orchdata.balancers import balance, balance_phases, lower_bound, split_microbatches
-from orchdata.native.microbatches.swaps import lower_peaks
+from orchdata.native.microbatches.microbatch import lower_all_peaks
 
 Ints = NDArray[np.int64]
 SAMPLES = 8
@@ -158,7 +158,7 @@ def test_swaps_leave_pinned_samples_in_their_cells_and_find_nearly_the_best() ->
         cells = np.einsum("wsc,sp->wcp", ways[:, :, None] == np.arange(2 * case.num_ranks), case.costs)
         prices = cells.reshape(len(ways), case.num_ranks, 2, 2).max(axis=1).sum(axis=(1, 2))
         ones, group = np.ones((SAMPLES, 1), np.int64), np.zeros(case.num_ranks, np.int32)
-        lower_peaks(case.costs, ones, np.array([SAMPLES]), group, 2, rank, cut, True, 20_000, pinned)
+        lower_all_peaks(case.costs, ones, np.array([SAMPLES]), group, 2, rank, cut, True, 20_000, pinned)
         (found,) = np.flatnonzero((ways == rank * 2 + cut).all(axis=1))
         ratios.append(prices[found] / prices.min())
     assert np.mean(ratios) <= 1.01

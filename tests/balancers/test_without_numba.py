@@ -12,7 +12,7 @@ import pytest
 PROGRAM = """
 import json, numpy as np
 from orchdata.balancers import *
-from orchdata.balancers.bins.micro_steps import candidate_packings
+from orchdata.balancers.bins import candidate_packings
 from benchmarks.distributions import DISTRIBUTIONS, omni_lengths, quadratic
 
 def numbers(found):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.pauses import PausesBench, run
-from orchdata.loaders.text.fast_tokenizer import FastTokenizer
+from orchdata.loaders.text.preprocessor import FastTokenizer
 
 
 @pytest.mark.slow

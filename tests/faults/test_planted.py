@@ -16,7 +16,7 @@ FAULTS = faults()
 KINDS = {
     "order": ("orchdata/order", "orchdata/planning", "orchdata/dataset", "orchdata/building"),
     "state": ("orchdata/loop", "orchdata/delivery", "orchdata/order", "orchdata/dataset"),
-    "cache": ("loaders/storage", "loaders/kept.py"),
+    "cache": ("loaders/storage", "loaders/storage/cache.py"),
     "index": ("loaders/index", "loaders/shards", "orchdata/dataset"),
     "ray": ("orchdata/engines/on_ray",),
 }

@@ -26,10 +26,8 @@ from orchdata.cli import app
 from orchdata.loaders.index import index as index_module
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.index.locations import open_index
-from orchdata.loaders.kept import KINDS, Pruned, prune
-from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.mapped_array import MappedArray
+from orchdata.loaders.index.index_file import open_index
+from orchdata.loaders.storage.cache import KINDS, CacheFolder, MappedArray, Pruned, prune
 
 pytestmark = pytest.mark.usefixtures("no_hang")
 DAY = 24 * 3600.0

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from orchdata.loaders.index import measuring as reading
 from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.measuring import reading
 from orchdata.loaders.pace import Turns
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
 from orchdata.loaders.spread import Spread

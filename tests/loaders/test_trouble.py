@@ -15,10 +15,10 @@ from shard_factory import omni_shards, write_shard
 
 import orchdata as od
 from orchdata.loaders.errors import StorageError, TooManyFailures
+from orchdata.loaders.index import builder
+from orchdata.loaders.index import measuring as chunk
 from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.building import builder
-from orchdata.loaders.index.locations import open_index
-from orchdata.loaders.index.measuring import chunk
+from orchdata.loaders.index.index_file import open_index
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
 from orchdata.loaders.storage.local import LocalFile
 
@@ -216,8 +216,8 @@ def test_what_a_decoder_is_refused_is_no_damage(
         raise OSError(number, os.strerror(number), "/lib/some_decoder.so")
 
     with monkeypatch.context() as patch:
-        patch.setattr("orchdata.loaders.shards.tar_scan.read_header", refuse)
-        patch.setattr("orchdata.loaders.shards.tar_scan.scan_heads", refuse)
+        patch.setattr("orchdata.loaders.shards.tar.read_header", refuse)
+        patch.setattr("orchdata.loaders.shards.tar.scan_heads", refuse)
         with pytest.raises(StorageError, match=rf"some_decoder.so: cannot be used: {os.strerror(number)}"):
             build_index(shard, Recipe(), retry_seconds=0)
     assert not len(build_index(shard, Recipe()).bad_rows())

@@ -17,7 +17,7 @@ from orchdata.native.permutation import shuffled_rows
 FIRST_CALL = """
 import sys
 import numpy as np
-from orchdata.native.checks import first_invalid
+from orchdata.native.sorting import first_invalid
 print("numba" in sys.modules)
 print(first_invalid(np.array([3, -1]), 9))
 print("numba" in sys.modules)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from orchdata.native.key_hash import hash_keys
+from orchdata.native.permutation import hash_keys
 
 MASK = (1 << 64) - 1
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchdata.native.patchify import bfloat16_bits, channel_table, patchify
+from orchdata.native.decoding import bfloat16_bits, channel_table, patchify
 
 pytestmark = pytest.mark.cpus
 

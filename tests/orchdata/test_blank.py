@@ -13,7 +13,7 @@ from shard_factory import RECIPE, jpeg, omni_shards, write_shard
 
 import orchdata as od
 from orchdata import runtime
-from orchdata.dataset.describe import describe_loader
+from orchdata.runtime import describe_loader
 
 POISON = ("omni-000001.tar", "s1-0006")  # a picture and a text
 PIECES = ("long.tar", "b")

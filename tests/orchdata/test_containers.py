@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 
 import orchdata as od
 from orchdata.cli import app
-from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.building.crew import BuildProgress
+from orchdata.loaders.index.build import BuildProgress, build_index
 from orchdata.loaders.shards.container import ShardSource, identity_of
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.local import LocalFile

@@ -15,7 +15,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import orchdata as od
 from orchdata.engines.engine import InlineEngine, PlainEngine
-from orchdata.engines.processes.supervisor import Supervisor
+from orchdata.engines.processes.engine import Supervisor
 from orchdata.engines.threads import ThreadPool
 from orchdata.finalizers import wait_for_finalizers
 

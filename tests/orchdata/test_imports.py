@@ -23,33 +23,32 @@ FOLDERS = {
 # folders the folders above them; units on one line do not import each other.
 LAYERS = """
 native: jit
-native: sorting checks costs permutation key_hash patchify spectrum
+native: sorting costs permutation decoding
 native: assign bins scan
 native: move microbatches
 balancers: checks
 balancers: assignment costs
-balancers: packed padded pipeline placement microbatches bins teams
+balancers: packed placement microbatches bins
 balancers: phases
 balancers: moves
 balancers: grid
 balancers: __init__
 loaders: environment limited_process collector
-loaders: memory waits
-loaders: errors versions amounts compact locks recent scratch watch pace slow interrupts first_calls tokenizer_threads
+loaders: memory
+loaders: errors versions amounts compact locks scratch watch pace interrupts first_calls tokenizer_threads
 loaders: failures limits resampling functions generators spread
 loaders: records harmless_names
 loaders: storage
 loaders: claims
-loaders: kept
 loaders: text modalities
-loaders: field_names media_names
+loaders: field_names
 loaders: recipe
 loaders: required
 loaders: shards
 loaders: unread_names
 loaders: samples
 loaders: index
-orchdata: progress notices finalizers quarantine yaml_file html
+orchdata: notices finalizers quarantine yaml_file html
 orchdata: order
 orchdata: planning
 orchdata: ranks
@@ -62,7 +61,7 @@ orchdata: caching
 orchdata: trainers unended_chats
 orchdata: dataset
 orchdata: runtime
-orchdata: copies steps
+orchdata: steps
 orchdata: dataloader post_balancing verifying
 orchdata: showing
 orchdata: profiling
@@ -191,14 +190,12 @@ def test_nothing_imports_a_module_that_executes_data(folder: str) -> None:
     # container that is tested goes to a child of its own. The recipe goes to the children of an index build, and they
     # send back what they have measured.
     ours = [
-        *(f"orchdata.engines.{name}" for name in ("pickling", "processes.message", "processes.worker")),
-        *(f"orchdata.testing.{name}" for name in ("containers", "engines")),
-        *(f"orchdata.loaders.index.jobs.{name}" for name in ("process", "work")),
+        *(f"orchdata.engines.{name}" for name in ("engine", "processes.message", "processes.worker")),
+        "orchdata.testing",
+        "orchdata.loaders.index.jobs",
     ]
     assert users == (ours if folder == "pickle" else [])
-    assert "pickle.load" not in MODULES["orchdata.engines.pickling"].read_text().replace(
-        "`pickle.loads(...).open()`", ""
-    )
+    assert "pickle.load" not in MODULES["orchdata.engines.engine"].read_text().replace("`pickle.loads(...).open()`", "")
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from shard_factory import RECIPE, chat, jpeg, write_shard
 
 import orchdata as od
 from orchdata.loaders.errors import DataError
-from orchdata.loaders.samples.overflow import unpacked
-from orchdata.loaders.text.fast_tokenizer import FastTokenizer
+from orchdata.loaders.samples.measure import unpacked
+from orchdata.loaders.text.preprocessor import FastTokenizer
 from orchdata.profiling.profile import profile
 
 pytestmark = pytest.mark.usefixtures("kept_parquet_processes")

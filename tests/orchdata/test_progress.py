@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from orchdata import progress
-from orchdata.progress import progress_bar
+from orchdata import notices as progress
+from orchdata.notices import progress_bar
 
 
 def test_a_notebook_gets_a_bar_that_is_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

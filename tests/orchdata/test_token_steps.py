@@ -15,7 +15,7 @@ from rank_loaders import BUDGET, loaders, rows_of, steps_of
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
-from orchdata.planning.sharing.fixed import better_budget
+from orchdata.planning.sharing.accumulated import better_budget
 
 pytestmark = pytest.mark.usefixtures("same_cache")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 
-from orchdata.caching.filler import Filler, Place
+from orchdata.caching import Filler, Place
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.loaders.storage.files import Files
-from orchdata.loaders.storage.node.cache import Cache
+from orchdata.loaders.storage.node import Cache
+from orchdata.loaders.storage.storage import ReadBytes
 from orchdata.order.order import Order, Shuffle
 
 

@@ -40,12 +40,11 @@ import orchdata as od
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.first import build_first_index
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.kept import kept_files, prune
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.storage import retries
-from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.node.entries import SUM_SUFFIX
-from orchdata.loaders.storage.verified import NOTE_SUFFIX, is_noted
+from orchdata.loaders.storage.cache import CacheFolder, kept_files, prune
+from orchdata.loaders.storage.entries import SUM_SUFFIX
+from orchdata.loaders.storage.sealed import NOTE_SUFFIX, is_noted
 
 
 def index_digest(index: Index) -> str:
@@ -237,8 +236,8 @@ def hurry() -> None:
 @contextlib.contextmanager
 def swallowing_trouble() -> Iterator[None]:
     """The fault that trials are to find: what the system refuses becomes a shard's failure, as if it were damaged."""
-    from orchdata.loaders.index.building import builder
-    from orchdata.loaders.shards.facts_table import Facts, FactsMeta, shard_failure
+    from orchdata.loaders.index import builder
+    from orchdata.loaders.shards.shard import Facts, FactsMeta, shard_failure
 
     sound = builder.load_facts  # type: ignore[attr-defined]
 

@@ -26,9 +26,9 @@ from transformers.video_utils import VideoMetadata
 from video_clips import VARIABLE, animation, clip
 
 import orchdata as od
-from orchdata.hf.video.modality import HFVideos
+from orchdata.hf.video import HFVideos
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.probing import read_header
+from orchdata.loaders.modalities.checks import read_header
 
 NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 LIMITS = Limits()

@@ -279,9 +279,9 @@ def _woven(listed: Sequence[Any], endless: Iterator[Any]) -> Iterator[Any]:
 
 def scanned(path: Path, limits: Any) -> Any:
     """The facts of a file, read as a child of a build reads them, in this process."""
-    from orchdata.loaders.shards.arrow.shard import ArrowReader
-    from orchdata.loaders.shards.facts_table import shard_failure
+    from orchdata.loaders.shards.arrow import ArrowReader
     from orchdata.loaders.shards.parquet.scan import scan
+    from orchdata.loaders.shards.shard import shard_failure
     from orchdata.loaders.storage.local import LocalFile
 
     try:
@@ -293,7 +293,7 @@ def scanned(path: Path, limits: Any) -> Any:
 def main(folder: Path, end_at: int) -> None:
     """The child: try each case, and say which it is before it is tried. Ends at the first that goes wrong."""
     from orchdata.loaders.limits import Limits
-    from orchdata.loaders.shards.arrow.shard import ArrowShard
+    from orchdata.loaders.shards.arrow import ArrowShard
     from orchdata.loaders.storage.local import LocalFile
 
     limits = Limits(column_bytes=1 << 22, member_bytes=1 << 22, text_bytes=1 << 18, sample_parts=1 << 12)

@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import orchdata as od
-from orchdata.delivery.replicate import _groups
+from orchdata.delivery.delivery import _groups
 from orchdata.planning.plan import Plan
 from orchdata.post_balancing.group import RankGroup
 from orchdata.ranks import agreement

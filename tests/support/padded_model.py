@@ -22,7 +22,7 @@ from examples.model import (
     strided_frames,
     weighted_loss,
 )
-from orchdata.batch.merge import merge_features
+from orchdata.batch.tensors import merge_features
 
 
 class PaddedBlock(Block):

@@ -15,7 +15,7 @@ from numba.core.registry import CPUDispatcher
 
 from orchdata.balancers import CostModel, PhaseCost
 from orchdata.bench.plan import synthetic_index
-from orchdata.building.map_items import MapContent
+from orchdata.building.collate import MapContent
 from orchdata.building.spec import BuildSpec
 from orchdata.engines.kernel_families import warm
 from orchdata.order.order import Order, Shuffle

@@ -1,16 +1,27 @@
 """The format of a clip, from its first bytes, and whether the file is complete, without a decoder.
 
 A decoder reads a cut file as far as possible, and reports nothing.
+
+MP4 and MOV -> a clip's header from its tables, if they are plain: no picture is read.
+
+Other files (fragments, several tracks or edits, cropping, encryption) are left to a scan of packets.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.modalities.checks import starts_with
+from orchdata.loaders.modalities.modality import Header
+from orchdata.loaders.modalities.video.timeline import Timeline
+from orchdata.native.scan.media import FOUND, MORE, UNUSUAL
 
 EBML: Final = b"\x1a\x45\xdf\xa3"
 _SEGMENT: Final = b"\x18\x53\x80\x67"
@@ -182,3 +193,232 @@ def _gif_end(data: memoryview) -> int:
 
 def _palette(flags: int) -> int:
     return 3 << ((flags & 7) + 1) if flags & 0x80 else 0
+
+
+_FIRST_BOX: Final = b"ftyp"
+_ONE: Final = 1 << 16
+_UNIT: Final = 1 << 30
+# How a track's matrix turns its pictures: whether width and height are exchanged.
+_TURNS: Final[dict[tuple[int, ...], bool]] = {
+    (_ONE, 0, 0, _ONE): False,
+    (-_ONE, 0, 0, -_ONE): False,
+    (0, _ONE, -_ONE, 0): True,
+    (0, -_ONE, _ONE, 0): True,
+}
+_PLAIN_ENTRY: Final = frozenset((b"avc1", b"avc3", b"hvc1", b"hev1", b"mp4v", b"vp09", b"av01"))
+_MOST_FRAMES: Final = 1 << 24
+_HOLDERS: Final = frozenset(b"edts hoov mdia minf moof moov mvex stbl traf trak udta".split())
+"""Boxes that contain boxes."""
+_COUNTS: Final = {b"stsz": 8, b"stz2": 8, b"trun": 4}
+"""Boxes with a number of frames, and the offset of that number in them."""
+_FRAMES_A_BYTE: Final = 2
+"""QuickTime's old sound has this number of samples per byte, and each counts as a frame."""
+_FEW_EDITS: Final = 4
+_FREE_ENTRIES: Final = 1 << 20
+"""Number of frame entries, counted once per edit, that files of any size may have."""
+
+
+class _NotPlain(Exception):
+    """The tables are not plain: a scan of packets has to decide."""
+
+
+def plain_header(data: memoryview, size: int) -> tuple[int, Header]:
+    """Return a status of `native.scan.status`, and the header: (width, height, frames, seconds as numerator,
+    denominator).
+
+    Args:
+        data: the first bytes of a file.
+        size: bytes of the whole file.
+    """
+    if bytes(data[4:8]) != _FIRST_BOX:
+        return UNUSUAL, ()
+    tables, at = None, 0
+    while at + 8 <= size:
+        if at + 16 > len(data) and len(data) < size:
+            return MORE, ()
+        box = next(boxes(data[at:], 0, size - at), None)
+        open_ended = not int.from_bytes(data[at : at + 4], "big")
+        if box is None or open_ended or box.end > size - at or box.kind in (b"moof", b"sidx"):
+            return UNUSUAL, ()
+        if box.kind == b"moov":
+            if tables is not None:
+                return UNUSUAL, ()
+            if at + box.end > len(data):
+                return MORE, ()
+            tables = Box(box.kind, at + box.start, at + box.end)
+        at += box.end
+    if tables is None:
+        return UNUSUAL, ()
+    try:
+        return FOUND, _header(data, tables, size)
+    except (_NotPlain, DecodeError, LookupError, ValueError, StopIteration):
+        return UNUSUAL, ()
+
+
+def check_tables(data: memoryview) -> None:
+    """Raise DecodeError for tables with far more frames than the file has bytes, or with many edits of the same frames:
+    libav allocates an entry for each before anything is read.
+    """
+    frames = edits = 0
+    pending = [(0, len(data))]
+    while pending:
+        for kind, start, end in boxes(data, *pending.pop()):
+            if kind in _HOLDERS:
+                pending.append((start, min(end, len(data))))
+            elif kind in _COUNTS:
+                at = start + _COUNTS[kind]
+                frames += int.from_bytes(data[at : at + 4], "big")
+            elif kind == b"elst":
+                edits = max(edits, min(int.from_bytes(data[start + 4 : start + 8], "big"), (end - start) // 12))
+    if frames > _FRAMES_A_BYTE * len(data):
+        raise DecodeError(f"damaged video: its tables list {frames} frames in {len(data)} bytes")
+    if edits > _FEW_EDITS and edits * frames > max(_FREE_ENTRIES, len(data)):
+        raise DecodeError(
+            f"a video of {edits} edits over {frames} frames in {len(data)} bytes: encode it again as it is to be seen"
+        )
+
+
+def _header(data: memoryview, tables: Box, file_size: int) -> Header:
+    children = _children(data, tables)
+    if b"mvex" in children or b"mvhd" not in children:
+        raise _NotPlain
+    # The movie must not be turned; only its one track may.
+    movie = _content(data, children[b"mvhd"][0])
+    at = 32 if movie[0] == 1 else 20
+    movie_scale = _uint(movie, 20 if movie[0] == 1 else 12)
+    if _matrix(movie, at + 16) != (_ONE, 0, 0, _ONE):
+        raise _NotPlain
+    tracks = [_children(data, box) for box in children.get(b"trak", ())]
+    shown = [track for track in tracks if _handler(data, track) == b"vide"]
+    if len(shown) != 1:
+        raise _NotPlain
+    (track,) = shown
+    media = _children(data, track[b"mdia"][0])
+    table = _children(data, _children(data, media[b"minf"][0])[b"stbl"][0])
+    width, height = _size(data, table)
+    turned = _TURNS.get(_track_matrix(_content(data, track[b"tkhd"][0])))
+    if turned is None:
+        raise _NotPlain
+    media_header = _content(data, media[b"mdhd"][0])
+    scale = _uint(media_header, 20 if media_header[0] == 1 else 12)
+    # Times come from the tables, if an edit shows all frames.
+    times = _times(data, table, file_size)
+    _check_edits(data, track, times, scale, movie_scale)
+    if not scale:
+        raise _NotPlain
+    line = Timeline.of(times.tolist(), Fraction(1, scale))
+    if turned:
+        width, height = height, width
+    return width, height, line.frames, line.seconds.numerator, line.seconds.denominator
+
+
+def _times(data: memoryview, table: dict[bytes, list[Box]], file_size: int) -> NDArray[np.int64]:
+    """Return when each frame is shown, int64 (frames,), in stored order."""
+    counts, deltas = _runs(data, table, b"stts", "i4")
+    frames = int(counts.sum())
+    sizes = _content(data, table[b"stsz"][0])
+    if not 0 < frames <= min(_MOST_FRAMES, file_size) or _uint(sizes, 8) != frames or (deltas <= 0).any():
+        raise _NotPlain
+    if not _uint(sizes, 4) and not np.frombuffer(sizes, ">u4", frames, 12).all():  # a frame without bytes
+        raise _NotPlain
+    lasts = np.repeat(deltas, counts)
+    times = np.cumsum(lasts) - lasts
+    if b"ctts" in table:
+        counts, offsets = _runs(data, table, b"ctts", "i4")
+        if int(counts.sum()) != frames:
+            raise _NotPlain
+        times = times + np.repeat(offsets, counts)
+    if b"stss" in table:
+        content = _content(data, table[b"stss"][0])
+        if not _uint(content, 4) or _uint(content, 8) != 1 or times[0] != times.min():
+            raise _NotPlain  # frames are shown before the first keyframe
+    return times
+
+
+def _runs(
+    data: memoryview, table: dict[bytes, list[Box]], kind: bytes, dtype: str
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return pairs of (number of repetitions, value)."""
+    content = _content(data, table[kind][0])
+    count = _uint(content, 4)
+    pairs = np.frombuffer(content, f">{dtype}", 2 * count, 8).reshape(count, 2).astype(np.int64)
+    if (pairs[:, 0] < 0).any() or int(pairs[:, 0].sum()) > _MOST_FRAMES:
+        raise _NotPlain
+    return pairs[:, 0], pairs[:, 1]
+
+
+def _check_edits(
+    data: memoryview, track: dict[bytes, list[Box]], times: NDArray[np.int64], scale: int, movie_scale: int
+) -> None:
+    """Raise _NotPlain if an edit leaves frames out: only a single edit that shows all of them is plain."""
+    if b"edts" not in track:
+        return
+    children = _children(data, track[b"edts"][0])
+    content = _content(data, children[b"elst"][0])
+    wide = content[0] == 1
+    if _uint(content, 4) != 1:
+        raise _NotPlain
+    length = int.from_bytes(content[8 : 16 if wide else 12], "big")
+    start = int.from_bytes(content[16:24] if wide else content[12:16], "big", signed=True)
+    rate = _uint(content, 24 if wide else 16)
+    first, last = int(times.min()), int(times.max())
+    if rate != _ONE or not 0 <= start <= first:
+        raise _NotPlain
+    if length and (last + 1 - start) * movie_scale >= length * scale:
+        raise _NotPlain
+
+
+def _size(data: memoryview, table: dict[bytes, list[Box]]) -> tuple[int, int]:
+    """Return width and height of the frames, as stored."""
+    content = _content(data, table[b"stsd"][0])
+    start = table[b"stsd"][0].start
+    if _uint(content, 4) != 1:
+        raise _NotPlain
+    entry = next(boxes(data, start + 8, table[b"stsd"][0].end))
+    if entry.kind not in _PLAIN_ENTRY or entry.end > table[b"stsd"][0].end:
+        raise _NotPlain
+    if any(box.kind == b"clap" for box in boxes(data, entry.start + 78, entry.end)):
+        raise _NotPlain
+    width = int.from_bytes(data[entry.start + 24 : entry.start + 26], "big")
+    height = int.from_bytes(data[entry.start + 26 : entry.start + 28], "big")
+    if not width or not height:
+        raise _NotPlain
+    return width, height
+
+
+def _track_matrix(content: memoryview) -> tuple[int, ...]:
+    if not content[3] & 1:  # not enabled
+        raise _NotPlain
+    return _matrix(content, 52 if content[0] == 1 else 40)
+
+
+def _matrix(content: memoryview, at: int) -> tuple[int, ...]:
+    values = np.frombuffer(content, ">i4", 9, at).tolist()
+    if values[2] or values[5] or values[8] != _UNIT:
+        raise _NotPlain
+    return values[0], values[1], values[3], values[4]
+
+
+def _handler(data: memoryview, track: dict[bytes, list[Box]]) -> bytes:
+    media = _children(data, track[b"mdia"][0]) if b"mdia" in track else {}
+    return bytes(_content(data, media[b"hdlr"][0])[8:12]) if b"hdlr" in media else b""
+
+
+def _children(data: memoryview, parent: Box) -> dict[bytes, list[Box]]:
+    """Return the boxes in a box, by type."""
+    children: dict[bytes, list[Box]] = {}
+    for box in boxes(data, parent.start, parent.end):
+        if box.end > parent.end:
+            raise _NotPlain
+        children.setdefault(box.kind, []).append(box)
+    return children
+
+
+def _content(data: memoryview, box: Box) -> memoryview:
+    return data[box.start : box.end]
+
+
+def _uint(content: memoryview, at: int) -> int:
+    if at + 4 > len(content):
+        raise _NotPlain
+    return int.from_bytes(content[at : at + 4], "big")

@@ -19,7 +19,7 @@ from orchdata.loaders.modalities.image_decode import Pixels, byte_table, resized
 from orchdata.loaders.modalities.modality import Header, Modality, PartSize
 from orchdata.loaders.modalities.video.frame_list import FrameList, is_frame_list
 from orchdata.loaders.modalities.video.timeline import Timeline
-from orchdata.native.patchify import patchify
+from orchdata.native.decoding import patchify
 
 if TYPE_CHECKING:
     from orchdata.loaders.modalities.video.file import VideoFile

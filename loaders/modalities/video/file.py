@@ -3,28 +3,143 @@
     bytes --memory file--> libav --packets--> Timeline         packets, from the last keyframe on --> pictures
 
 Imported late: it loads FFmpeg's libraries.
+
+A file with pictures and sound, in memory and opened by PyAV.
+
+libav reads a memory file directly, not bytes through Python callbacks: an exception of a signal handler in a function
+that C calls would be lost. The same happens where PyAV raises, for example at the end of a file: its wheels run some
+Python to build a traceback. Each file is decoded by the thread that uses it, without threads of libav.
+
+Imported late: it loads FFmpeg's libraries.
+
+The sound track of a file with pictures: its length, from its packets, and its samples.
+
+Imported late: it loads FFmpeg's libraries.
 """
 
 from __future__ import annotations
 
+import os
+import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, suppress
-from typing import Any, Final, cast
+from contextlib import closing, contextmanager, suppress
+from fractions import Fraction
+from itertools import islice
+from typing import Any, Final, TypeVar, cast
 
 import av
 import numpy as np
 from av.sidedata.sidedata import SideDataContainer, Type
 from av.video.reformatter import VideoReformatter
+from numpy.typing import NDArray
 
-from orchdata.loaders.errors import DecodeError, pass_trouble
+from orchdata.loaders.errors import DecodeError, StorageError, pass_trouble
 from orchdata.loaders.interrupts import interrupts_deferred
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import check_pixels
+from orchdata.loaders.modalities.checks import check_pixels, check_seconds
+from orchdata.loaders.modalities.cut_audio import TOLERANCE_SECONDS
 from orchdata.loaders.modalities.image_decode import Pixels
-from orchdata.loaders.modalities.video.opened import TOGETHER, OpenedFile, exact, said
+from orchdata.loaders.modalities.video.containers import check_tables, check_whole, format_of
 from orchdata.loaders.modalities.video.timeline import ENCODE_AGAIN, Timeline
+
+TOGETHER: Final = 16
+"""Number of packets that are read before Ctrl-C is handled."""
+_AS_BYTES: Final[dict[str, Any]] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
+"""Titles and the like may have any encoding; PyAV 19 and later never decodes them."""
+SAYS_DAMAGE: Final = {"err_detect": "crccheck+explode"}
+"""Decoding is strict: otherwise decoders fill in damaged data without an error."""
+
+Self = TypeVar("Self", bound="OpenedFile")
+
+
+class OpenedFile:
+    """An open file, to be closed; a context manager. Subclasses choose their stream in `choose` each time it is opened.
+
+    Raises DecodeError.
+    """
+
+    def __init__(self, data: bytes | memoryview, limits: Limits) -> None:
+        self._limits = limits
+        self._format = format_of(data)
+        check_whole(memoryview(data), self._format)
+        if self._format == "mp4":
+            check_tables(memoryview(data))
+        self._container: Any = None
+        self._stream: Any = None
+        with interrupts_deferred():
+            self._memory = os.memfd_create("orchdata-video", os.MFD_CLOEXEC)
+            self._close_memory = weakref.finalize(self, os.close, self._memory)
+        try:
+            with open(self._memory, "wb", closefd=False) as file:
+                file.write(data)
+            self.open()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        container, self._container = self._container, None
+        if container is not None:
+            container.close()
+        self._close_memory()
+
+    def open(self) -> None:
+        """Open the file at its start, even if it is open."""
+        if self._container is not None:
+            self._container.close()
+        path = f"/proc/self/fd/{self._memory}"
+        options = {"max_pixels": str(self._limits.image_pixels)}
+        try:
+            with interrupts_deferred():
+                self._container = av.open(path, format=self._format, options=options, **_AS_BYTES)
+        except (FileNotFoundError, PermissionError) as error:  # from /proc: the memory file always exists
+            raise StorageError(path, f"cannot be opened, and video is read through it: {error.strerror}") from error
+        except av.FFmpegError as error:
+            pass_trouble(error)
+            raise DecodeError(f"not a readable video: {said(error)}") from None
+        self.choose(options | SAYS_DAMAGE)
+
+    def choose(self, options: dict[str, str]) -> None:
+        """Set `_stream`, and its decoder with these options."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _demuxed(self) -> Iterator[Iterator[Any]]:
+        """Yield PyAV's packets of the stream, from here on. Their memory is freed only by an explicit close."""
+        packets = self._container.demux(self._stream)
+        try:
+            yield packets
+        finally:
+            with interrupts_deferred():
+                packets.close()
+
+    def _packets(self) -> Generator[Any]:
+        """Yield packets of the stream from here on, and an empty one that flushes a decoder. Must be closed."""
+        with self._demuxed() as packets:
+            while True:
+                with interrupts_deferred():
+                    some = list(islice(packets, TOGETHER))
+                yield from some
+                if len(some) < TOGETHER:
+                    return
+
+
+def exact(rational: Any) -> Fraction:
+    """A rational number of PyAV; 0 if the file does not contain it."""
+    return Fraction(rational.numerator, rational.denominator) if rational else Fraction(0)
+
+
+def said(error: Any) -> str:
+    return str(error.strerror or error).split("\n")[0][:200]
+
 
 Pictures = Generator[Pixels]
 
@@ -253,3 +368,136 @@ def _turned(frame: Any) -> Callable[[Pixels], Pixels]:
         raise DecodeError("a video that its file turns by no quarter: encode it again as it is to be seen")
     flips = tuple(slice(None, None, -1 if sign < 0 else 1) for sign in (down, along))
     return lambda pixels: (pixels.transpose(1, 0, 2) if swaps else pixels)[flips]
+
+
+Wave = NDArray[np.float32]
+_MICROSECONDS: Final = 1_000_000
+
+
+class SoundTrack(OpenedFile):
+    """The first sound track of a file; must be closed. Raises DecodeError.
+
+    Attributes:
+        rate: in Hz; 0 if there is no track.
+        frames: samples per channel, from the file's start to the last one's end, according to its packets. If sound
+            begins later than the file, silence comes first, so that it stays in time with the pictures.
+    """
+
+    rate: int = 0
+    frames: int = 0
+
+    def __init__(self, data: bytes | memoryview, limits: Limits) -> None:
+        super().__init__(data, limits)
+        try:
+            if self._stream is not None:
+                self._measure()
+        except BaseException:
+            self.close()
+            raise
+
+    def choose(self, options: dict[str, str]) -> None:
+        heard = list(self._container.streams.audio)
+        self._stream = heard[0] if heard else None
+        if self._stream is None:
+            return
+        self._codec = self._stream.codec_context
+        if self._codec is None:
+            raise DecodeError(
+                "its sound is of a codec that the installed FFmpeg libraries cannot decode: encode it again"
+            )
+        self._codec.options = options
+        self._codec.thread_count = 1
+        self._tick = exact(self._stream.time_base)
+        begins = self._container.start_time
+        self._begins = Fraction(begins, _MICROSECONDS) if begins is not None else Fraction(0)
+
+    def wave(self) -> Wave:
+        """Return the mean over its channels, float32 (frames,)."""
+        self.open()
+        wave = np.zeros(self.frames, np.float32)
+        slack, at, came = int(TOLERANCE_SECONDS * self.rate), 0, 0
+        with closing(self._blocks()) as blocks:
+            for first, block in blocks:
+                at = at if came and abs(first - at) <= slack else first  # times are rounded: ignore small gaps
+                skipped = max(0, -at)
+                end = min(at + len(block), self.frames)
+                if end > at + skipped:
+                    wave[at + skipped : end] = block[skipped : end - at]
+                    came += end - at - skipped
+                at += len(block)
+        if not came:
+            raise DecodeError("damaged sound: nothing of it can be decoded")
+        if not np.isfinite(wave).all():
+            raise DecodeError("the sound holds NaN or infinite values")
+        return wave
+
+    def _measure(self) -> None:
+        rate = int(self._codec.sample_rate or 0)
+        if rate < 1:
+            raise DecodeError(f"damaged sound: a rate of {rate} Hz")
+        # Find the end of the last packet.
+        ends = last = None
+        try:
+            with closing(self._packets()) as packets:
+                for packet in packets:
+                    if packet.size and packet.pts is not None and not packet.is_discard:
+                        if packet.is_corrupt:
+                            raise DecodeError("damaged sound: it is cut")
+                        end = packet.pts + (packet.duration or 0)
+                        if ends is None or end >= ends:
+                            ends, last = end, packet
+            if last is not None and not last.duration:  # Matroska may leave out the length of a packet
+                with interrupts_deferred():
+                    samples = sum(frame.samples for frame in last.decode())
+                ends += round(samples / (rate * self._tick))
+        except av.FFmpegError as error:
+            pass_trouble(error)
+            raise DecodeError(f"damaged sound: {said(error)}") from None
+        if ends is None:
+            raise DecodeError("a track of sound without any")
+        # Convert it to samples.
+        seconds = ends * self._tick - self._begins
+        frames = round(seconds * rate)
+        check_seconds(frames, rate, self._limits)
+        if frames < 1:
+            raise DecodeError("a track of sound without any")
+        self.rate, self.frames = rate, frames
+
+    def _first_sample(self, frame: Any) -> int | None:
+        """Return the index of the sample at which a frame begins; None if unknown."""
+        if frame.sample_rate != self.rate:
+            raise DecodeError(f"its sound changes from {self.rate} to {frame.sample_rate} Hz: encode it again")
+        if frame.pts is None:
+            return None
+        sample: int = round((frame.pts * exact(frame.time_base) - self._begins) * self.rate)
+        return sample
+
+    def _blocks(self) -> Generator[tuple[int, Wave]]:
+        """Yield (first sample, mean over its channels) of consecutive blocks. Must be closed."""
+        resampler: Any = None
+        expected = 0
+        try:
+            with closing(self._packets()) as packets:
+                for packet in packets:
+                    with interrupts_deferred():
+                        frames = packet.decode()
+                        if frames and resampler is None:
+                            resampler = av.AudioResampler(format="fltp", layout=frames[0].layout, rate=self.rate)
+                        heard = [(self._first_sample(frame), _plain(resampler, frame)) for frame in frames]
+                    for first, blocks in heard:
+                        at = expected if first is None else first
+                        for block in blocks:
+                            yield at, block.mean(axis=0, dtype=np.float32) if len(block) > 1 else block[0]
+                            at += block.shape[1]
+                        expected = at
+        except av.FFmpegError as error:
+            pass_trouble(error)
+            raise DecodeError(f"damaged sound: {said(error)}") from None
+
+
+def _plain(resampler: Any, frame: Any) -> list[NDArray[np.float32]]:
+    """Return samples (channels, samples) within +-1."""
+    try:
+        return [each.to_ndarray() for each in resampler.resample(frame)]
+    except ValueError as error:
+        raise DecodeError("its sound changes its channels or format in the middle: encode it again") from error

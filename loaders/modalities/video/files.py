@@ -12,9 +12,8 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import check_pixels
 from orchdata.loaders.modalities.image_header import READS_IMAGES, load_formats
 from orchdata.loaders.modalities.modality import Header, Heads, Modality, PartSize
-from orchdata.loaders.modalities.video.containers import is_video
-from orchdata.loaders.modalities.video.mp4 import plain_header
-from orchdata.native.scan.status import FOUND
+from orchdata.loaders.modalities.video.containers import is_video, plain_header
+from orchdata.native.scan.media import FOUND
 
 UNREAD: Final = tuple("avi wmv flv mpg mpeg m2ts mts ogv".split())
 """Videos too; their error says what to do, because a sample without its clip would be learned as text only."""

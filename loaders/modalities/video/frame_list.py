@@ -20,9 +20,9 @@ from typing import Any, Final
 from orchdata.loaders.errors import NOT_DATA, DecodeError, one_line
 from orchdata.loaders.failures import as_failure
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.modalities.checks import read_header
 from orchdata.loaders.modalities.image_decode import Pixels, to_rgb, upright_pixels
 from orchdata.loaders.modalities.image_header import ImageFiles
-from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.modalities.video.timeline import TIMING, Timeline
 
 _FRAMES: Final = ("frames", "video", "images")

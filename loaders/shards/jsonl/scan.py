@@ -18,18 +18,16 @@ from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits, shortened
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
+from orchdata.loaders.modalities.checks import read_header
 from orchdata.loaders.modalities.modality import Header
-from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.records import LeftOut
-from orchdata.loaders.shards.facts_table import NO_HEADER, FactsTable, shard_failure
 from orchdata.loaders.shards.fields import NAMED, printable
 from orchdata.loaders.shards.jsonl.media_files import joined_stamp, shown_name
-from orchdata.loaders.shards.jsonl.named_media import NamedMedia
-from orchdata.loaders.shards.jsonl.object_media import Folder
-from orchdata.loaders.shards.jsonl.reading import RecordReader
-from orchdata.loaders.shards.jsonl.records import Record
-from orchdata.loaders.slow import SCANNING, here
+from orchdata.loaders.shards.jsonl.named_media import Folder, NamedMedia
+from orchdata.loaders.shards.jsonl.records import Record, RecordReader
+from orchdata.loaders.shards.shard import NO_HEADER, FactsTable, shard_failure
 from orchdata.loaders.storage.remote.stamps import STAMP_BITS
+from orchdata.loaders.watch import SCANNING, here
 
 _THREADS: Final = 8
 _CHUNK: Final = 256

@@ -22,8 +22,8 @@ from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules, classify, 
 from orchdata.loaders.shards.jsonl.stretch import is_edge
 from orchdata.loaders.storage.storage import Storage
 from orchdata.loaders.text.chat_keys import is_chat_context
+from orchdata.loaders.text.conversation import WORDS_SUFFIX, names_words
 from orchdata.loaders.text.messages import CHAT_KEYS
-from orchdata.loaders.text.words import WORDS_SUFFIX, names_words
 
 _WORDS = {code: kind.column_words for code, kind in enumerate(BUILTINS.values(), TEXT + 1)} | {
     TEXT: frozenset("text texts caption captions transcript transcription sentence prompt response".split()),

@@ -6,26 +6,40 @@
 A child that dies is replaced. A file that ends two children has failed; a child that was killed from outside says
 nothing about the file. A file that takes far too long ends the build, and is not marked bad. `process` is the parent's
 side of one child, `child` its own side.
+
+The parent's side of a child process that measures files: start it, serve it, notice how it ends.
+
+parent --request--> child --block wanted--> parent --reads it into memory that both map--> child --facts--> parent
 """
 
 from __future__ import annotations
 
 import errno
+import json
+import mmap
 import os
+import signal
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from orchdata.loaders.errors import StorageError
+import numpy as np
+import pyarrow as pa
+
+from orchdata.loaders.errors import PackageError, StorageError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.memory import is_limited_below, measured_at
-from orchdata.loaders.shards.facts_table import FactsTable, shard_failure
+from orchdata.loaders.memory import UnmeasuredError, is_limited_below, measured_at
 from orchdata.loaders.shards.fields import ColumnRules
-from orchdata.loaders.shards.parquet.child import memory_bytes
-from orchdata.loaders.shards.parquet.columns import RowReader
-from orchdata.loaders.shards.parquet.process import Died, MeasuringProcess, Scanned
-from orchdata.loaders.storage.content_digest import ContentDigest
+from orchdata.loaders.shards.parquet.child import cpu_seconds, memory_bytes
+from orchdata.loaders.shards.parquet.file import RowReader
+from orchdata.loaders.shards.parquet.framing import Ended, Silent, receive, receive_bytes, send
+from orchdata.loaders.shards.shard import SCHEMA, FactsTable, shard_failure
+from orchdata.loaders.storage.content_digest import BLOCK_BYTES, ContentDigest
 from orchdata.loaders.storage.storage import Storage
 
 
@@ -174,3 +188,183 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
+
+Scanned = tuple[FactsTable, dict[str, int], dict[str, int]]
+
+_START_SECONDS = 300.0
+_SILENT_SECONDS = 600.0
+_CRASH_SIGNALS = tuple(map(signal.Signals.__getitem__, "SIGSEGV SIGABRT SIGILL SIGFPE SIGSYS SIGTRAP".split()))
+"""Signals that a process causes itself. Others come from outside, as SIGBUS of a full or lost disk does."""
+_NOT_STARTED = "the process that measures shards cannot be started"
+_PROGRAM = (
+    "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given['path']; "
+    "from orchdata.loaders.shards.parquet.child import main; main(given['window'], given['life'])"
+)
+# One thread, and an allocator that returns memory to the system: the limits of the child count its private memory.
+_ENVIRONMENT = {
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "ARROW_IO_THREADS": "1",
+}
+
+
+class Died(Exception):
+    """A child has ended, or sent nonsense; the message describes it.
+
+    Attributes:
+        external: whether something other than the file may have ended it.
+        slow: whether it took too long.
+        of_the_file: whether the library's last words blame the file, and not memory.
+    """
+
+    def __init__(self, message: str, *, external: bool = False, slow: bool = False, of_the_file: bool = False) -> None:
+        super().__init__(message)
+        self.external = external
+        self.slow = slow
+        self.of_the_file = of_the_file
+
+
+class MeasuringProcess:
+    """A child process that measures one file at a time.
+
+    Attributes:
+        unwanted: whether it was ended because it is no longer needed.
+        promised_rows: of its last file, as in `Measurement`.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Start it. Raises StorageError."""
+        self.unwanted = False
+        self.promised_rows = 0
+        with ExitStack() as resources:
+            try:
+                self._start(resources)
+            except OSError as error:
+                raise StorageError(url, f"{_NOT_STARTED}: {error.strerror}", error.errno) from error
+            try:
+                receive(self._replies, timeout=_START_SECONDS)
+            except (Ended, Silent):
+                self._errors.seek(0)
+                lines = self._errors.read().decode(errors="replace").strip().splitlines() or ["it ends immediately"]
+                raise StorageError(url, f"{_NOT_STARTED}: {lines[-1][:300]}") from None
+            self._resources = resources.pop_all()
+
+    def _start(self, resources: ExitStack) -> None:
+        self._errors = resources.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - `resources` closes it
+        with ExitStack() as inherited:
+            window = os.memfd_create("orchdata-block", os.MFD_CLOEXEC)
+            inherited.callback(os.close, window)
+            os.ftruncate(window, BLOCK_BYTES)
+            self._window = resources.enter_context(mmap.mmap(window, BLOCK_BYTES))
+            life, parent_end = os.pipe()
+            inherited.callback(os.close, life)
+            resources.callback(os.close, parent_end)
+            path = [entry for entry in sys.path if isinstance(entry, str)]
+            self._process = resources.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-P", "-c", _PROGRAM, json.dumps({"path": path, "window": window, "life": life})],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self._errors,
+                    pass_fds=(window, life),
+                    env={**os.environ, **_ENVIRONMENT},
+                    bufsize=0,
+                )
+            )
+        resources.callback(self._process.kill)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._requests, self._replies = self._process.stdin.fileno(), self._process.stdout.fileno()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def measure(
+        self, file: Storage, limits: Limits, rules: ColumnRules, reader: type[RowReader], digest: ContentDigest
+    ) -> Scanned | str:
+        """Return facts, ignored columns, the names of `rules` that were met and media names that are not read, or the
+        reason why there are none.
+
+        Raises Died, PackageError, MemoryError, and the errors of `file`.
+        """
+        self.promised_rows = 0
+        try:
+            by = reader.__module__, reader.__qualname__
+            send(self._requests, {"size": file.size, "limits": asdict(limits), "reader": by, **rules._asdict()})
+            while True:
+                patience = _SILENT_SECONDS + 10 * cpu_seconds(file.size, min(self.promised_rows, limits.shard_rows))
+                kind, value = next(iter(receive(self._replies, timeout=patience).items()), ("nothing", None))
+                if kind == "block" and isinstance(value, int):
+                    self._send_block(file, value, digest)
+                elif kind == "rows" and isinstance(value, int):
+                    self.promised_rows = value
+                elif kind == "broken" and isinstance(value, list):
+                    raise PackageError(*map(str, value))
+                elif kind == "short" and isinstance(value, list):
+                    raise measured_at(UnmeasuredError(*map(str, value)), file.url)
+                elif kind == "failure" and isinstance(value, str):
+                    return value
+                elif kind == "facts" and isinstance(value, dict):
+                    facts = receive_bytes(self._replies, int(value["bytes"]), timeout=patience)
+                    return _checked(facts), _counts(value["ignored"]), _counts(value["met"])
+                else:
+                    raise Died(f"sent an unknown message {kind!r}")
+        except Silent:
+            raise Died(f"gave no answer for {patience:.0f} s", slow=True) from None
+        except Ended:
+            raise self._death() from None
+
+    def _send_block(self, file: Storage, block: int, digest: ContentDigest) -> None:
+        with memoryview(self._window) as view:
+            got = file.read_into(block * BLOCK_BYTES, view) if 0 <= block < digest.num_blocks else 0
+            send(self._requests, {"got": got})
+            if got:
+                digest.note(block, view[:got])  # while the child continues
+
+    def _death(self) -> Died:
+        status = self._process.wait()
+        if not status:  # 0 also if the status is unknown because this process ignores SIGCHLD
+            return Died("ended in an unknown way (SIGCHLD may be ignored)", external=True)
+        if status > 0:
+            return Died(f"ended the process with exit code {status}")
+        number = -status
+        if number == signal.SIGXCPU:
+            return Died("took too much processor time (SIGXCPU)", slow=True)
+        name = next((each.name for each in signal.Signals if each == number), f"signal {number}")
+        if number in _CRASH_SIGNALS:
+            self._errors.seek(0)
+            said = self._errors.read()[-2000:]
+            return Died(
+                f"ended the process with {name}",
+                of_the_file=b"throwing an instance of 'parquet::" in said and b"bad_alloc" not in said,
+            )
+        return Died(f"was killed ({name})", external=True)
+
+    def kill(self) -> None:
+        """End it. A thread that is waiting for it then closes it."""
+        self.unwanted = True
+        self._process.kill()
+
+    def close(self) -> None:
+        """End it, wait for its end, and close the descriptors and memory of this side."""
+        self._resources.close()
+
+
+def _counts(value: dict[str, Any]) -> dict[str, int]:
+    return {str(name): int(count) for name, count in value.items()}
+
+
+def _checked(data: bytes) -> FactsTable:
+    """Parse and check the facts that a child sent. Raises Died if they are malformed."""
+    try:
+        table = pa.ipc.open_stream(data).read_all()
+        table.validate(full=True)
+    except pa.ArrowException as error:
+        raise Died("sent facts that cannot be read") from error
+    if table.schema != SCHEMA or not len(table):
+        raise Died("sent facts with another schema")
+    samples = table.column("sample").to_numpy()
+    if samples[0] != 0 or not np.isin(np.diff(samples), (0, 1)).all():
+        raise Died("sent facts out of order")
+    return FactsTable.of_arrow(table.combine_chunks())

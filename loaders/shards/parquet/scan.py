@@ -16,15 +16,14 @@ from orchdata.loaders.field_names import NULL
 from orchdata.loaders.limits import Limits, shortened
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
+from orchdata.loaders.modalities.checks import read_header
 from orchdata.loaders.modalities.modality import Header
-from orchdata.loaders.modalities.probing import read_header
-from orchdata.loaders.shards.facts_table import NO_HEADER, FactsTable
 from orchdata.loaders.shards.fields import PARQUET
 from orchdata.loaders.shards.parquet.cells import Column, PathOnly, is_text, sniff, text_bytes
-from orchdata.loaders.shards.parquet.columns import RowReader
-from orchdata.loaders.shards.parquet.file import Refused
-from orchdata.loaders.slow import here
-from orchdata.loaders.text.words import WORDS_SUFFIX
+from orchdata.loaders.shards.parquet.file import Refused, RowReader
+from orchdata.loaders.shards.shard import NO_HEADER, FactsTable
+from orchdata.loaders.text.conversation import WORDS_SUFFIX
+from orchdata.loaders.watch import here
 
 # A date or time outside of Python's range is an ArithmeticError.
 _CELL_ERRORS = (pa.ArrowException, ArithmeticError, ValueError, TypeError, LookupError, RecursionError)

@@ -19,13 +19,11 @@ import pyarrow as pa
 from orchdata.loaders.errors import ShardError
 from orchdata.loaders.failures import as_failure
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.shards.facts_table import Facts, shard_failure
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules
 from orchdata.loaders.shards.parquet.cells import column_of, is_json_field, is_text_field, locate_cell, read_cell
 from orchdata.loaders.shards.parquet.children import measure
-from orchdata.loaders.shards.parquet.columns import ColumnValues, read_columns
-from orchdata.loaders.shards.parquet.file import ParquetReader
-from orchdata.loaders.shards.shard import facts_of
+from orchdata.loaders.shards.parquet.file import ColumnValues, ParquetReader, read_columns
+from orchdata.loaders.shards.shard import Facts, facts_of, shard_failure
 from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.storage import Storage
 

@@ -1,10 +1,15 @@
 """Objects of storage: reads by range, looks, listings and writes; and ranges that are read ahead.
 
 expect(ranges) --merged--> runs under way, in pieces --read--> a sample's bytes, out of the run that has them
+
+Listings: a pattern -> the objects that match it; many URLs -> their sizes and versions, from few requests.
+
+An object as a file: positional reads of what was indexed, without a request to open it.
 """
 
 from __future__ import annotations
 
+import errno
 import threading
 import weakref
 from collections import OrderedDict, deque
@@ -16,15 +21,21 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.memory import room
-from orchdata.loaders.storage.coalesce import Extent, runs_of
-from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.loaders.storage.remote import requests, urls
-from orchdata.loaders.storage.remote.clients.client import Answer, Buffer, Client, Listed
-from orchdata.loaders.storage.remote.clients.of_obstore import SCHEMES, ObstoreClient
-from orchdata.loaders.storage.remote.clients.trouble import Trouble
-from orchdata.loaders.storage.remote.requests import RETRY_SECONDS, Pending, Request
+from orchdata.loaders.storage.remote.of_obstore import SCHEMES, ObstoreClient
+from orchdata.loaders.storage.remote.requests import (
+    RETRY_SECONDS,
+    Answer,
+    Buffer,
+    Client,
+    Listed,
+    Pending,
+    Request,
+    Trouble,
+)
 from orchdata.loaders.storage.remote.stamps import fits
-from orchdata.loaders.storage.storage import FileVersion
+from orchdata.loaders.storage.remote.urls import HTTP, MAGIC, check_key, is_match, parsed, scheme_of
+from orchdata.loaders.storage.storage import Extent, FileVersion, ReadBytes, Storage, runs_of
 
 T = TypeVar("T")
 
@@ -282,7 +293,7 @@ class Objects:
         return client, parts.key
 
     def _opened(self, parts: urls.ObjectUrl) -> Client:
-        from orchdata.loaders.storage.remote.clients.of_fsspec import FsspecClient, HubClient, is_filesystem
+        from orchdata.loaders.storage.remote.of_fsspec import FsspecClient, HubClient, is_filesystem
 
         if self._store is None and parts.scheme in SCHEMES:
             return ObstoreClient(parts, self._options)
@@ -331,3 +342,201 @@ def _apart(extents: Sequence[Extent]) -> list[Extent]:
         else:
             apart.append((start, size))
     return apart
+
+
+def matches(objects: Objects, pattern: str) -> dict[str, FileVersion]:
+    """Return the objects that a pattern matches, sorted by URL, with sizes and versions.
+
+    It matches as `urls.is_match`. A key that is equal to the pattern is the only match.
+
+    Raises StorageError, and ValueError for a match with a key that cannot be read.
+    """
+    url = parsed(pattern)
+    magic = MAGIC.search(url.key)
+    if magic is None:
+        raise StorageError(pattern, "a pattern may stand in the keys, not in the name of the bucket", errno.EINVAL)
+    folder = url.key[: magic.start()].rpartition("/")[0]
+    folder += "/" if folder else ""
+    last = url.key[len(folder) :]
+    is_deep = "/" in last or last == "**"
+    found: dict[str, FileVersion] = {}
+    for page in objects.pages(f"{url.root}/{folder}", deep=is_deep):
+        for key, file in page:
+            if key == url.key:
+                return {f"{url.root}/{key}": file}
+            if is_match(url.key, key):
+                check_key(f"{url.root}/{key}")
+                found[f"{url.root}/{key}"] = file
+    return dict(sorted(found.items()))
+
+
+def versions_of(objects: Objects, urls: Sequence[str]) -> dict[str, FileVersion]:
+    """Return size and version of each object that exists: from a listing of its folder, if that takes fewer requests
+    than to look at each. Raises StorageError.
+    """
+    found: dict[str, FileVersion] = {}
+    folders: dict[str, list[str]] = {}
+    for url in urls:
+        folders.setdefault(url.rpartition("/")[0] + "/", []).append(url)
+    for folder, wanted in folders.items():
+        if len(wanted) > 1 and scheme_of(folder) not in HTTP:
+            found |= _listed(objects, folder, wanted)
+    return found | objects.versions([url for url in urls if url not in found])
+
+
+def is_unlisted(error: StorageError) -> bool:
+    """Return whether objects may be there that no listing gives: these credentials may not list, or a key of another
+    object is none that the client can have.
+    """
+    return error.is_refused or error.errno == errno.EILSEQ
+
+
+def _listed(objects: Objects, folder: str, wanted: Sequence[str]) -> Mapping[str, FileVersion]:
+    """List a folder, for at most as many pages as there are objects that are wanted."""
+    root = parsed(folder).root
+    left = set(wanted)
+    found: dict[str, FileVersion] = {}
+    try:
+        for page in islice(objects.pages(folder), len(wanted)):
+            for key, file in page:
+                if (url := f"{root}/{key}") in left:
+                    found[url] = file
+                    left.discard(url)
+            if not left:
+                break
+    except StorageError as error:
+        if not is_unlisted(error):
+            raise
+    return found
+
+
+BLOCK_BYTES: Final = 4 << 20
+_MOST_BLOCKS: Final = 12
+_BLOCKS_AHEAD: Final = 2
+
+
+class RemoteFile:
+    """An object of storage. Each read says which version it must have, and gets bytes of no other.
+
+    Args:
+        file: size and version; of the index, so that no request is made to open it.
+        reads: counts bytes and requests.
+    """
+
+    changed_ns: Final = 0
+
+    def __init__(self, objects: Objects, url: str, file: FileVersion, reads: ReadBytes | None = None) -> None:
+        self.url = url
+        self.size, self.version = file
+        self._objects = objects
+        self._file = file
+        self._reads = reads
+
+    def read(self, offset: int, size: int) -> bytes:
+        return bytes(self.view(offset, size))
+
+    def view(self, offset: int, size: int) -> Buffer:
+        """Read as `read`, without a copy of what was read ahead."""
+        stop = min(offset + size, self.size)
+        if stop <= offset:
+            return b""
+        return self._objects.read(ObjectRange(self.url, self._file, offset, stop), self._reads)
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        data = self.read(offset, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def expect(self, extents: Sequence[Extent]) -> Ahead:
+        ranges = [
+            ObjectRange(self.url, self._file, offset, stop)
+            for offset, size in extents
+            if (stop := min(offset + size, self.size)) > offset
+        ]
+        return self._objects.expect(ranges, self._reads)
+
+    def check_unchanged(self) -> None:
+        """Each answer was checked."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Blocks:
+    """A file that is read from its start to its end, in parts: it reads large blocks, and the next ones ahead.
+
+    A block is kept for a while: an index reads headers first, and texts between them after that. Blocks inside of a
+    large member are left out.
+    """
+
+    def __init__(self, file: RemoteFile) -> None:
+        self.url, self.size, self.version, self.changed_ns = file.url, file.size, file.version, file.changed_ns
+        self._file = file
+        self._blocks: OrderedDict[int, Ahead] = OrderedDict()
+        self._last = -1
+        self._current: tuple[int, Buffer] = (-1, b"")  # a block's number and content: most reads are of the last one
+        self._lock = threading.Lock()
+
+    def read(self, offset: int, size: int) -> bytes:
+        return bytes(self._view(offset, size))
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        data = self._view(offset, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def _view(self, offset: int, size: int) -> Buffer:
+        stop = min(offset + size, self.size)
+        if stop <= offset:
+            return b""
+        if size > BLOCK_BYTES:
+            return self._file.view(offset, size)
+        first, last = offset // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES
+        if first == last:
+            return memoryview(self._block(first))[offset % BLOCK_BYTES :][: stop - offset]
+        self._begin(first, last)
+        halves = [self._block(first)[offset % BLOCK_BYTES :], self._block(last)[: (stop - 1) % BLOCK_BYTES + 1]]
+        return b"".join(halves)
+
+    def _block(self, number: int) -> Buffer:
+        current, content = self._current
+        if current != number:
+            self._begin(number, number)
+            content = self._file.view(number * BLOCK_BYTES, BLOCK_BYTES)
+            self._current = number, content
+        return content
+
+    def expect(self, extents: Sequence[Extent]) -> Ahead:
+        return self._file.expect(extents)
+
+    def check_unchanged(self) -> None:
+        self._file.check_unchanged()
+
+    def close(self) -> None:
+        with self._lock:
+            blocks, self._blocks = list(self._blocks.values()), OrderedDict()
+            self._current = -1, b""
+        for block in blocks:
+            block.close()
+        self._file.close()
+
+    def _begin(self, first: int, last: int) -> None:
+        """Begin to read blocks, and those after them if the file is read in order."""
+        with self._lock:
+            in_order = first in (self._last, self._last + 1)
+            self._last = max(self._last, last)
+            wanted = range(first, last + 1 + (_BLOCKS_AHEAD if in_order else 0))
+            for number in wanted:
+                start = number * BLOCK_BYTES
+                if number in self._blocks:
+                    self._blocks.move_to_end(number)
+                elif start < self.size:
+                    self._blocks[number] = self._file.expect([(start, BLOCK_BYTES)])
+            dropped = [self._blocks.popitem(last=False)[1] for _ in range(max(0, len(self._blocks) - _MOST_BLOCKS))]
+        for block in dropped:
+            block.close()
+
+
+def in_order(file: Storage) -> Storage:
+    """Return a file for reading from start to end: of object storage in blocks, ahead."""
+    return Blocks(file) if isinstance(file, RemoteFile) else file

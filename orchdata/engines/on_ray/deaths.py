@@ -7,7 +7,7 @@ from typing import Any, Final
 
 _OWN_END: Final = "its worker process has died"
 _DETAIL: Final = re.compile(r"Worker exit detail: (.*?)(?:\n|$)")
-_ADDRESS: Final = re.compile(r"\bip: (\S+)")
+_NODE_ADDRESS: Final = re.compile(r"\bip: (\S+)")
 _MOST_CHARACTERS: Final = 300
 
 
@@ -48,7 +48,7 @@ def described(error: BaseException) -> str:
     text = str(error)
     detail = _DETAIL.search(text)
     said = (detail.group(1) if detail else " ".join(text.split())).partition(" Some common causes")[0]
-    address = _ADDRESS.search(text)
+    address = _NODE_ADDRESS.search(text)
     where = f" on node {address.group(1)}" if address and address.group(1) not in said else ""
     return f"{said[:_MOST_CHARACTERS].rstrip('. ')}{where}"
 

@@ -24,17 +24,15 @@ from orchdata.balancers.costs.phase import PhaseCost
 from orchdata.batch.batch import Batch
 from orchdata.batch.tensors import LLMBatch, MediaBatch, Team, TextBatch
 from orchdata.building.step import BuiltStep
-from orchdata.engines.pickling import described, pickles, what_does_not_pickle
+from orchdata.engines.engine import described, pickles, what_does_not_pickle
 from orchdata.loaders.errors import DataError
 from orchdata.planning.parts import Parts
 from orchdata.planning.plan import Plan
 from orchdata.planning.route import Route
-from orchdata.planning.sharing.fixed import FixedCost
-from orchdata.planning.sharing.packed import NoPadding
-from orchdata.planning.sharing.padded import PaddedCost
-from orchdata.planning.sharing.windows import WindowCost
+from orchdata.planning.sharing.accumulated import FixedCost
+from orchdata.planning.sharing.packed import NoPadding, PaddedCost
 from orchdata.planning.teams import StepTeams
-from orchdata.planning.windows import TokenRanges
+from orchdata.planning.windows import TokenRanges, WindowCost
 from orchdata.ranks.wire import Buffer, WireError, describe, rebuild
 
 Bytes = NDArray[np.uint8]

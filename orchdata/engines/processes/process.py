@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.engines.processes.channel import Channel, open_channel
-from orchdata.engines.processes.life import keep_from_children, reading_end
+from orchdata.engines.processes.channel import Channel, keep_from_children, open_channel, reading_end
 from orchdata.engines.processes.message import Unit, pack_rows
 from orchdata.engines.processes.slabs import MappedSlabs
 from orchdata.engines.processes.worker import OUT_OF_MEMORY, UNGUARDED, PickledWorkerSpec, run_worker

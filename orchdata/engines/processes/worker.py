@@ -23,8 +23,7 @@ from torch.utils.data._utils import collate as torch_collate
 from orchdata.building.memory import Memory
 from orchdata.building.step import Builder, BuiltStep
 from orchdata.engines.engine import Engine
-from orchdata.engines.processes.channel import Channel
-from orchdata.engines.processes.life import end_with
+from orchdata.engines.processes.channel import Channel, end_with
 from orchdata.engines.processes.message import Unit, describe_step, describe_value, unpack_rows
 from orchdata.engines.processes.slabs import Slabs, StepMemory
 from orchdata.engines.threads import passed_on

@@ -21,7 +21,7 @@ from orchdata.hf.image.processors import running
 from orchdata.hf.image.sizes import Settings, class_name, crops, pixels, sides_of_patches, whole_tiles
 from orchdata.hf.processor_parts import RESAMPLES
 from orchdata.loaders.modalities.image_decode import laid_out, nearest_bytes, resized
-from orchdata.native.patchify import patchify
+from orchdata.native.decoding import patchify
 
 Canvas = NDArray[np.uint8]
 
@@ -95,7 +95,7 @@ def _rows_of_patches(settings: Settings) -> Cut:
     return Cut(settings.patch_size, 1, settings.temporal_patch_size)
 
 
-def _patches(steps: Steps, image: Canvas) -> Iterator[Canvas]:
+def _resized(steps: Steps, image: Canvas) -> Iterator[Canvas]:
     yield steps.resize(image, *sides_of_patches(steps.settings, image.shape[1], image.shape[0]))
 
 
@@ -187,16 +187,16 @@ def _pan_and_scan(steps: Steps, image: Canvas) -> Iterator[Canvas]:
 
 _Canvases = Callable[[Steps, Canvas], Iterator[Canvas]]
 _FAMILIES: Final[Mapping[str, tuple[_Canvases, Callable[[Settings], Cut]]]] = {
-    "Qwen2VLImageProcessor": (_patches, _blocks_of_patches),
-    "CohereCompassImageProcessor": (_patches, _blocks_of_patches),
-    "Ernie4_5_VLMoeImageProcessor": (_patches, _blocks_of_patches),
-    "Ernie4_5_VL_MoeImageProcessor": (_patches, _blocks_of_patches),
-    "Glm46VImageProcessor": (_patches, _blocks_of_patches),
-    "Glm4vImageProcessor": (_patches, _blocks_of_patches),
-    "GlmgaImageProcessor": (_patches, _blocks_of_patches),
-    "HunYuanVLImageProcessor": (_patches, _rows_of_patches),
-    "PaddleOCRVLImageProcessor": (_patches, _rows_of_patches),
-    "VideoLlama3ImageProcessor": (_patches, _blocks_of_patches),
+    "Qwen2VLImageProcessor": (_resized, _blocks_of_patches),
+    "CohereCompassImageProcessor": (_resized, _blocks_of_patches),
+    "Ernie4_5_VLMoeImageProcessor": (_resized, _blocks_of_patches),
+    "Ernie4_5_VL_MoeImageProcessor": (_resized, _blocks_of_patches),
+    "Glm46VImageProcessor": (_resized, _blocks_of_patches),
+    "Glm4vImageProcessor": (_resized, _blocks_of_patches),
+    "GlmgaImageProcessor": (_resized, _blocks_of_patches),
+    "HunYuanVLImageProcessor": (_resized, _rows_of_patches),
+    "PaddleOCRVLImageProcessor": (_resized, _rows_of_patches),
+    "VideoLlama3ImageProcessor": (_resized, _blocks_of_patches),
     "CLIPImageProcessor": (_cropped, _tiles_of("crop_size")),
     "SiglipImageProcessor": (_cropped, _tiles_of("size")),
     "LlavaImageProcessor": (_padded, _tiles_of("crop_size")),

@@ -17,13 +17,12 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers.bins.micro_steps import LOOK_PAIRS, candidate_packings, some_ranks
+from orchdata.balancers.bins import LOOK_PAIRS, candidate_packings, some_ranks
 from orchdata.balancers.checks import MAX_TOTAL
 from orchdata.balancers.phases import assign_jointly
 from orchdata.native.assign.phases import above_caps, sum_of_peaks
 from orchdata.native.microbatches.micro_steps import bins_cost, deal_cells
-from orchdata.native.microbatches.rough_peaks import bin_bound, fits_alone
-from orchdata.native.microbatches.within_caps import looked_peaks
+from orchdata.native.microbatches.within_caps import bin_bound, fits_alone, looked_peaks
 from orchdata.native.sorting import descending_order
 from orchdata.planning.assign import Limits, assign, counted_groups, stay_near
 from orchdata.planning.balance import Balance

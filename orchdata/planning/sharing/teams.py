@@ -19,9 +19,8 @@ from orchdata.balancers.assignment import lower_bound
 from orchdata.balancers.checks import MAX_TOTAL
 from orchdata.balancers.microbatches import split_microbatches
 from orchdata.balancers.phases import balance_phases
-from orchdata.native.assign.teams import NEVER, PARTS, least_works, solve_teams
+from orchdata.native.assign.teams import NEVER, PARTS, fill_micro_steps, least_works, solve_teams
 from orchdata.native.microbatches.micro_steps import bins_cost, deal_cells, packing_orders
-from orchdata.native.microbatches.teams import fill_micro_steps
 from orchdata.native.sorting import descending_order
 from orchdata.planning.balance import Balance
 from orchdata.planning.sharing.accumulated import SAMPLES, counted, share_out_in

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchdata.balancers import CostModel, PhaseCost
-from orchdata.balancers.costs.fit import fit_phase_cost, fit_phase_costs
+from orchdata.balancers.costs.model import fit_phase_cost, fit_phase_costs
 
 LENGTHS = np.unique(np.geomspace(10, 1_000_000, 40).astype(np.int64))
 # Seconds a sequence, position and pair of positions: both ends of the range of lengths show each of them.

@@ -22,20 +22,18 @@ from shard_factory import omni_samples, omni_shards, write_shard
 
 from orchdata.loaders import versions
 from orchdata.loaders.errors import DataError, FieldError, StorageError
-from orchdata.loaders.index import table
-from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.building import builder
-from orchdata.loaders.index.building.crew import BuildProgress
-from orchdata.loaders.index.locations import open_index
+from orchdata.loaders.index import builder, table
+from orchdata.loaders.index.build import BuildProgress, build_index
+from orchdata.loaders.index.index_file import open_index
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import ImagePreprocessor, Recipe, TextPreprocessor
-from orchdata.loaders.samples.decode import decode_sample
+from orchdata.loaders.samples.sample import decode_sample
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.storage import local
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.suffixes import SUFFIXES
-from orchdata.loaders.storage.verified import NOTE_SUFFIX
+from orchdata.loaders.storage.paths import SUFFIXES
+from orchdata.loaders.storage.sealed import NOTE_SUFFIX
 from orchdata.order.order import Order
 
 

@@ -22,7 +22,7 @@ from shard_factory import omni_samples, write_shard
 import orchdata as od
 from orchdata.loaders.errors import DamagedIndexError
 from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.locations import open_index
+from orchdata.loaders.index.index_file import open_index
 from orchdata.loaders.index.table import LAYOUT, TableSize, _positions
 from orchdata.loaders.storage import sealed
 from orchdata.loaders.storage.cache import CacheFolder

@@ -22,10 +22,9 @@ from orchdata.loaders.recipe import Recipe, TextPreprocessor
 from orchdata.loaders.samples.compose import text_members
 from orchdata.loaders.samples.measure import measure
 from orchdata.loaders.samples.members import Member
-from orchdata.loaders.shards.facts_table import SCHEMA, Facts, FactsMeta, FactsTable
 from orchdata.loaders.shards.fields import GZIP, RAW
 from orchdata.loaders.shards.open import open_shard
-from orchdata.loaders.shards.shard import ShardInfo
+from orchdata.loaders.shards.shard import SCHEMA, Facts, FactsMeta, FactsTable, ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
 
 IMAGE, AUDIO = 1, 2

@@ -14,9 +14,8 @@ import pytest
 from orchdata.loaders import versions
 from orchdata.loaders.index.facts import KIND, facts_path, load_facts
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.shards.facts_table import SCHEMA, Facts, FactsTable
 from orchdata.loaders.shards.open import open_shard
-from orchdata.loaders.shards.shard import Shard
+from orchdata.loaders.shards.shard import SCHEMA, Facts, FactsTable, Shard
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.sealed import read_sealed, seal
 from orchdata.loaders.versions import FACTS_FORMAT

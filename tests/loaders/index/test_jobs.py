@@ -20,9 +20,8 @@ from shard_factory import RECIPE, omni_shards
 from text_shards import same, texts
 
 from orchdata.loaders.errors import ProcessError, StorageError
-from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.building.crew import BuildProgress
-from orchdata.loaders.index.jobs import jobs
+from orchdata.loaders.index import jobs
+from orchdata.loaders.index.build import BuildProgress, build_index
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
 from orchdata.loaders.storage.cache import CacheFolder
 

@@ -14,10 +14,10 @@ from shard_factory import jpeg, write_shard
 
 import orchdata as od
 from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.index import kept_sizes
 from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.measuring import kept_sizes
 from orchdata.loaders.recipe import ImagePreprocessor, Limits, Recipe, TextPreprocessor
-from orchdata.loaders.shards.facts_table import FactsTable
+from orchdata.loaders.shards.shard import FactsTable
 from orchdata.loaders.storage.cache import CacheFolder
 
 CALLS: list[int] = []

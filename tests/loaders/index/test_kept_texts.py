@@ -18,11 +18,11 @@ from shard_factory import chat, jpeg, omni_samples, write_shard
 import orchdata as od
 from orchdata.loaders import versions
 from orchdata.loaders.errors import FunctionError
+from orchdata.loaders.index import kept_texts
 from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.measuring import kept_texts
 from orchdata.loaders.recipe import AudioPreprocessor, ImagePreprocessor, Limits, Recipe, TextPreprocessor
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.text.fast_tokenizer import FastTokenizer
+from orchdata.loaders.text.preprocessor import FastTokenizer
 
 
 class Words:

@@ -19,9 +19,9 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio import AudioPreprocessor
 from orchdata.loaders.modalities.audio_decode import read_mono
 from orchdata.loaders.modalities.audio_header import Sound
+from orchdata.loaders.modalities.checks import read_header
 from orchdata.loaders.modalities.image import ImagePreprocessor
 from orchdata.loaders.modalities.modality import Modality
-from orchdata.loaders.modalities.probing import read_header
 
 IMAGE, AUDIO = ImagePreprocessor, AudioPreprocessor
 

@@ -12,8 +12,8 @@ from PIL import Image
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.modalities.checks import read_header
 from orchdata.loaders.modalities.image_decode import load_pixels
-from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.recipe import ImagePreprocessor, image_grid
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import orchdata as od
 from orchdata.loaders.errors import FieldError
-from orchdata.loaders.samples.overflow import divided, num_tokens
+from orchdata.loaders.samples.measure import divided, num_tokens
 from orchdata.loaders.samples.spans import MediaSlot, Span, TextSpan
 
 

@@ -20,8 +20,7 @@ from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.shards.arrow.layout import read_layout
-from orchdata.loaders.shards.arrow.rows import Columns
+from orchdata.loaders.shards.arrow import Columns, read_layout
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.local import LocalFile

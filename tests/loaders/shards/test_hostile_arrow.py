@@ -17,8 +17,8 @@ from hostile_arrow import Case, good_files, huge_batch, mutations, scanned, try_
 
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.shards.arrow.shard import ArrowShard
-from orchdata.loaders.shards.facts_table import FactsTable
+from orchdata.loaders.shards.arrow import ArrowShard
+from orchdata.loaders.shards.shard import FactsTable
 from orchdata.loaders.storage.local import LocalFile
 
 

@@ -20,8 +20,7 @@ from PIL import Image
 
 from orchdata.loaders.errors import DataError, DecodeError, FieldError, StorageError
 from orchdata.loaders.failures import reason_kind
-from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.building.crew import BuildProgress
+from orchdata.loaders.index.build import BuildProgress, build_index
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.limits import Limits

@@ -21,18 +21,18 @@ import pyarrow.parquet.encryption as pe
 import pytest
 
 import orchdata as od
-import orchdata.loaders.index.building.builder
+import orchdata.loaders.index.builder
 from orchdata.loaders.errors import StaleIndexError, StorageError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.facts import load_facts
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.shards.facts_table import Facts, FactsTable
+from orchdata.loaders.shards.parquet import children as measuring_process
 from orchdata.loaders.shards.parquet import children as parquet_children
-from orchdata.loaders.shards.parquet import process as measuring_process
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.parquet.file import _Stream
 from orchdata.loaders.shards.parquet.shard import ParquetShard
+from orchdata.loaders.shards.shard import Facts, FactsTable
 from orchdata.loaders.storage.local import LocalFile
 
 
@@ -385,7 +385,7 @@ def test_a_file_that_changes_after_it_was_measured_is_not_decoded(
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
         return loaded
 
-    monkeypatch.setattr(orchdata.loaders.index.building.builder, "load_facts", measured_then_changed)
+    monkeypatch.setattr(orchdata.loaders.index.builder, "load_facts", measured_then_changed)
     with pytest.raises(StaleIndexError, match=r"a\.parquet: was changed while it was open"):
         build_index([str(path)], Recipe(), retry_seconds=0)
 

@@ -20,14 +20,14 @@ from orchdata.loaders.errors import NOT_DATA, DamagedIndexError, MissingIndexErr
 from orchdata.loaders.index import index as index_module
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import KIND, Index
-from orchdata.loaders.index.locations import open_index
+from orchdata.loaders.index.index_file import open_index
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.index.table import LAYOUT, OFFSETS, _positions
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.open import OpenShards
-from orchdata.loaders.storage import verified
+from orchdata.loaders.storage import sealed as verified
+from orchdata.loaders.storage.atomic import opened
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.opening import opened
 from orchdata.loaders.storage.sealed import head_of
 from orchdata.loaders.versions import TABLE_FORMAT
 from orchdata.planning.costs import IndexCosts

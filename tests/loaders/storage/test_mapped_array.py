@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from orchdata.loaders.errors import StorageError
-from orchdata.loaders.storage.mapped_array import MappedArray
+from orchdata.loaders.storage.cache import MappedArray
 
 VALUES = np.arange(100_000)
 

@@ -12,8 +12,8 @@ from chat_templates import CHATML, LLAMA3, hf_tokenizer, trained
 import orchdata as od
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.text import fast_tokenizer as module
-from orchdata.loaders.text.fast_tokenizer import FastTokenizer
+from orchdata.loaders.text import preprocessor as module
+from orchdata.loaders.text.preprocessor import FastTokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 

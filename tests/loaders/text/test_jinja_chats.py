@@ -14,8 +14,8 @@ from jinja_chats import ANSWER, ASK, CALL, TAGGED, decoded, openai, recipe_of
 import orchdata as od
 from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.text import rendering as render
 from orchdata.loaders.text.jinja import Inputs
-from orchdata.loaders.text.rendering import render
 
 pytest.importorskip("transformers")
 BOS = {"llama3": "<|begin_of_text|>", "gemma": "<bos>", "mistral": "<s>"}

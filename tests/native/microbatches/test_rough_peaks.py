@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from orchdata.native.assign.bounds import phase_bounds
 from orchdata.native.assign.phases import dominant_phases, longest_first_by_phase, order_by_phase
-from orchdata.native.microbatches.rough_peaks import bin_bound, rough_peaks
+from orchdata.native.microbatches.within_caps import bin_bound, rough_peaks
 
 # The first call of a kernel compiles or loads it.
 settings.register_profile("kernels", deadline=None)

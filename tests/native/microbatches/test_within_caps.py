@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from orchdata.native.assign.bounds import phase_bounds
 from orchdata.native.assign.phases import above_caps, sum_of_peaks
-from orchdata.native.microbatches.rough_peaks import fits_alone
 from orchdata.native.microbatches.within_caps import (
+    fits_alone,
     looked_peaks,
     solve_within,
 )

@@ -19,8 +19,8 @@ from servers.s3_server import S3Server
 from shard_factory import RECIPE, omni_samples, write_shard
 
 import orchdata as od
-from orchdata.caching.filler import Place
-from orchdata.loaders.storage.node.copies import FOLDER, SUFFIX
+from orchdata.caching import Place
+from orchdata.loaders.storage.node import FOLDER, SUFFIX
 from orchdata.ranks.parallel import Rank
 
 SHARDS, SAMPLES = 8, 8
@@ -251,7 +251,7 @@ def test_a_full_disk_costs_one_warning_and_leaves_no_half_file(
             raise OSError(28, "No space left on device")
         return int(self._file.write(data))
 
-    monkeypatch.setattr("orchdata.loaders.storage.node.entries._Summed.write", write)
+    monkeypatch.setattr("orchdata.loaders.storage.entries._Summed.write", write)
     cache = od.Cache(tmp_path / "nvme", max_bytes=1 << 30)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

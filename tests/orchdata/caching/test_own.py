@@ -9,8 +9,8 @@ import pytest
 from shard_factory import omni_shards
 
 import orchdata as od
-from orchdata.caching.own import own_streams
-from orchdata.loaders.storage.node.cache import cache_of_environment
+from orchdata.caching import own_streams
+from orchdata.loaders.storage.node import cache_of_environment
 from orchdata.ranks.parallel import Rank
 
 

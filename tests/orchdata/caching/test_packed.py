@@ -15,7 +15,7 @@ from servers.s3_server import S3Server
 from shard_factory import RECIPE, omni_samples, write_shard
 
 import orchdata as od
-from orchdata.caching.packed import decompressed
+from orchdata.caching import decompressed
 from orchdata.loaders.shards.shard import ShardInfo
 
 SHARD = ShardInfo("s3://bucket/a.tar.gz", 1_000, "sum", '"etag"', packed=True)
@@ -45,7 +45,7 @@ def test_a_loader_warns_once_before_the_first_step(
 
     def warned(cap: int) -> list[str]:
         monkeypatch.setattr("orchdata.notices._warned", set())
-        monkeypatch.setattr("orchdata.caching.packed.CacheFolder", lambda: SimpleNamespace(max_bytes=cap))
+        monkeypatch.setattr("orchdata.caching.CacheFolder", lambda: SimpleNamespace(max_bytes=cap))
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             for _ in range(2):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from orchdata.dataset.indexed.opened import Rows
+from orchdata.dataset.indexed import Rows
 
 
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.4, 0.6, 0.97, 1.0])

@@ -15,7 +15,7 @@ from map_dataset import Numbers
 from torch.utils.data import ConcatDataset, Subset
 
 import orchdata as od
-from orchdata.dataset.describe import _dataset, stable
+from orchdata.runtime import _dataset, stable
 
 
 class Chosen(torch.utils.data.Dataset[Any]):

@@ -16,7 +16,7 @@ from shard_factory import RECIPE, omni_samples, omni_shards, write_shard
 
 import orchdata as od
 from orchdata.building.spec import BuildSpec
-from orchdata.engines.pickling import explain_pickling
+from orchdata.engines.engine import explain_pickling
 
 
 @pytest.fixture

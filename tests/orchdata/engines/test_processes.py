@@ -559,6 +559,6 @@ def test_a_forked_process_that_never_runs_is_replaced(monkeypatch: pytest.Monkey
         run(*arguments)
 
     monkeypatch.setattr(process_module, "run_worker", run_or_not)
-    monkeypatch.setattr("orchdata.engines.processes.supervisor.FORK_SECONDS", 0.5)
+    monkeypatch.setattr("orchdata.engines.processes.engine.FORK_SECONDS", 0.5)
     results = drained(od.DataLoader(Numbers(12), batch_size=3, num_workers=2, cost=[1] * 12))
     assert results == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]] and stuck.value < 0

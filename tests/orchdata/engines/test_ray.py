@@ -30,11 +30,10 @@ from spec_job import digest
 import orchdata as od
 from orchdata.engines.engine import Workers
 from orchdata.engines.on_ray import cluster as cluster_module
-from orchdata.engines.on_ray import node_files
+from orchdata.engines.on_ray import fleet as node_files
 from orchdata.engines.on_ray.compare import check_same, expected_by
 from orchdata.engines.on_ray.deaths import described, is_loss, is_own_end
-from orchdata.engines.on_ray.node_files import file_of_index, found, open_index
-from orchdata.engines.on_ray.parcel import make_parcel, open_parcel
+from orchdata.engines.on_ray.fleet import file_of_index, found, make_parcel, open_index, open_parcel
 from orchdata.engines.on_ray.value import RayEngine
 from orchdata.engines.work import WorkerSpec
 from orchdata.loaders.index.index import Index

@@ -23,7 +23,7 @@ from children import in_a_child
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
-from orchdata.engines.processes import supervisor
+from orchdata.engines.processes import engine as supervisor
 from orchdata.engines.processes.isolate import Trial
 from orchdata.loaders.interrupts import interrupts_deferred
 

@@ -15,8 +15,7 @@ from transformers import Qwen2AudioProcessor, VoxtralProcessor, WhisperFeatureEx
 from transformers.audio_utils import mel_filter_bank
 
 import orchdata as od
-from orchdata.hf.audio import WhisperAudio, audio_modality
-from orchdata.hf.audio_processor import HFAudio, rebuilt
+from orchdata.hf.audio import HFAudio, WhisperAudio, audio_modality, rebuilt
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.modalities.audio_decode import decode_wave, mel_bands
 from orchdata.loaders.modalities.modality import stored_dtype

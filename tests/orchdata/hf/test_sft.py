@@ -22,7 +22,7 @@ from hf_families.families import FAMILIES
 from hf_families.samples import made_up, write_samples
 from transformers import Trainer, TrainingArguments
 
-from orchdata.hf.training.sft import sft_arguments
+from orchdata.hf.trainer import sft_arguments
 from orchdata.steps import OptimizerSteps
 
 pytestmark = [pytest.mark.usefixtures("same_cache"), pytest.mark.filterwarnings("ignore::FutureWarning:accelerate.*")]

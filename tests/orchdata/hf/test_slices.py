@@ -23,8 +23,7 @@ import transformers
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.trainer_pt_utils import LabelSmoother
 
-from orchdata.hf.training.sft import sft_arguments
-from orchdata.hf.training.trainer import _unshifted
+from orchdata.hf.trainer import _unshifted, sft_arguments
 
 pytestmark = [pytest.mark.usefixtures("same_cache"), pytest.mark.filterwarnings("ignore:len")]
 

@@ -20,9 +20,9 @@ from hf_video import CLIPS, LIMITS, NAMES, built, chats, inputs_of, model_of, pr
 from PIL import Image
 
 import orchdata as od
-from orchdata.hf.video.modality import video_modality
+from orchdata.hf.video import video_modality
+from orchdata.loaders.modalities.checks import read_header
 from orchdata.loaders.modalities.image_decode import resized
-from orchdata.loaders.modalities.probing import read_header
 
 pytestmark = pytest.mark.cpus
 

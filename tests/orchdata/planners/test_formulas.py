@@ -11,8 +11,8 @@ from planned_again import Again, made_up
 
 import orchdata as od
 from orchdata.planners import Cluster, Module, Placement
-from orchdata.planners.formulas import Many, Means, activation_bytes, closed_form, gpu_bytes, mean_memory, state_bytes
-from orchdata.planners.search import candidates
+from orchdata.planners.cluster import Many, Means, activation_bytes, closed_form, gpu_bytes, mean_memory, state_bytes
+from orchdata.planners.run import candidates
 
 USABLE = 0.9
 

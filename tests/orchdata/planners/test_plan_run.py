@@ -31,9 +31,8 @@ from orchdata.planners import (
     plan_run,
     simulate,
 )
-from orchdata.planners.formulas import Means
-from orchdata.planners.run import call_of
-from orchdata.planners.search import candidates
+from orchdata.planners.cluster import Means
+from orchdata.planners.run import call_of, candidates
 
 SEEDS = range(6)
 TOKENS = (4096, 16384)

@@ -12,11 +12,11 @@ from planned_again import made_up
 
 import orchdata as od
 from orchdata.balancers import simulate_1f1b
-from orchdata.native.microbatches.modules import run_modules
+from orchdata.native.microbatches.pipeline import run_modules
 from orchdata.order.order import Order
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planners import Cluster, Columns, Layout, Module, Placement, Workload, simulate
-from orchdata.planners.formulas import Means, closed_form
+from orchdata.planners.cluster import Means, closed_form
 from orchdata.planners.simulation import balance_of
 from orchdata.planners.workload import WorkloadCosts
 from orchdata.planning.make_plan import PlanSpec, make_plan

@@ -14,7 +14,7 @@ from benchmarks.distributions import image_patches, text_lengths
 from orchdata.balancers import CostModel, PhaseCost
 from orchdata.bench.plan import OMNI_COST
 from orchdata.planning.balance import Balance, Scope
-from orchdata.planning.sharing.fixed import FixedCost
+from orchdata.planning.sharing.accumulated import FixedCost
 from orchdata.planning.sharing.packed import NO_PADDING
 from orchdata.planning.sharing.shares import Shares, StepSamples
 

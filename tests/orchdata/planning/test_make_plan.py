@@ -18,8 +18,7 @@ from orchdata.planning.balance import Balance
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.plan import Plan
 from orchdata.planning.route import make_route
-from orchdata.planning.sharing.packed import NO_PADDING
-from orchdata.planning.sharing.padded import PaddedCost
+from orchdata.planning.sharing.packed import NO_PADDING, PaddedCost
 
 PHASES = ("image", "llm")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from orchdata.balancers import PhaseCost
 from orchdata.planning.balance import Balance
-from orchdata.planning.sharing.padded import PaddedCost, assign_blocks, split_padded
+from orchdata.planning.sharing.packed import PaddedCost, assign_blocks, split_padded
 from orchdata.planning.sharing.shares import Shares, StepSamples, one_microbatch
 
 TOKENS = PaddedCost(PhaseCost(1.0))

@@ -11,7 +11,7 @@ from orchdata.native.costs import sequence_costs
 from orchdata.planning.balance import Balance
 from orchdata.planning.layout import Attention
 from orchdata.planning.sharing.shares import StepSamples
-from orchdata.planning.sharing.windows import WindowCost
+from orchdata.planning.windows import WindowCost
 
 LENGTH = 100
 COEFFICIENTS = CostModel(llm=PhaseCost(3.0, 0.25, 7.0)).coefficients("llm")

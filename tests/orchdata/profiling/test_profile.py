@@ -22,10 +22,9 @@ from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.index.totals import sum_totals
-from orchdata.profiling.content import PERCENTILES, chosen_totals
-from orchdata.profiling.figures import count_reasons
+from orchdata.profiling.content import PERCENTILES, chosen_totals, count_reasons
+from orchdata.profiling.planned import SCOPES
 from orchdata.profiling.profile import Profile, profile
-from orchdata.profiling.scales import SCOPES
 from orchdata.profiling.summary import left_out_words
 from orchdata.profiling.tables import LABELS
 

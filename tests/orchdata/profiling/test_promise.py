@@ -17,7 +17,7 @@ from orchdata.planning.layout import Layout
 from orchdata.planning.make_plan import make_plan
 from orchdata.planning.plan import Plan
 from orchdata.profiling import planned
-from orchdata.profiling.figures import Figures
+from orchdata.profiling.content import Figures
 from orchdata.profiling.profile import profile
 
 RECIPE = od.Recipe(image=od.ImagePreprocessor(patch_size=14, merge=2, min_tokens=1, max_tokens=64))

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchdata.profiling.content import PERCENTILES, LengthCounts
-from orchdata.profiling.planned import PlannedStep, PlannedSteps
-from orchdata.profiling.scales import is_better, make_settings
+from orchdata.profiling.planned import PlannedStep, PlannedSteps, is_better, make_settings
 
 
 def steps(costs: list[int], totals: list[int]) -> PlannedSteps:

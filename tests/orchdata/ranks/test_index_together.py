@@ -16,8 +16,9 @@ from rank_jobs import run_ranks
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
+from orchdata.loaders.index import build as crew
+from orchdata.loaders.index import builder
 from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.building import builder, crew
 from orchdata.loaders.index.facts import load_facts
 
 FORK = multiprocessing.get_context("fork")

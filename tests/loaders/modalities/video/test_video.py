@@ -23,12 +23,13 @@ from video_clips import VARIABLE, animation, clip, number_of, picture, sound_alo
 
 import orchdata as od
 from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.modalities.checks import read_header
 from orchdata.loaders.modalities.modality import PartSize
-from orchdata.loaders.modalities.probing import read_header
-from orchdata.loaders.modalities.video import mp4, opened
+from orchdata.loaders.modalities.video import containers as mp4
+from orchdata.loaders.modalities.video import file as opened
 from orchdata.loaders.modalities.video.decode import open_video
 from orchdata.loaders.modalities.video.files import VideoFiles
-from orchdata.native.scan.status import FOUND
+from orchdata.native.scan.media import FOUND
 
 LIMITS = od.Limits()
 # Patches of 8 pixels that keep the size of small clips, so that pictures can be read from them.

@@ -10,9 +10,8 @@ from typing import IO, Any
 import pytest
 
 import orchdata as od
-from orchdata.loaders.kept import kept_files, prune
-from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.node.copies import FOLDER, Copies, name_of
+from orchdata.loaders.storage.cache import CacheFolder, kept_files, prune
+from orchdata.loaders.storage.node import FOLDER, Copies, name_of
 from orchdata.loaders.storage.storage import FileVersion
 
 URL = "s3://bucket/train-0.tar"

@@ -12,10 +12,10 @@ from servers.proxy import Fault
 from servers.s3_server import S3Server
 
 import orchdata as od
-from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.loaders.storage.files import Files
-from orchdata.loaders.storage.node.copies import Copies
+from orchdata.loaders.storage.node import Copies
 from orchdata.loaders.storage.remote.objects import PIECE_BYTES
+from orchdata.loaders.storage.storage import ReadBytes
 
 CONTENT = random.Random(7).randbytes(5 * PIECE_BYTES // 2)
 

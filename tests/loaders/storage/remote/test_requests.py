@@ -12,14 +12,11 @@ import numpy as np
 import pytest
 
 from orchdata.loaders.errors import StorageError
-from orchdata.loaders.storage.counted import RequestCounts
 from orchdata.loaders.storage.remote import objects as objects_module
 from orchdata.loaders.storage.remote import requests as requests_module
-from orchdata.loaders.storage.remote.clients.client import Answer
-from orchdata.loaders.storage.remote.clients.trouble import Trouble
 from orchdata.loaders.storage.remote.objects import GAP_BYTES, ObjectRange, Objects
-from orchdata.loaders.storage.remote.requests import Request, Requests
-from orchdata.loaders.storage.storage import FileVersion
+from orchdata.loaders.storage.remote.requests import Answer, Request, Requests, Trouble
+from orchdata.loaders.storage.storage import FileVersion, RequestCounts
 
 URL = "s3://bucket/a.bin"
 STEPS = [(0, 800), (300, 900), (300, 500), (850, 1700), (1699, 1700)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchdata.loaders.storage.remote.clients.trouble import trouble_of
+from orchdata.loaders.storage.remote.requests import trouble_of
 
 METADATA = "Error getting credentials from http://169.254.169.254/latest/: Server returned error status: {status}"
 

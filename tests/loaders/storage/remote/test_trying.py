@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from orchdata.loaders.errors import StorageError
-from orchdata.loaders.storage.counted import RequestCounts
 from orchdata.loaders.storage.remote import requests
-from orchdata.loaders.storage.remote.clients.trouble import Trouble
+from orchdata.loaders.storage.remote.requests import Trouble
+from orchdata.loaders.storage.storage import RequestCounts
 
 URL = "s3://bucket/a.tar"
 

@@ -1,0 +1,314 @@
+"""Whole copies of shards of object storage that a node keeps: named, found, added and read.
+
+An object as a file that is read from the node's copy as soon as that is whole, and from the store without one.
+
+The copies of shards that a node keeps: found by the readers of all its processes, added by one process at a time.
+
+add --room below the cap, reserved under a lock--> partial file of the full size --fetched whole--> entry --> find
+
+Cache: where a node keeps whole copies of shards of object storage, and how many bytes of them.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import IO, Final, Literal
+
+from orchdata.loaders.amounts import bytes_of
+from orchdata.loaders.errors import StorageError
+from orchdata.loaders.storage.atomic import names_in, opened, status_of
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.entries import (
+    Entry,
+    complete,
+    entries,
+    is_whole,
+    last_used,
+    mark_used,
+    new_partial,
+    remove_entry,
+    remove_partials,
+)
+from orchdata.loaders.storage.local import LocalFile
+from orchdata.loaders.storage.remote.objects import Ahead, Objects, RemoteFile
+from orchdata.loaders.storage.remote.urls import identity, is_remote
+from orchdata.loaders.storage.storage import Extent, FileVersion, ReadBytes
+
+
+class CopiedFile(RemoteFile):
+    """An object of storage that the node may have a copy of. A copy that is removed or changed is read no more.
+
+    Args:
+        copies: of the node.
+    """
+
+    def __init__(self, objects: Objects, url: str, file: FileVersion, reads: ReadBytes | None, copies: Copies) -> None:
+        super().__init__(objects, url, file, reads)
+        self._copies = copies
+        self._copy: LocalFile | None = None
+        self._lock = threading.Lock()
+
+    def read(self, offset: int, size: int) -> bytes:
+        copy = self._found()
+        if copy is not None:
+            data = self._read_copy(copy, offset, size)
+            if data is not None:
+                if self._reads is not None:
+                    self._reads.cache.add(len(data))
+                return data
+        return super().read(offset, size)
+
+    def expect(self, extents: Sequence[Extent]) -> Ahead:
+        return super().expect(extents if self._found() is None else ())
+
+    def close(self) -> None:
+        with self._lock:
+            copy, self._copy = self._copy, None
+        if copy is not None:
+            copy.close()
+
+    def _found(self) -> LocalFile | None:
+        """Return the copy; one that has just been made too."""
+        copy = self._copy
+        if copy is None and (copy := self._copies.find(self.url, self._file)) is not None:
+            with self._lock:
+                if self._copy is None:
+                    self._copy = copy
+                copy = self._copy
+        return copy
+
+    def _read_copy(self, copy: LocalFile, offset: int, size: int) -> bytes | None:
+        """Return bytes of the copy; None if it is no longer what it was when it was opened, which ends its use."""
+        try:
+            data = copy.read(offset, size)
+            if len(data) == max(0, min(offset + size, self.size) - offset) and copy.is_as_opened():
+                return data
+        except ValueError:  # another thread has just closed it
+            pass
+        except (OSError, StorageError):
+            self._copies.refuse(self.url, self._file)
+        with self._lock:
+            if self._copy is copy:
+                self._copy = None
+        copy.close()
+        return None
+
+
+FOLDER: Final = "copies"
+SUFFIX: Final = ".copy"
+_NEXT_TO_IT_BYTES: Final = 1 << 10
+"""Most bytes of what lies next to a copy: its checksum, a note that it was verified."""
+
+Added = Literal["added", "there", "busy", "full", "too large"]
+"""What became of a copy: another process is making it ("busy"), there is no room for it now below the cap ("full"), or
+never ("too large")."""
+
+
+class Copies:
+    """Whole copies of shards in the folder of a `Cache`. Safe from many threads and processes.
+
+    A copy is named by the identity of the URL, the size and the version of the object. An object without a version is
+    not copied: nothing would tell the copy from its successor.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = CacheFolder(cache.path, max_bytes=cache.max_bytes)
+        self._folder = self._cache.root / FOLDER
+        self._paths: dict[tuple[str, FileVersion], Path] = {}
+        self._verified: dict[Path, tuple[int, ...]] = {}
+        self._refused: dict[Path, tuple[int, ...]] = {}
+        self._sizes: dict[str, int] = {}
+        self._oldest: list[Entry] = []
+
+    @property
+    def max_bytes(self) -> int:
+        return self._cache.max_bytes
+
+    def find(self, url: str, file: FileVersion) -> LocalFile | None:
+        """Return the copy of an object, open; None if there is none that is whole. Never raises."""
+        path = self._path(url, file)
+        try:
+            status = status_of(path)
+            if status is None or not file.version or self._refused.get(path) == _mark(status):
+                return None
+            if self._verified.get(path) != _mark(status):
+                if not is_whole(path):
+                    self._remove_damaged(name_of(url, file), path)
+                    self.refuse(url, file)
+                    return None
+                self._verified[path] = _mark(status)
+            copy = LocalFile(path, url=url, follow=False)
+        except (OSError, StorageError):
+            return None
+        if copy.size != file.size:
+            copy.close()
+            return None
+        mark_used(path)
+        return copy
+
+    def refuse(self, url: str, file: FileVersion) -> None:
+        """Do not use a copy in this process as long as it is the same file: it cannot be read."""
+        path = self._path(url, file)
+        with suppress(OSError):
+            if (status := status_of(path)) is not None:
+                self._refused[path] = _mark(status)
+
+    def has(self, url: str, file: FileVersion) -> bool:
+        """Return whether there is a whole copy. Raises OSError."""
+        path = self._path(url, file)
+        return os.path.exists(path) and is_whole(path)
+
+    def add(self, url: str, file: FileVersion, make: Callable[[IO[bytes]], None], stay: Container[str] = ()) -> Added:
+        """Make a copy of an object, if no other process is doing that.
+
+        Args:
+            make: writes its bytes, from start to end; called once its room is reserved. What it raises is passed on,
+                and nothing of the copy stays.
+            stay: names of copies that are not removed to make room, as of `name_of`.
+
+        Raises:
+            StorageError: the folder cannot be created.
+            OSError: it cannot be written, or the disk is full.
+        """
+        name = name_of(url, file)
+        path = self._path(url, file)
+        needed = file.size + _NEXT_TO_IT_BYTES
+        if needed > self.max_bytes:
+            return "too large"
+        self._cache.make_root()
+        self._cache.make(FOLDER)
+        with self._cache.lock(name, waits=False) as is_mine:
+            if not is_mine:
+                return "busy"
+            if self.has(url, file):
+                return "there"
+            with self._cache.lock(FOLDER):
+                if not self._make_room(needed, stay):
+                    return "full"
+                free = os.statvfs(self._folder)
+                if free.f_bavail * free.f_frsize < file.size:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder))
+                remove_entry(path)  # a damaged one
+                descriptor, partial = new_partial(path)
+                with suppress(OSError):  # where files have no holes, it grows as it is written
+                    os.ftruncate(descriptor, file.size)
+            complete(path, descriptor, partial, make)
+        return "added"
+
+    def _path(self, url: str, file: FileVersion) -> Path:
+        path = self._paths.get((url, file))
+        if path is None:
+            path = self._paths[url, file] = self._folder / (name_of(url, file) + SUFFIX)
+        return path
+
+    def _remove_damaged(self, name: str, path: Path) -> None:
+        """Remove a copy that is not whole, unless another process does, or makes it again; best effort."""
+        with suppress(OSError, StorageError), self._cache.lock(name, waits=False) as is_mine:
+            if is_mine and not is_whole(path):
+                remove_entry(path)
+
+    def _make_room(self, needed: int, stay: Container[str]) -> bool:
+        """Remove copies, the least recently used first, until so many bytes are free below the cap. Return whether they
+        are. The lock of the folder is held: no other process makes room, or begins to write.
+        """
+        remove_partials(self._folder, 0)
+        used, is_new = self._used(), False
+        while used + needed > self.max_bytes:
+            if not self._oldest:
+                if is_new:
+                    return False
+                # Looking at all of them takes long where there are many: the list serves several times.
+                self._oldest, is_new = entries(self._folder, SUFFIX, stay)[::-1], True
+                continue
+            entry = self._oldest.pop()
+            if entry.path.name in self._sizes and entry.path.stem not in stay and _is_unused(entry):
+                used -= entry.size if remove_entry(entry.path) else 0
+        return True
+
+    def _used(self) -> int:
+        """Return the bytes of all files in the folder. A file keeps its size, so that each is looked at once."""
+        sizes: dict[str, int] = {}
+        for name in names_in(self._folder):
+            size = self._sizes.get(name)
+            if size is None:
+                status = status_of(self._folder / name)
+                size = 0 if status is None else status.st_size
+            sizes[name] = size
+        self._sizes = sizes
+        return sum(sizes.values())
+
+
+def name_of(url: str, file: FileVersion) -> str:
+    """Return the name of the copy of an object."""
+    words = "\0".join((identity(url), str(file.size), file.version))
+    return hashlib.blake2b(words.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
+
+def _is_unused(entry: Entry) -> bool:
+    """Return whether no process reads a copy, or has used it since it was listed: its bytes would stay on the disk."""
+    try:
+        with opened(entry.path) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return last_used(entry.path, os.fstat(file)) <= entry.last_used
+    except (BlockingIOError, FileNotFoundError):
+        return False
+
+
+def _mark(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+FOLDER_VARIABLE: Final = "ORCHDATA_SHARD_CACHE"
+BYTES_VARIABLE: Final = "ORCHDATA_SHARD_CACHE_BYTES"
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """A folder for whole copies of shards of object storage, as `DataLoader(cache=)` takes it: one on each node, shared
+    by its ranks and workers.
+
+    Copies are fetched in the background where a node has shards of its own: on a single node, and with
+    `balance="grouped"` and `shuffle=od.Shuffle(streams=<groups>)`. Compressed tars have decompressed copies in
+    ORCHDATA_CACHE instead.
+
+    Attributes:
+        path: the folder, on a disk of the node. It is created when the first copy is made.
+        max_bytes: cap on all files of copies in it. A run removes copies of other data only.
+    """
+
+    path: str | os.PathLike[str]
+    _: KW_ONLY
+    max_bytes: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str | os.PathLike) or not os.fspath(self.path):
+            raise ValueError(f"Cache.path must be a folder, got {self.path!r}")
+        path = os.fsdecode(self.path)
+        if is_remote(path):
+            raise ValueError("Cache.path must be a folder on a disk of the node, got a URL")
+        if isinstance(self.max_bytes, bool) or not isinstance(self.max_bytes, int) or self.max_bytes < 1:
+            raise ValueError(f"Cache.max_bytes must be a number of bytes, at least 1, got {self.max_bytes!r}")
+        object.__setattr__(self, "path", os.path.abspath(os.path.expanduser(path)))
+
+
+def cache_of_environment() -> Cache | None:
+    """Return the cache that the environment names; None if it names none.
+
+    Raises ValueError for one variable without the other, and for one that is no number of bytes.
+    """
+    folder, most = os.environ.get(FOLDER_VARIABLE), os.environ.get(BYTES_VARIABLE)
+    if not folder and not most:
+        return None
+    if not folder:
+        raise ValueError(f"{BYTES_VARIABLE} is given without {FOLDER_VARIABLE}, the folder of the copies of shards")
+    if not most:
+        raise ValueError(f"{FOLDER_VARIABLE} is given without {BYTES_VARIABLE}, the most bytes in it, such as 2TiB")
+    return Cache(folder, max_bytes=bytes_of(most, BYTES_VARIABLE))

@@ -1,0 +1,404 @@
+"""The cache of a loader: its argument, which shards a node has of its own, and the thread that copies them.
+
+Filler: a thread that copies a node's own shards into its cache, in the order in which the loader reaches them.
+
+    position of the loader --order--> shards of the next samples --not copied yet--> fetched whole --> copies
+
+Each rank of a node has one, in its training process. A shard that one of them fetches is left to it.
+
+Which shards a node has of its own: those that no other node reads. A cache keeps these, and no others.
+
+streams of the order --shared out evenly over the ranks, under scope "grouped"--> streams of the node
+
+Compressed tars of a store that the cache folder cannot hold decompressed: each is fetched several times an epoch.
+
+What fills the cache of a loader.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
+from typing import IO, Final, NamedTuple
+
+import numpy as np
+
+from orchdata.building.spec import BuildSpec
+from orchdata.loaders.errors import OrchdataError, StaleIndexError
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.shards.shard import ShardInfo
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.files import Files
+from orchdata.loaders.storage.node import Added, Cache, Copies, name_of
+from orchdata.loaders.storage.remote.urls import is_remote
+from orchdata.loaders.storage.storage import FileVersion, ReadBytes
+from orchdata.loop.loop import Stream
+from orchdata.notices import warn_once
+from orchdata.order.mixture import MixtureOrder
+from orchdata.order.order import Order, SampleOrder
+from orchdata.planning.balance import Balance
+from orchdata.planning.make_plan import PlanSpec
+from orchdata.planning.windows import WindowBatches
+from orchdata.ranks.parallel import Rank
+
+_SAMPLES_AHEAD: Final = 4096
+_STOP_SECONDS: Final = 5.0
+_PAUSE_SECONDS: Final = 1.0
+_MOST_FAILURES: Final = 3
+
+_log = logging.getLogger("orchdata")
+_FILLERS: weakref.WeakSet[Filler] = weakref.WeakSet()
+
+
+class Place(NamedTuple):
+    """Where a loader stands: an epoch, and the share of it that was begun."""
+
+    epoch: int
+    share: float
+
+
+class Filler:
+    """Copies shards while a loader iterates. The thread ends with the loader, and never runs in a forked process.
+
+    Args:
+        cache: of the node.
+        index: the shards.
+        files: reads them.
+        order: of the loader.
+        streams: streams of the order that this node alone reads; None for all.
+        reads: counts what is fetched.
+    """
+
+    def __init__(
+        self, cache: Cache, index: Index, files: Files, order: SampleOrder, streams: range | None, reads: ReadBytes
+    ) -> None:
+        self.cache = cache
+        self.order = order
+        self._copies = Copies(cache)
+        self._index = index
+        self._files = files
+        self._streams = None if streams is None else np.array(streams, np.int64)
+        self._reads = reads
+        self._wanted = [_is_copied(shard) for shard in index.shards]
+        self.names = frozenset(
+            name_of(shard.url, _file_of(shard))
+            for shard, wanted in zip(index.shards, self._wanted, strict=True)
+            if wanted
+        )
+        self._where: Callable[[], Place] = lambda: Place(0, 0.0)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+        _FILLERS.add(self)
+
+    def begin(self, where: Callable[[], Place]) -> None:
+        """Copy what is read from there on.
+
+        Args:
+            where: returns where the loader stands now.
+        """
+        if not self.names or os.getpid() != self._process:
+            return
+        self._where = where
+        if self._thread is None or not self._thread.is_alive():
+            self._stop.clear()
+            self._thread = threading.Thread(target=self._run, name="orchdata-cache", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread. A shard that it was fetching is not kept."""
+        if os.getpid() != self._process:
+            return
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_STOP_SECONDS)
+
+    def wait(self) -> None:
+        """Wait until all that is wanted now is copied, or the cache is full."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._fill()
+        except _Stopped:
+            pass
+        except Exception as error:  # noqa: BLE001 - a cache costs no epoch
+            _warn(f"the cache {self.cache.path} cannot be filled, and shards are read from the store: {error}")
+
+    def _fill(self) -> None:
+        """Copy shards until all are there, or there is no room. Raises OSError or StorageError of the folder."""
+        failures, left = 0, deque[int]()
+        for number in chain(self._upcoming(), self._again(left)):
+            try:
+                added = self._add(self._index.shards[number])
+            except _NotFetched as error:
+                # If it lasts, steps fail too, and say why.
+                if isinstance(error.__cause__, StaleIndexError):
+                    continue
+                failures += 1
+                if failures >= _MOST_FAILURES:
+                    _warn(f"shards are not copied into the cache {self.cache.path}: {error.__cause__}")
+                    return
+                added = "busy"
+            else:
+                failures = 0
+            if added == "busy":
+                left.append(number)
+            elif added == "too large":
+                _warn(
+                    f"the cache {self.cache.path} holds {self.cache.max_bytes:,} bytes, less than the shard "
+                    f"{self._index.shards[number].url}: shards of this size are not copied"
+                )
+            elif added == "full":
+                return
+
+    def _again(self, left: deque[int]) -> Iterator[int]:
+        """Yield, after a pause, shards that other processes were fetching: one of them may have been killed."""
+        while left and not self._stop.wait(_PAUSE_SECONDS):
+            for _ in range(len(left)):
+                yield left.popleft()
+
+    def _add(self, shard: ShardInfo) -> Added:
+        file = _file_of(shard)
+        if self._copies.has(shard.url, file):
+            return "there"
+        return self._copies.add(shard.url, file, partial(self._fetch, shard, file), _Stay(self.cache))
+
+    def _fetch(self, shard: ShardInfo, file: FileVersion, out: IO[bytes]) -> None:
+        """Write a shard. Raises _NotFetched for trouble of the store or of memory, OSError for that of the folder."""
+        objects = self._files.others.get(shard.url, self._files).objects
+        pieces = objects.pieces(shard.url, file, self._reads, self._stop.is_set)
+        written = 0
+        while True:
+            try:
+                piece = next(pieces, None)
+            except (OrchdataError, MemoryError) as error:  # of memory, there may be more later
+                raise _NotFetched from error
+            if piece is None:
+                break
+            out.write(piece)
+            written += len(piece)
+        if written != file.size:
+            raise _Stopped
+
+    def _upcoming(self) -> Iterator[int]:
+        """Yield the numbers of shards, each once, from the loader's place on, through this epoch and the next."""
+        seen: set[int] = set()
+        first = self._where().epoch
+        for epoch in (first, first + 1):
+            length = self.order.length(epoch)
+            at = self._position(epoch, length)
+            while at < length:
+                stop = min(length, at + _SAMPLES_AHEAD)
+                for number, last in self._shards_between(epoch, at, stop):
+                    if self._stop.is_set():
+                        return
+                    # What was passed meanwhile is read again in the next epoch.
+                    if number not in seen and last >= self._position(epoch, length):
+                        seen.add(number)
+                        yield number
+                at = max(stop, self._position(epoch, length))
+
+    def _position(self, epoch: int, length: int) -> int:
+        """Return the first position of an epoch that the loader has not begun."""
+        place = self._where()
+        if place.epoch == epoch:
+            return min(length, int(place.share * length))
+        return length if place.epoch > epoch else 0
+
+    def _shards_between(self, epoch: int, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the shards that this node reads there, as they come, each with its last position."""
+        try:
+            rows, positions = self.order.rows(epoch, start, stop)[1], np.arange(start, stop)
+        except IndexError:  # of an epoch whose samples changed before the loader's place
+            return []
+        if self._streams is not None:
+            mine = np.isin(self.order.drawn_from(epoch, start, stop), self._streams)
+            rows, positions = rows[mine], positions[mine]
+        shards = np.asarray(self._index.shard[rows])
+        last = dict(zip(shards.tolist(), positions.tolist(), strict=True))
+        return [(number, last[number]) for number in dict.fromkeys(shards.tolist()) if self._wanted[number]]
+
+
+class _Stay:
+    """Names of copies that a run does not remove: those of all its loaders with this cache."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._names = [each.names for each in list(_FILLERS) if each.cache.path == cache.path]
+
+    def __contains__(self, name: object) -> bool:
+        return any(name in names for names in self._names)
+
+
+class _Stopped(Exception):
+    """The loader has ended."""
+
+
+class _NotFetched(Exception):
+    """The store did not give a shard; the cause says why."""
+
+
+def _is_copied(shard: ShardInfo) -> bool:
+    """Return whether a shard may be copied: an object with a version. A compressed one has a decompressed copy, and of
+    one whose beginning was indexed most is not read.
+    """
+    return is_remote(shard.url) and not shard.packed and not shard.reach and bool(shard.version and shard.size)
+
+
+def _file_of(shard: ShardInfo) -> FileVersion:
+    return FileVersion(shard.size, shard.version)
+
+
+def _warn(message: str) -> None:
+    """Warn once. Where warnings are errors, none can be raised from this thread into the loader."""
+    try:
+        warn_once("trouble with a cache", message)
+    except Warning:
+        _log.warning("%s", message)
+
+
+def own_streams(rank: Rank, balance: Balance, num_streams: int) -> range | None:
+    """Return the streams of the order that this rank's node alone reads; None if every node reads every shard.
+
+    A node has streams of its own if it is the only one, or if samples stay in groups of ranks (scope "grouped"), and
+    both groups and streams end where the ranks of a node do.
+
+    Args:
+        balance: of the loader, with a group size under scope "grouped".
+    """
+    per_node = _ranks_per_node(rank, balance)
+    if per_node is None:
+        return None
+    if per_node >= rank.size:
+        return range(num_streams)
+    if balance.scope != "grouped":
+        return None
+    bounds = range(0, rank.size, per_node)
+    if any(bound * num_streams % rank.size or bound % (balance.group_size or per_node) for bound in bounds):
+        return None
+    first = rank.rank // per_node * per_node
+    stop = min(first + per_node, rank.size)
+    return range(first * num_streams // rank.size, stop * num_streams // rank.size)
+
+
+def streams_of_node(rank: Rank, plan: PlanSpec, num_streams: int) -> range | None:
+    """Return `own_streams` under a plan: windows of concatenated documents take documents of all streams."""
+    own = own_streams(rank, plan.balance, num_streams)
+    is_mixed = isinstance(plan.batches, WindowBatches) and own is not None and len(own) < num_streams
+    return None if is_mixed else own
+
+
+def warn_of_none(rank: Rank, plan: PlanSpec) -> None:
+    """Warn once, on the first rank, that a cache has nothing to keep, and say what would change that."""
+    if rank.rank:
+        return
+    per_node = _ranks_per_node(rank, plan.balance)
+    if per_node is None:
+        nodes, groups = "every node", "<groups>"
+        unknown = ", and LOCAL_WORLD_SIZE or od.DataParallel(ranks_per_node=...) must say which ranks a node has"
+    else:
+        number = -(-rank.size // per_node)
+        nodes, groups, unknown = f"each of the {number} nodes", str(number), ""
+    way_out = (
+        f'balance="grouped" and shuffle=od.Shuffle(streams={groups}) (or a multiple), with groups that are nodes, give '
+        f"each node shards of its own{unknown}"
+    )
+    if isinstance(plan.batches, WindowBatches):
+        way_out = (
+            f"windows of concatenated documents take documents of all streams; without concatenate=True, {way_out}"
+        )
+    warn_once(
+        "a cache that keeps nothing",
+        f"cache= fetches no shard: in this order {nodes} reads from every shard, and a sample that a node reads in one "
+        f"epoch is read by another in the next; {way_out}",
+    )
+
+
+def _ranks_per_node(rank: Rank, balance: Balance) -> int | None:
+    """Return the ranks of a node; by default a group is a node."""
+    if rank.size == 1:
+        return 1
+    return rank.ranks_per_node or (balance.group_size if balance.scope == "grouped" else None)
+
+
+def warn_of_fetches(index: Index, plan: PlanSpec, rank: Rank) -> None:
+    """Warn once, on the first rank, that compressed tars are fetched again and again."""
+    order = plan.order
+    if rank.rank or not isinstance(order, Order | MixtureOrder):
+        return
+    own, cap = streams_of_node(rank, plan, order.streams), CacheFolder().max_bytes
+    num_bytes = int(decompressed(index) * (1.0 if own is None else len(own) / order.streams))
+    if num_bytes > cap:
+        warn_once(
+            f"compressed tars of {index.fingerprint}",
+            f"the compressed tars that a node reads take about {num_bytes:,} bytes decompressed, and its cache folder "
+            f"holds {cap:,}: they are fetched several times in an epoch. Store plain tars, or fewer for each node: "
+            'balance="grouped" and shuffle=od.Shuffle(streams=<groups>)',
+        )
+
+
+def decompressed(index: Index) -> int:
+    """Return about how many bytes the compressed tars of object storage have decompressed: little besides members."""
+    stored = sum(shard.size for shard in index.shards if shard.packed and is_remote(shard.url))
+    whole = sum(shard.size for shard in index.shards)
+    return max(stored, int(index.totals["bytes"]) * stored // max(1, whole))
+
+
+def filler_of(
+    spec: BuildSpec, rank: Rank, cache: Cache | None, reads: ReadBytes | None, *, forks: bool
+) -> Filler | None:
+    """Return what fills the cache of a loader; None if there is nothing to fill. Warns once if that is a surprise.
+
+    Args:
+        reads: counts what is fetched.
+        forks: whether workers are forked from this process.
+    """
+    shards = spec.shards
+    order = spec.plan.order
+    if shards is None or not isinstance(order, Order | MixtureOrder):
+        return None
+    if not any(is_remote(shard.url) for shard in shards.index.shards):
+        return None
+    warn_of_fetches(shards.index, spec.plan, rank)
+    if cache is None or reads is None:
+        return None
+    own = streams_of_node(rank, spec.plan, order.streams)
+    if own is None:
+        warn_of_none(rank, spec.plan)
+        return None
+    if forks:
+        if not rank.rank:
+            warn_once(
+                "a cache and forked workers",
+                "cache= fetches no shard: workers that are forked from a process that fetches cannot read object "
+                'storage. Leave multiprocessing_context out, or pass "forkserver"',
+            )
+        return None
+    streams = None if len(own) == order.streams else own
+    return Filler(cache, shards.index, shards.files, order, streams, reads)
+
+
+def place_of(stream: Stream, num_steps: int | None) -> Callable[[], Place]:
+    """Return what says where an iteration stands, without keeping it alive.
+
+    Args:
+        num_steps: of its epoch; None if that is not known.
+    """
+    reference = weakref.ref(stream)
+    last = Place(stream.position.epoch, 0.0)
+
+    def where() -> Place:
+        nonlocal last
+        running = reference()
+        if running is not None:
+            last = Place(running.position.epoch, running.next_step / num_steps if num_steps else 0.0)
+        return last
+
+    return where

@@ -1,0 +1,517 @@
+"""The index of a data set: named, found or built, of all samples or the first, and what is open in a process.
+
+What a data set has open in a process: the index, the rows that it chooses, single shards.
+
+Data sets of the first samples of shards: which samples an index must have, and what states say of their content.
+
+    take(N), [:N] --> the first N good samples --> rows before the one after the N-th
+
+What is said here is the same for the full index and for one of these samples alone, so a state loads with either.
+
+An index that the user names: found by one rank for all, fetched once a node, and compared with the data set.
+
+index_file=, paths, recipe --one rank: the head--> all ranks --node's copy--> Index, or an error: it is never built
+
+Ranks of several nodes without a common cache folder: each node would read all of the shards to index them.
+
+Each cache folder has a random name in a file of its own. The ranks of a job compare these names.
+
+The index of a data set: opened if it is there, else built, and what is said while that takes long.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.dataset.selection import Selection, Taken
+from orchdata.loaders import versions
+from orchdata.loaders.amounts import counted, these
+from orchdata.loaders.errors import DamagedIndexError, MissingIndexError
+from orchdata.loaders.index.build import build_index
+from orchdata.loaders.index.first import build_first_index, open_first
+from orchdata.loaders.index.index import Index, Place, basename, digest, shards_fingerprint
+from orchdata.loaders.index.index_file import (
+    IndexFile,
+    check_function_of,
+    fetched,
+    look,
+    open_index,
+    opened_copy,
+    root_of,
+    write_index_file,
+)
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.required import load_required
+from orchdata.loaders.shards.changes import changed_media, find_changes
+from orchdata.loaders.shards.container import Container, container_of, identity_of
+from orchdata.loaders.shards.open import OpenShards, by_identity
+from orchdata.loaders.shards.reading import Reading
+from orchdata.loaders.shards.shard import ShardInfo
+from orchdata.loaders.storage.atomic import read_small, write_once
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.files import Files
+from orchdata.loaders.storage.paths import media_root_of, names_and_patterns
+from orchdata.loaders.storage.remote.urls import has_magic, is_match, is_remote
+from orchdata.loaders.storage.retries import tried
+from orchdata.loaders.storage.storage import FileVersion
+from orchdata.notices import warn_once, warn_user
+from orchdata.ranks.first_comer import done_by_first, is_said, say
+from orchdata.ranks.parallel import ranks_per_node
+
+
+class Rows:
+    """Rows of an index, ascending: all but some. The memory is that of the rows it has, or of those it lacks if they
+    are fewer.
+
+    Args:
+        num_rows: of the index.
+        without: the rows that it lacks, ascending, int64.
+    """
+
+    def __init__(self, num_rows: int, without: NDArray[np.int64]) -> None:
+        self._count = num_rows - len(without)
+        self._listed: NDArray[np.int64] | None = None
+        if len(without) > self._count:
+            has = np.ones(num_rows, np.bool_)
+            has[without] = False
+            self._listed, without = np.flatnonzero(has), without[:0]
+        self._without = without
+        self._before = without - np.arange(len(without))  # how many rows of it come before each that it lacks
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> int:
+        """Return the row with this number; negative numbers count from the end. Raises IndexError."""
+        if not -self._count <= number < self._count:
+            raise IndexError(number)
+        number %= self._count
+        if self._listed is not None:
+            return int(self._listed[number])
+        return number + int(np.searchsorted(self._before, number, side="right"))
+
+    def number_of(self, row: int) -> int | None:
+        """Return the number of a row; None if the row is not among them."""
+        known = self._without if self._listed is None else self._listed
+        at = int(np.searchsorted(known, row))
+        is_known = at < len(known) and int(known[at]) == row
+        if self._listed is None:
+            return None if is_known else row - at
+        return at if is_known else None
+
+    def listed(self) -> NDArray[np.int64]:
+        """Return the rows."""
+        return (
+            np.delete(np.arange(self._count + len(self._without)), self._without)
+            if self._listed is None
+            else self._listed
+        )
+
+    def sum_of(self, column: NDArray[np.int32]) -> int:
+        """Return the sum of a column of the index over these rows."""
+        if self._listed is not None:
+            return int(column[self._listed].sum())
+        return int(column.sum()) - int(column[self._without].sum())
+
+
+class Chosen(NamedTuple):
+    """Rows of samples, and the first row of each sample."""
+
+    rows: Rows
+    first_rows: Rows
+
+
+class Opened:
+    """The open files of a data set in this process.
+
+    Attributes:
+        index: the index, once it was requested.
+        chosen: the rows of its samples.
+    """
+
+    def __init__(self, index: Index | None = None) -> None:
+        self.lock = threading.RLock()
+        self.index = index
+        self.chosen: Chosen | None = None
+        self._shards: OpenShards | None = None
+
+    def note(self, index: Index) -> None:
+        """Use this index from now on."""
+        with self.lock:
+            if self.index is None or self.index.build_id != index.build_id:
+                self.index, self.chosen, self._shards = index, None, None
+
+    def absent(self, number: int, left_out: Callable[[Index], NDArray[np.int64]]) -> IndexError:
+        """Return the error for a sample that does not exist; where none can be used, with the reason of the first.
+
+        Args:
+            left_out: returns the rows that filters and splits leave out.
+        """
+        assert self.index is not None and self.chosen is not None
+        count = len(self.chosen.first_rows)
+        text = f"sample {number} of {counted(count, 'sample')} does not exist"
+        bad = self.index.bad_rows()[:0] if count else np.setdiff1d(self.index.bad_rows(), left_out(self.index))
+        if len(bad):
+            text += f": none of {counted(len(bad), 'sample')} can be used; the first: {self.index.failure(int(bad[0]))}"
+        return IndexError(text)
+
+    def open(self, recipe: Recipe, containers: Sequence[Container], files: Files) -> OpenShards:
+        with self.lock:
+            if self._shards is None:
+                load_required(recipe)
+                how: dict[str, Any] = {"containers": by_identity(containers), "files": files}
+                self._shards = OpenShards(limits=recipe.limits, cache=CacheFolder(), **how)
+            return self._shards
+
+
+def num_first_samples(selections: Sequence[Selection | Taken]) -> int | None:
+    """Return the number of the first good samples that selections choose from; None: they may choose any."""
+    first = selections[0] if selections else None
+    if not isinstance(first, Taken) or not isinstance(first.numbers, range):
+        return None
+    return max(1, first.numbers[-1] + 1 if first.numbers else 1)
+
+
+def num_first_rows(index: Index, selections: Sequence[Selection | Taken]) -> int:
+    """Return the number of the first rows of an index that selections choose from."""
+    count = num_first_samples(selections)
+    if count is None:
+        return index.num_rows
+    bad = index.bad_rows()
+    if index.is_split:
+        good = np.setdiff1d(index.sample_rows(), bad, assume_unique=True)
+        return index.rows_of_sample(int(good[count - 1])).stop if count <= len(good) else index.num_rows
+    before = bad - np.arange(len(bad))  # good rows before each bad one
+    return min(index.num_rows, count + int(np.searchsorted(before, count - 1, side="right")))
+
+
+def is_partial(index: Index, urls: Sequence[str]) -> bool:
+    """Return whether an index has the first samples of shards alone."""
+    return len(index.shards) < len(urls) or any(shard.reach for shard in index.shards[-1:])
+
+
+def chosen_shards(index: Index, selections: Sequence[Selection | Taken]) -> Sequence[ShardInfo]:
+    """Return the shards that selections choose from: all, or those of the first samples."""
+    if num_first_samples(selections) is None:
+        return index.shards
+    rows = num_first_rows(index, selections)
+    return index.shards[: int(index.shard[rows - 1]) + 1] if rows else ()
+
+
+def content_of(index: Index, selections: Sequence[Selection | Taken]) -> str:
+    """Return the identity of the content that selections choose from, for states: of all shards, or of the rows of the
+    first samples.
+    """
+    shards = chosen_shards(index, selections)
+    if num_first_samples(selections) is None:
+        return shards_fingerprint(shards)
+    rows = num_first_rows(index, selections)
+    digest = hashlib.blake2b(repr([(basename(shard.url), shard.size) for shard in shards]).encode(), digest_size=16)
+    offsets, keys = index.keys(0, rows)
+    for column in (np.diff(offsets), keys):
+        digest.update(np.ascontiguousarray(column).data)
+    return f"first {rows} rows {digest.hexdigest()}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedFile:
+    """The file with the index of a data set.
+
+    Attributes:
+        paths: of the data set as given, without secrets.
+        command: that writes it.
+    """
+
+    url: str
+    paths: tuple[str, ...]
+    recipe: Recipe
+    reading: Reading
+    command: str
+
+    def look(self) -> IndexFile:
+        """Return what the file is: one rank looks for all. Raises as `index_file.look`."""
+        try:
+            return IndexFile(
+                *done_by_first(f"index file/{digest(self.url)}", lambda: look(self.url, self.reading.files))
+            )
+        except DamagedIndexError:
+            raise
+        except MissingIndexError as error:
+            raise MissingIndexError(f"{error}: {self.command}") from None
+
+    def opened(self, file: IndexFile) -> Index:
+        """Return the index, of this node's copy. Raises MissingIndexError if it is of another recipe, of other shards,
+        or of shards that were read otherwise; as `opened_copy`; FunctionError as `open_index`.
+        """
+        if file.share:
+            raise MissingIndexError(
+                f"{self.url} is part {file.share} of an index: join all with `orchdata index --merge`"
+            )
+        verdicts, counts = versions.rules()
+        if file.counts != counts:
+            raise self._unfit("was made by a release that counts samples otherwise")
+        if file.recipe != self.recipe.count_fingerprint():
+            raise self._unfit("was made under another recipe")
+        if file.verdicts != verdicts:
+            again = self.command.replace("orchdata index", "orchdata index --again", 1)
+            warn_once(
+                f"verdicts of {file.digest}",
+                f"the index {self.url} was made by a release that judges samples otherwise, and is used as it is. To "
+                f"judge them again: {again}",
+            )
+        place = Place(root_of(self.paths), self.reading.media_root)
+        index = opened_copy(file, self.reading.files, place)
+        check_function_of(index, self.recipe)
+        for shard in index.shards:
+            if not _is_read_so(shard, self.reading):
+                raise self._unfit(
+                    f"has {shard.url} with another media_root, or other columns, key or containers than are given"
+                )
+        self._check_paths([shard.url for shard in index.shards])
+        index.fetch = partial(fetched, file, self.reading.files, place)
+        return index
+
+    def write(self, index: Index, share: str = "") -> None:
+        """Write an index of the data set, or of a part of it, to the file. Raises ValueError, StorageError."""
+        root, recipe, files = root_of(self.paths), self.recipe.count_fingerprint(), self.reading.files
+        write_index_file([index], self.url, files, root=root, recipe=recipe, rules=versions.rules(), share=share)
+
+    def _check_paths(self, urls: Sequence[str]) -> None:
+        """Raise MissingIndexError if the shards are not those of the paths, in their order, as far as that is known
+        without a listing.
+        """
+        given = names_and_patterns(self.paths)
+        numbers = {name: number for number, name in reversed([*enumerate(given)])}
+        patterns = [(number, each) for number, each in enumerate(given) if has_magic(each)]
+        used, last = set(), 0
+        for url in urls:
+            number = numbers.get(url, numbers.get(url.rpartition("/")[0]))
+            if number is None:
+                number = next((at for at, pattern in patterns if is_match(pattern, url)), None)
+            if number is None:
+                raise self._unfit(f"has {url}, which the paths do not name")
+            if number < last:
+                raise self._unfit(f"has {url} after shards that come later in the paths")
+            used.add(number)
+            last = number
+        if lacking := next((each for number, each in enumerate(given) if number not in used), None):
+            raise self._unfit(f"has no shard of {lacking}")
+
+    def _unfit(self, what: str) -> MissingIndexError:
+        return MissingIndexError(f"the index {self.url} {what}: {self.command}")
+
+
+def merged(urls: Sequence[str], out: str, reading: Reading) -> int:
+    """Write one index of the shards of several index files, in the order of their parts, or else as given. Return how
+    many shards it has.
+
+    Raises ValueError if they are not of one recipe, lack a part, or have a shard twice; as `look` and `opened_copy`.
+    """
+    found = [look(url, reading.files) for url in urls]
+    recipe, rules = found[0].recipe, (found[0].verdicts, found[0].counts)
+    for file in found:
+        if (file.recipe, file.verdicts, file.counts) != (recipe, *rules):
+            raise ValueError(f"{file.url} is of another recipe, or of another release, than {found[0].url}")
+    shares = {file.share for file in found} - {""}
+    if len({file.share.partition("/")[2] for file in found}) == 1:
+        found.sort(key=lambda file: int(file.share.partition("/")[0] or 0))
+    for parts in {share.partition("/")[2] for share in shares}:
+        if missing := [share for n in range(int(parts)) if (share := f"{n + 1}/{parts}") not in shares]:
+            raise ValueError(f"parts {', '.join(missing[:9])} of the index are not among the files")
+    indexes = [opened_copy(file, reading.files, Place(file.root, file.root)) for file in found]
+    root = root_of([file.root + "x" for file in found])
+    write_index_file(indexes, out, reading.files, root=root, recipe=recipe, rules=rules)
+    return sum(len(index.shards) for index in indexes)
+
+
+def _is_read_so(shard: ShardInfo, reading: Reading) -> bool:
+    """Return whether a shard was indexed as it would be read now."""
+    container = container_of(reading.containers, shard.url) if reading.containers else None
+    root = media_root_of(shard.url, reading.media_root) if container is None else None
+    known = shard.columns, shard.container, shard.key, bool(shard.media_root)
+    return known == (reading.columns, "" if container is None else identity_of(container), reading.key, bool(root))
+
+
+_KEY: Final = "cache folders differ"
+_LOOK_SECONDS: Final = 2.0
+_MOST_BYTES: Final = 64
+
+
+class Apart:
+    """Finds out whether ranks that build an index together have one cache folder.
+
+    Args:
+        arguments: of the command that builds the index, for the error.
+    """
+
+    def __init__(self, arguments: str) -> None:
+        self._arguments = arguments
+        self._is_one_node = _is_one_node()
+        self._look_at = 0.0
+
+    def check(self) -> None:
+        """Raise MissingIndexError if this rank has another cache folder than the first rank that builds."""
+        if self._is_one_node:
+            return
+        mine = _name_of(CacheFolder())
+        if done_by_first("cache folder", lambda: mine) != mine:
+            say(_KEY)
+            raise self._error()
+
+    def check_others(self) -> None:
+        """Raise MissingIndexError if another rank has found so; it is often called."""
+        if not self._is_one_node and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + _LOOK_SECONDS
+            if is_said(_KEY):
+                raise self._error()
+
+    def _error(self) -> MissingIndexError:
+        return MissingIndexError(
+            "no index of these shards, and the ranks run on several nodes without a common cache folder: each node "
+            f"would read all shards. Build it once, `orchdata index {self._arguments} --out URL`, and pass "
+            "index_file=URL; or set ORCHDATA_CACHE to a folder that all nodes share"
+        )
+
+
+def _is_one_node() -> bool:
+    import torch.distributed as dist
+
+    local = ranks_per_node()
+    there = dist.is_available() and dist.is_initialized()
+    return not there or (local is not None and dist.get_world_size() <= local)
+
+
+def _name_of(cache: CacheFolder) -> str:
+    """Return the random name of a cache folder. Raises StorageError."""
+    path = cache.file("locks", "folder")
+
+    def name() -> str:
+        try:
+            return read_small(path, _MOST_BYTES).decode()
+        except FileNotFoundError:
+            _give_name(path)
+            return read_small(path, _MOST_BYTES).decode()
+
+    return tried(str(path), "cannot be read", name)
+
+
+def _give_name(path: Path) -> None:
+    """Write a random name, unless another process does so: of two names one stays. Raises OSError."""
+    own = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
+    write_once(own, os.urandom(16).hex().encode())
+    try:
+        os.link(own, path)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without hard links
+        os.rename(own, path)
+    finally:
+        own.unlink(missing_ok=True)
+
+
+class Wanted(NamedTuple):
+    """The index that a data set needs.
+
+    Attributes:
+        urls, recipe, reading: what it is of.
+        first: the number of the good samples at the beginning that suffice; None: all are needed.
+        how_to_index: how it is built ahead, for errors.
+        arguments: of the command that builds it.
+        progress: as of `ShardDataset.index`.
+    """
+
+    urls: tuple[str, ...]
+    recipe: Recipe
+    reading: Reading
+    first: int | None
+    how_to_index: str
+    arguments: str
+    progress: Callable[[float, int], None] | None
+
+
+def found_or_built(wanted: Wanted, num_ranks: int, rank: int | None, *, rebuild: bool) -> Index:
+    """Return the index: the full one if it is there, even if the first samples suffice. Arguments are those of
+    `ShardDataset.index`; raises as it does.
+    """
+    urls, recipe, reading, first = wanted.urls, wanted.recipe, wanted.reading, wanted.first
+    problem = f"no index for {these(len(urls), 'shard')} under this recipe"
+    is_full = first is None
+    try:
+        index = None if rebuild and is_full else open_index(urls, recipe, reading=reading)
+        if index is not None and not rebuild:
+            return index
+        is_full = is_full or index is not None
+        if first is not None and not is_full and not rebuild:
+            index = open_first(urls, recipe, first, reading=reading)
+            if index is not None:
+                return index
+    except DamagedIndexError as error:
+        problem = f"the index of {these(len(urls), 'shard')} is damaged ({error.path}: {error.reason})"
+    if not rebuild and num_ranks > 1 and rank is None:
+        raise MissingIndexError(f"{problem}, and {num_ranks} ranks need one; {wanted.how_to_index}")
+    if first is not None and not is_full:
+        return build_first_index(urls, recipe, first, reading=reading, under_way=wanted.progress)
+    return built(wanted, num_ranks, rank)
+
+
+def built(wanted: Wanted, num_ranks: int, rank: int | None) -> Index:
+    """Build the full index, or bring it up to date. Raises as `build_index`; MissingIndexError as `Apart.check`."""
+    urls, recipe = wanted.urls, wanted.recipe
+    reading = wanted.reading.looked_up(urls)
+    apart = Apart(wanted.arguments) if num_ranks > 1 and any(map(is_remote, urls)) else None
+    if apart is not None:
+        apart.check()
+
+    def under_way(done: float, total: int) -> None:
+        if apart is not None:
+            apart.check_others()
+        if wanted.progress is not None:
+            wanted.progress(done, total)
+
+    return build_index(
+        urls,
+        recipe,
+        reading=reading,
+        share=(rank or 0, num_ranks),
+        under_way=under_way,
+    )
+
+
+def has_changed(
+    index: Index, recipe: Recipe, containers: Sequence[Container], listed: Mapping[str, FileVersion], *, warns: bool
+) -> bool:
+    """Return whether shards must be measured again, and warn about them. One rank looks for all.
+
+    Args:
+        listed: size and version of objects that were just listed.
+    """
+
+    def find() -> list[Any]:
+        limits = recipe.limits
+        changed, unsure = find_changes(
+            index.shards, limits=limits, cache=CacheFolder(), containers=by_identity(containers), listed=listed
+        )
+        changed = list(dict.fromkeys([*changed, *changed_media(index, limits, recipe.record)]))
+        return [len(changed), *changed[:1], unsure]
+
+    number, *first, unsure = done_by_first(f"changes/{index.build_id}", find)
+    if number and warns:
+        others = f" and {number - 1} others" if number > 1 else ""
+        warn_user(f"{first[0]}{others} changed since the index was built: measured again")
+    if unsure and warns:
+        warn_user(
+            f"{counted(unsure, 'shard')} of the same size as when indexed, but with another time of change, like "
+            "copies: each is compared when it is opened; `orchdata index` compares all of them now"
+        )
+    return bool(number)

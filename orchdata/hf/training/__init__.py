@@ -1,1 +1,0 @@
-"""Trainers of others over a DataLoader: transformers' Trainer, and Accelerate."""
