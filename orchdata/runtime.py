@@ -75,6 +75,8 @@ class Runtime:
         listed = listed_rows(arguments.shuffle, in_shards=arguments.in_shards)
         if not arguments.in_shards:
             check_combination(arguments)
+        if isinstance(arguments.collate_fn, ModelInputs) and getattr(arguments.balance, "teams", None) is not None:
+            arguments = replace(arguments, collate_fn=arguments.collate_fn.in_slices())
         self.rank = rank
         self.agreement = agreement
         self.is_single_rank = not arguments.in_shards and rank.size == 1

@@ -43,6 +43,9 @@ class ModelInputs(Protocol):
     def layout(self) -> Layout:
         """Layout of the batches."""
 
+    def in_slices(self) -> ModelInputs:
+        """Return those of a loader that cuts sequences for teams, which are packed."""
+
     def check(self, recipe: Recipe, encoders: Collection[str], balance: Balance) -> None:
         """Raise ValueError if the model does not take batches of this recipe, modalities and balance. Called once."""
 

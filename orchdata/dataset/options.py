@@ -375,8 +375,7 @@ def check_teams(
             isinstance(dp, DataParallel) and dp.encoder_dims
         ),
         "data without an index, whose lengths are not known: use an od.ShardDataset": not in_shards,
-        "od.Padded, whose rows are whole: use od.Packed(), or od.hf.Inputs(config, padded=False, probe=False), as the "
-        "loader tries whether the model shares sequences": isinstance(layout, Padded),
+        "padded rows, which are whole: use od.Packed(), or od.hf.Inputs without padded=": isinstance(layout, Padded),
         "od.Packed(length=...), with or without concatenate=True, where no sample is longer than a microbatch: leave "
         "length out, and cap microbatches by Balance(max_tokens=...)": layout is not None and fixed_length(layout),
         'od.hf.Inputs and cut="trainer", with which each member would train the whole sequence: leave cut out, or use '

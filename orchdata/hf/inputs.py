@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from orchdata.planning.balance import Balance
 
 _UNKNOWN: Final = Family(packs=False, part_features=())
+_ASKED: Final = "padded=True"
 _ENCODER_DECODER: Final = "is an encoder-decoder"
 _ARRAYS: Final = {"patches": "pixel_values"}
 """What arrays of images of plain recipes are called by models."""
@@ -111,7 +112,7 @@ class Inputs:
     def _decide(self) -> Verdict:
         """Return the verdict on the configuration. Raises ValueError if it contradicts the arguments."""
         if self.padded:
-            return Verdict(packs=False, why="padded=True")
+            return Verdict(packs=False, why=_ASKED)
         untried = Verdict(packs=self.padded is False, why="was not tried on packed samples (probe=False)")
         verdict = self._known() or (self._tried() if self.probe else untried)
         is_chosen_here = self.padded is None and self.length is None
@@ -214,6 +215,11 @@ class Inputs:
     @property
     def _makes_masks(self) -> bool:
         return bool(self.family.sees_ahead) and not self.padded
+
+    def in_slices(self) -> Inputs:
+        """Return those of a loader that cuts sequences for teams: packed, as its attention keeps samples apart."""
+        is_asked = self.verdict.why == _ASKED
+        return replace(self, padded=False, probe=False) if self.padded and not is_asked else self
 
     def describe(self) -> dict[str, Any]:
         """Return what must be equal on all ranks of a loader."""
