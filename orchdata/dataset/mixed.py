@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from orchdata.dataset.indexed.first import chosen_shards, content_of, num_first_rows
 from orchdata.dataset.options import PreparedDataset
-from orchdata.dataset.resume.mixture import MixtureState, mixture_of
+from orchdata.dataset.resume.mixture import mixture_of
 from orchdata.dataset.sharded import is_mixture
-from orchdata.loaders.errors import StateError
 from orchdata.loaders.index.index import Index, shards_in_words
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.recipe import Recipe
@@ -189,49 +188,19 @@ def restore_mixture(
         return prepared, load_state(state, prepared.bound_fingerprint, prepared.steps, allow, num_workers)
     mixture = mixture_of(state, order, place_of(state)[0])
     if has_weights(state, prepared.bound_fingerprint):
-        continued = _continued(order, mixture, state)
-        if continued is None:
-            raise StateError("the state is damaged: its mixture has given other amounts at this position than it says")
-        before = prepared.with_order(continued)
+        before = prepared.with_order(order.restaged(order.stages, mixture.resumed))
         return before, load_state(state, prepared.bound_fingerprint, before.steps, allow, num_workers)
     # The former weights are not needed: the state has everything that depends on them.
     now, resumed = mixture.now, mixture.resumed
-    changed = resumed._replace(stretch_start=now, is_changed=True) if any(now.progress.counts) else resumed
+    changes = now._replace(piece=None) if any(now.progress.counts) else None
+    changed = resumed._replace(changed=changes, now=None, is_changed=True)
     before = prepared.with_order(order.restaged(order.stages, changed))
     position = load_state(state, prepared.bound_fingerprint, before.steps, allow, num_workers, check=False)
-    return _with_weights(prepared, order, mixture, state), position
-
-
-def _with_weights(
-    prepared: PreparedDataset, order: MixtureOrder, mixture: MixtureState, state: Mapping[str, Any]
-) -> PreparedDataset:
-    """Return it with the weights of `order` from the state's position on; equal weights change nothing."""
-    continued = _continued(order, mixture, state)
-    if continued is None:
-        start = mixture.now if any(mixture.now.progress.counts) else None
-        resumed = mixture.resumed._replace(stretch_start=start, is_changed=True)
-        continued = order.restaged(order.stages, resumed)
-    return prepared.with_order(continued)
-
-
-def _continued(order: MixtureOrder, mixture: MixtureState, state: Mapping[str, Any]) -> MixtureOrder | None:
-    """Return the order that continues from the last change in a state; None if it does not lead to the state."""
-    position, (progress, due), resumed = state.get("position"), mixture.now, mixture.resumed
-    amount = progress.amount(order.by) + resumed.given_before[order.by == "tokens"]
-    if type(position) is not int or position < 0:
-        return None
-    candidates = [(order.stages, resumed)]
-    now = next(stage for stage in reversed(order.stages) if stage.bound <= amount)
-    if now.periods == mixture.periods:
-        # The same weights are set again: they have applied since the last change, whichever stages are listed before.
-        same = (Stage(0, now.periods), *(stage for stage in order.stages if stage.bound > amount))
-        candidates.append((same, resumed._replace(is_changed=resumed.is_changed or resumed.epoch > 0)))
-    for stages, start in candidates:
-        candidate = order.restaged(stages, start)
-        try:
-            is_there = candidate.progress_at(resumed.epoch, position) == progress
-            if is_there and candidate.due(resumed.epoch, progress) == due:
-                return candidate
-        except (IndexError, ValueError):
-            continue
-    return None
+    amount = now.progress.amount(order.by) + resumed.given_before[order.by == "tokens"]
+    stages = [stage for stage in order.stages if stage.bound <= amount]
+    if stages[-1].periods != mixture.periods:
+        return before, position
+    # The same weights are set again: they apply already, whichever stages are listed before.
+    same = (Stage(0, mixture.periods), *order.stages[len(stages) :])
+    is_changed = resumed.is_changed or resumed.epoch > 0 or resumed.now is not None
+    return prepared.with_order(order.restaged(same, resumed._replace(is_changed=is_changed))), position

@@ -29,14 +29,16 @@ class ResumePoint(NamedTuple):
         epoch: the epoch in which it continues.
         given_before: samples and tokens of the epochs before; (0, 0) for "repeat".
         start: for "repeat", the start of the epoch.
-        stretch_start: the start of the current stretch; None in the first stretch of an epoch, or of a run.
-        is_changed: whether what came before does not follow from the stages: other weights.
+        changed: the last change of weights in the epoch that does not follow from the stages.
+        now: where it continues; None in the first stage of an epoch, or of a run.
+        is_changed: whether weights have changed, in this epoch or before.
     """
 
     epoch: int
     given_before: tuple[int, int]
     start: SourceProgress
-    stretch_start: StretchStart | None
+    changed: StretchStart | None
+    now: StretchStart | None
     is_changed: bool = False
 
 
@@ -190,13 +192,12 @@ class MixtureOrder:
         """Return what a loader needs to continue from this progress in an epoch."""
         bounds = self._epoch(epoch)
         given_before = (0, 0) if self._run is not None else self._begins(epoch)
-        resumed = self.resumed
-        if resumed is None or not resumed.is_changed:
-            return ResumePoint(epoch, given_before, bounds.start, bounds.source_pass.last_change(progress))
-        # No later start: steps of the epoch are cut from its start, or from where the weights changed in it.
-        is_resumed = epoch == resumed.epoch
-        stretch_start = resumed.stretch_start if is_resumed else bounds.source_pass.last_change(bounds.start)
-        return ResumePoint(epoch, given_before, bounds.start, stretch_start, is_changed=True)
+        source_pass, resumed, changed = bounds.source_pass, self.resumed, None
+        is_changed = resumed is not None and resumed.is_changed
+        if resumed is not None and resumed.is_changed:
+            # Steps of the epoch are cut from its start, or from where the weights changed in it.
+            changed = resumed.changed if epoch == resumed.epoch else source_pass.start_at(bounds.start)
+        return ResumePoint(epoch, given_before, bounds.start, changed, source_pass.start_at(progress), is_changed)
 
     def due(self, epoch: int, progress: SourceProgress) -> tuple[int, ...]:
         """Return what each source is due at this progress, in units of 2**-DUE_BITS."""
@@ -225,9 +226,9 @@ class MixtureOrder:
         }
 
     def _source_pass(self, number: int, given_before: int) -> SourcePass:
-        resumed, stretch_start = self.resumed, None
+        resumed, starts = self.resumed, list[StretchStart]()
         if resumed is not None and (self.stop == "repeat" or number == resumed.epoch):
-            stretch_start = resumed.stretch_start
+            starts = [start for start in (resumed.changed, resumed.now) if start is not None]
         return SourcePass(
             self.sources,
             self.stages,
@@ -235,7 +236,7 @@ class MixtureOrder:
             self.stop,
             number=number,
             given_before=given_before,
-            stretch_start=stretch_start,
+            starts=starts,
             is_changed=resumed is not None and resumed.is_changed,
         )
 

@@ -129,6 +129,10 @@ class Supply:
         number, rest = divmod(tokens, sums.total)
         return number * self.limit(source) + sums.position(number, rest)
 
+    def progress(self, counts: tuple[int, ...]) -> SourceProgress:
+        """Return the progress at which each source has given so many samples."""
+        return SourceProgress(counts, tuple(self.tokens_of(source, count) for source, count in enumerate(counts)))
+
     def given(self, source: int, start: int, stop: int) -> Samples:
         """Return samples [start, stop) of a source."""
         mine, parts = self._sources[source], []

@@ -34,7 +34,7 @@ def test_a_state_is_small_with_many_stages_and_sources(data: dict[str, od.ShardD
     for _ in range(5):
         next(steps)
     state = loader.state_dict()
-    assert "changed" in state["given"]
+    assert "piece" in state["given"]["now"]
     assert len(json.dumps(state)) < 20_000
     assert loaders(mixed, 1, state)[0].state_dict() == state
     other = od.Mixture(

@@ -1,4 +1,4 @@
-"""The state of a mixture: what each source has given and is due, now and at the last change of weights.
+"""The state of a mixture: what each source has given and is due, now and where weights that it does not know changed.
 
 MixtureOrder, position --> {"weights", "now", "changed", ...}, JSON-safe --> where the run continues
 
@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from orchdata.loaders.errors import StateError
-from orchdata.order.merge import SourceProgress, StretchStart
+from orchdata.order.due import FINE_BITS, Piece, StretchStart
 from orchdata.order.mixture import MixtureOrder, ResumePoint
+from orchdata.order.sources import SourceProgress
 from orchdata.order.stretch import DUE_BITS
 
 _LARGEST = 1 << 62
+_MOST_DUE = _LARGEST << FINE_BITS
 
 
 class MixtureState(NamedTuple):
@@ -36,14 +38,15 @@ def dump_mixture(order: MixtureOrder, epoch: int, position: int) -> dict[str, An
     """Return what a state stores at a position of an epoch."""
     progress = order.progress_at(epoch, position)
     resumed = order.resumed_at(epoch, progress)
+    now = resumed.now or StretchStart(progress, order.due(epoch, progress))
     state = {
         "weights": list(order.periods(epoch, progress)),
         "begun": list(resumed.given_before),
-        "now": _dump_start(StretchStart(progress, order.due(epoch, progress)), order),
+        "now": _dump_start(now, order),
         "is_changed": resumed.is_changed,
     }
-    if resumed.stretch_start is not None:
-        state["changed"] = _dump_start(resumed.stretch_start, order)
+    if resumed.changed is not None:
+        state["changed"] = _dump_start(resumed.changed, order)
     if order.stop == "repeat":
         state["start"] = {"samples": list(resumed.start.counts), "tokens": list(resumed.start.given)}
     return {"given": state}
@@ -70,27 +73,43 @@ def load_mixture(state: Any, order: MixtureOrder, epoch: int) -> MixtureState:
         if order.stop == "repeat":
             start = _load_progress(state["start"], count)
         samples, tokens = _ints(state["begun"], 2)
-        stretch_start = _load_start(state["changed"], order) if "changed" in state else None
-        resumed = ResumePoint(epoch, (samples, tokens), start, stretch_start, state["is_changed"] is True)
-        return MixtureState(_load_start(state["now"], order), _ints(state["weights"], count), resumed)
+        changed = _load_start(state["changed"], order) if "changed" in state else None
+        now = _load_start(state["now"], order)
+        continues_at = None if now.piece is None else now
+        resumed = ResumePoint(epoch, (samples, tokens), start, changed, continues_at, state["is_changed"] is True)
+        return MixtureState(now, _ints(state["weights"], count), resumed)
     except (KeyError, TypeError, ValueError) as error:
         raise StateError(
             f"the state is damaged: invalid amounts that the sources of its mixture have given: {state!r}"[:300]
         ) from error
 
 
-def _dump_start(start: StretchStart, order: MixtureOrder) -> dict[str, list[int]]:
-    progress, due = start
+def _dump_start(start: StretchStart, order: MixtureOrder) -> dict[str, Any]:
+    progress, due, piece = start
+    amounts = progress.amounts(order.by)
     # Debts have fewer digits than what is due.
-    debts = [each - (amount << DUE_BITS) for each, amount in zip(due, progress.amounts(order.by), strict=True)]
-    return {"samples": list(progress.counts), "tokens": list(progress.given), "debts": debts}
+    debts = [each - (amount << DUE_BITS) for each, amount in zip(due, amounts, strict=True)]
+    state = {"samples": list(progress.counts), "tokens": list(progress.given), "debts": debts}
+    if piece is None:
+        return state
+    fine = [each - (amount << FINE_BITS) for each, amount in zip(piece.due, amounts, strict=True)]
+    lists = {"due": fine, "late": list(piece.late), "live": list(piece.live)}
+    return state | {"piece": piece._asdict() | lists}
 
 
 def _load_start(state: Mapping[str, Any], order: MixtureOrder) -> StretchStart:
     count = len(order.sources)
     progress, debts = _load_progress(state, count), _ints(state["debts"], count, least=-(_LARGEST << DUE_BITS))
-    due = tuple(debt + (amount << DUE_BITS) for debt, amount in zip(debts, progress.amounts(order.by), strict=True))
-    return StretchStart(progress, due)
+    amounts = progress.amounts(order.by)
+    due = tuple(debt + (amount << DUE_BITS) for debt, amount in zip(debts, amounts, strict=True))
+    if "piece" not in state:
+        return StretchStart(progress, due)
+    stored = state["piece"]
+    clock, floor, at = _ints((stored["clock"], stored["floor"] or 0, stored["at"]), 3, least=-_LARGEST)
+    fine, late = (_ints(stored[name], count, -_MOST_DUE, _MOST_DUE) for name in ("due", "late"))
+    live = _ints(stored["live"], len(stored["live"]), most=count - 1)
+    fine = tuple(debt + (amount << FINE_BITS) for debt, amount in zip(fine, amounts, strict=True))
+    return StretchStart(progress, due, Piece(clock, stored["floor"] and floor, at, fine, late, live))
 
 
 def _load_progress(state: Mapping[str, Any], count: int) -> SourceProgress:

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixture_cases import Ints, digest_of, periods_of, single_stage, sources_of
 
-from orchdata.order.merge import By, Stage, StretchStart
+from orchdata.order.due import StretchStart
+from orchdata.order.merge import By, Stage
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Shuffle
 
@@ -174,7 +175,7 @@ def test_weights_may_change_right_after_a_sample_that_reaches_beyond_its_epoch()
     order = MixtureOrder(sources_of(lengths), [Stage(0, periods_of([1, 1]))], stop="repeat", epoch_size=("tokens", 10))
     end = order.progress_at(0, order.length(0))
     assert end.tokens > 10
-    resumed = order.resumed_at(0, end)._replace(stretch_start=StretchStart(end, order.due(0, end)), is_changed=True)
+    resumed = order.resumed_at(0, end)._replace(changed=StretchStart(end, order.due(0, end)), is_changed=True)
     changed = order.restaged([Stage(0, periods_of([1, 3]))], resumed)
     assert changed.length(0) == order.length(0)
     assert changed.progress_at(1, 0) == end
