@@ -202,5 +202,8 @@ def restore_mixture(
         return before, position
     # The same weights are set again: they apply already, whichever stages are listed before.
     same = (Stage(0, mixture.periods), *order.stages[len(stages) :])
-    is_changed = resumed.is_changed or resumed.epoch > 0 or resumed.now is not None
-    return prepared.with_order(order.restaged(same, resumed._replace(is_changed=is_changed))), position
+    changed = resumed._replace(
+        changed=resumed.changed or resumed.now,
+        is_changed=resumed.is_changed or resumed.epoch > 0 or resumed.now is not None,
+    )
+    return prepared.with_order(order.restaged(same, changed)), position

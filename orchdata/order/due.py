@@ -63,10 +63,15 @@ class DueStretch:
 
     Args:
         stages: from the current one on, with bounds in tokens or samples of the pass.
+
+    Attributes:
+        bound, following: see `FirstStretch`.
     """
 
-    def __init__(self, supply: Supply, start: StretchStart, stages: Sequence[Stage]) -> None:
+    def __init__(self, supply: Supply, start: StretchStart, stages: Sequence[Stage], bound: int | None) -> None:
         self._supply = supply
+        self.bound = bound
+        self.following: DueStretch | None = None
         self._stages = stages
         self._bounds = [stage.bound for stage in stages]
         self.begin = start.progress
@@ -84,7 +89,7 @@ class DueStretch:
         """Return how times follow from amounts in a piece."""
         piece, is_last = self._pieces[number], number + 1 == len(self._pieces)
         following, periods = self._next if is_last else self._pieces[number + 1], self._periods(piece)
-        offsets = {source: _offset(piece, source, periods[source]) for source in self.present}
+        offsets = [_offset(piece, source, period) for source, period in enumerate(periods)]
         return Line(periods, offsets, piece.floor, None if following is None else following.time)
 
     def extend(self, number: int, given: int) -> None:

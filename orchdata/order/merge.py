@@ -34,20 +34,21 @@ _MOST_KEPT = 256
 _AT_HAND, _MOST_AT_HAND = 1 << 17, 1 << 12  # samples that a walk loads at once: of all sources, of one
 _FARTHEST = 1 << 60
 """Bound for virtual times, relative to the present; beyond it they are Python's integers."""
-_NEVER = 1 << 400
+_NEVER, _NEVER_64 = 1 << 400, (1 << 63) - 1
 
 
 class Standing(NamedTuple):
-    """Where a walk stands: what is given, the number of the stretch, and of its piece."""
+    """Where a walk stands: what is given, the stretch, and the number of its piece."""
 
     progress: SourceProgress
-    stretch: int
+    stretch: FirstStretch | DueStretch
     piece: int
 
 
 class Span(NamedTuple):
-    """Merged samples after a standing; `ends` has the tokens of the pass up to and with each."""
+    """Merged samples of a stretch; `ends` has the tokens of the pass up to and with each."""
 
+    stretch: FirstStretch | DueStretch
     begin: SourceProgress
     samples: Samples
     ends: Ints
@@ -63,85 +64,60 @@ class SourcePass:
     """One pass through all sources: an epoch of "first" and "all"; for "repeat" the whole run.
 
     Args:
-        stages: see `MixtureOrder`.
-        number: number of the pass of each source; for "repeat" of its first.
-        given_before: tokens or samples, as in the bounds of stages, that the run has given before.
+        stages: with bounds in tokens or samples of the pass.
         starts: where it continues, ascending; by default at its start.
-        is_changed: whether what came before the first of `starts` does not follow from the stages.
+        knows_start: whether what came before the first of `starts` follows from the stages.
     """
 
     def __init__(
-        self,
-        sources: Sequence[MixedSource],
-        stages: Sequence[Stage],
-        by: By,
-        stop: Stop,
-        *,
-        number: int,
-        given_before: int,
-        starts: Sequence[StretchStart] = (),
-        is_changed: bool = False,
+        self, supply: Supply, stages: Sequence[Stage], starts: Sequence[StretchStart] = (), *, knows_start: bool = True
     ) -> None:
-        self.by: By = by
-        self.supply = Supply(sources, by, stop, number)
-        self._stages = tuple(Stage(stage.bound - given_before, stage.periods) for stage in stages)
-        self._bounds = [stage.bound for stage in self._stages]
-        none = (0,) * len(sources)
+        self.by: By = supply.by
+        self.supply = supply
+        self._stages = stages
+        self._bounds = [stage.bound for stage in stages]
+        none = (0,) * supply.num_sources
         self.start = SourceProgress(none, none)
-        self._earlier: SourcePass | None = None
-        self._continues_at = starts[-1] if starts else None
-        self.stretches: list[FirstStretch | DueStretch] = []
-        if self._continues_at is None:
-            self.stretches.append(FirstStretch(self.supply, self.start, self._stage_at(0).periods))
-        else:
-            self.stretches.append(self._stretch_from(self._continues_at))
-            if starts[:-1] or not is_changed:
-                self._earlier = SourcePass(
-                    sources,
-                    stages,
-                    by,
-                    stop,
-                    number=number,
-                    given_before=given_before,
-                    starts=starts[:-1],
-                    is_changed=is_changed,
-                )
-        self._kept = [Standing(self._first, 0, 0)]
+        self._starts = {start.progress.position: start for start in starts}
+        # Where to walk from: the start, if it is known, where the run continues, and what walks pass by.
+        self._kept = [Standing(start.progress, self._stretch_from(start), 0) for start in starts]
+        if knows_start:
+            bound = min((bound for bound in self._bounds if bound > 0), default=None)
+            first = FirstStretch(self.supply, self.start, self._stage_at(0).periods, bound)
+            self._kept.insert(0, Standing(self.start, first, 0))
+        self._num_starts = len(self._kept)
         self._spans: tuple[Span, ...] = ()
         self._every = _EVERY
-        mean = sum(map(self.supply.total, range(len(sources)))) // sum(map(self.supply.limit, range(len(sources))))
+        mean = sum(map(supply.total, range(len(none)))) // sum(map(supply.limit, range(len(none))))
         self._far = {"samples": _EVERY, "tokens": _EVERY * mean}
-        self._walk = _Walk(self, self._kept[0])
+        self._walk: _Walk | None = None
         self._walking = threading.RLock()  # several threads plan steps
 
     # Positions and samples
 
     def end(self) -> SourceProgress:
         """Return the progress at the end of the pass; not for "repeat"."""
-        first, bound = self.stretches[0], self.next_bound(0)
+        first = self._kept[0].stretch
         if isinstance(first, FirstStretch):
             end = first.end()
-            if bound is None or bound >= end.amount(self.by):
+            if first.bound is None or first.bound >= end.amount(self.by):
                 return end
         with self._walking:
-            while self._ahead() is not None:
+            walk = self._walk = _Walk(self, self._kept[-1])
+            while self._ahead(walk) is not None:
                 pass
-            return self._walk.standing.progress
+            return walk.standing.progress
 
     def progress_at(self, position: int) -> SourceProgress:
         """Return the progress of each source at a position."""
-        if position < self._first.position:
-            return self._before().progress_at(position)
-        if position == self._first.position:
-            return self._first
+        if position == self._kept[0].progress.position:
+            return self._kept[0].progress
         span = self._span("samples", position - 1)
         samples = span.samples.cut(0, position - span.begin.position)
         return _after(span.begin, samples)
 
     def ending_within(self, tokens: int) -> int:
         """Return how many samples end within `tokens` tokens, which must be fewer than the pass has."""
-        if tokens < self._first.tokens:
-            return self._before().ending_within(tokens)
         span = self._span("tokens", tokens)
         return span.begin.position + int(np.searchsorted(span.ends, tokens, side="right"))
 
@@ -149,17 +125,12 @@ class SourcePass:
         """Return the first position that has at least `amount` samples or tokens before it."""
         if unit == "samples" or not amount:
             return amount
-        if amount > self._first.tokens:
-            return self.ending_within(amount - 1) + 1
-        if self._earlier is not None:
-            return self._earlier.filled_by(unit, amount)
-        return self._first.position  # the last sample of an epoch reached beyond its size; then weights changed
+        if amount <= self._kept[0].progress.tokens:  # the last sample of an epoch reached beyond its size, as the first
+            return self._kept[0].progress.position  # with other weights is known
+        return self.ending_within(amount - 1) + 1
 
     def samples(self, start: int, stop: int) -> Samples:
         parts = []
-        if start < self._first.position:
-            parts.append(self._before().samples(start, min(stop, self._first.position)))
-            start = min(stop, self._first.position)
         while start < stop:
             span = self._span("samples", start)
             first = span.begin.position
@@ -170,14 +141,11 @@ class SourcePass:
 
     def due(self, progress: SourceProgress) -> tuple[int, ...]:
         """Return what each source is due at this progress, in units of 2**-DUE_BITS."""
-        if progress.position < self._first.position:
-            return self._before().due(progress)
-        if self._continues_at is not None and progress == self._continues_at.progress:
-            return self._continues_at.due
-        if progress.position > self._first.position:
-            self._span("samples", progress.position - 1)
-        begun = [stretch for stretch in self.stretches if stretch.begin.position < progress.position]
-        return (begun or self.stretches)[-1].due(progress.amount(self.by))
+        if progress.position in self._starts:
+            return self._starts[progress.position].due
+        at_start = progress.position == self._kept[0].progress.position
+        stretch = (self._kept[0] if at_start else self._span("samples", progress.position - 1)).stretch
+        return stretch.due(progress.amount(self.by))
 
     def periods(self, progress: SourceProgress) -> tuple[int, ...]:
         """Return the periods of the last sample before; at the start of the pass, of its first sample."""
@@ -185,33 +153,20 @@ class SourcePass:
 
     def start_at(self, progress: SourceProgress) -> StretchStart | None:
         """Return where a pass could continue from this progress; None in the first stage, which is computed."""
-        if progress.position < self._first.position:
-            return self._before().start_at(progress)
-        if self._continues_at is not None and progress == self._continues_at.progress:
-            return self._continues_at
-        bound = self.next_bound(0)
-        if isinstance(self.stretches[0], FirstStretch) and (bound is None or progress.amount(self.by) < bound):
-            return None
+        if progress.position in self._starts:
+            return self._starts[progress.position]
         with self._walking:
-            walk = _Walk(self, self._nearest("samples", progress.position))
+            standing = self._nearest("samples", progress.position)
+            bound = standing.stretch.bound
+            if isinstance(standing.stretch, FirstStretch) and (bound is None or progress.amount(self.by) < bound):
+                return None
+            walk = _Walk(self, standing)
             while missing := progress.position - walk.standing.progress.position:
                 walk.take(min(missing, _SPAN))
-            stretch = self.stretches[walk.standing.stretch]
+            _, stretch, piece = walk.standing
             if isinstance(stretch, FirstStretch):
                 return None
-            return StretchStart(progress, self.due(progress), stretch.piece(walk.standing.piece))
-
-    @property
-    def _first(self) -> SourceProgress:
-        return self.stretches[0].begin
-
-    def _before(self) -> SourcePass:
-        if self._earlier is None:
-            raise IndexError(
-                "this position is before the one where the weights of the mixture changed: use a loader with the "
-                "former weights, and a state from before the change"
-            )
-        return self._earlier
+            return StretchStart(progress, self.due(progress), stretch.piece(piece))
 
     # Walking
 
@@ -221,70 +176,65 @@ class SourcePass:
             if span.contains(unit, wanted):
                 return span
         with self._walking:
-            missing = wanted - self._walk.standing.progress.amount(unit)
-            if not 0 <= missing <= self._far[unit]:
-                standing = self._nearest(unit, wanted)
-                if missing < 0 or standing.progress.position > self._walk.standing.progress.position:
-                    self._walk = _Walk(self, standing)
-            while (ahead := self._ahead()) is not None:
+            walk = self._walk
+            missing = -1 if walk is None else wanted - walk.standing.progress.amount(unit)
+            if walk is None or not 0 <= missing <= self._far[unit]:
+                nearest = self._nearest(unit, wanted)
+                if walk is None or missing < 0 or nearest.progress.position > walk.standing.progress.position:
+                    walk = self._walk = _Walk(self, nearest)
+            while (ahead := self._ahead(walk)) is not None:
                 if ahead.contains(unit, wanted):
                     return ahead
         raise IndexError(f"{unit} {wanted} is outside the pass")
 
     def _nearest(self, unit: By, wanted: int) -> Standing:
         """Return where to walk from."""
-        kept = next(each for each in reversed(self._kept) if each.progress.amount(unit) <= wanted)
-        first = self.stretches[0]
-        if (
-            kept.stretch
-            or not isinstance(first, FirstStretch)
-            or wanted - kept.progress.amount(unit) <= self._far[unit]
-        ):
+        kept = next((each for each in reversed(self._kept) if each.progress.amount(unit) <= wanted), None)
+        if kept is None:
+            raise IndexError(
+                "this position is before the one where the weights of the mixture changed: use a loader with the "
+                "former weights, and a state from before the change"
+            )
+        first = kept.stretch
+        if not isinstance(first, FirstStretch) or wanted - kept.progress.amount(unit) <= self._far[unit]:
             return kept
         # The first stage ends with the first sample that fills it.
-        bound = self.next_bound(0)
-        if bound is not None and (self.supply.endless or bound < first.end().amount(self.by)):
-            last = first.shortly_before(self.by, max(0, bound - 1), _SPAN)
+        if first.bound is not None and (self.supply.endless or first.bound < first.end().amount(self.by)):
+            last = first.shortly_before(self.by, max(0, first.bound - 1), _SPAN)
             if last.amount(unit) <= wanted:
-                return Standing(last, 0, 0)
-        return Standing(first.shortly_before(unit, wanted, _SPAN), 0, 0)
+                return Standing(last, first, 0)
+        return Standing(first.shortly_before(unit, wanted, _SPAN), first, 0)
 
-    def _ahead(self) -> Span | None:
-        """Return the span after the last one of the walk; None at the end."""
-        begin = self._walk.standing.progress
-        samples = self._walk.take(_SPAN)
+    def _ahead(self, walk: _Walk) -> Span | None:
+        """Return the next span of a walk; None at the end."""
+        begin = walk.standing
+        samples = walk.take(_SPAN)
         if not len(samples.row):
             return None
-        span = Span(begin, samples, begin.tokens + np.cumsum(samples.tokens))
+        span = Span(begin.stretch, begin.progress, samples, begin.progress.tokens + np.cumsum(samples.tokens))
         self._spans = (span, *self._spans)[:_SPANS_KEPT]
-        if begin.position >= self._kept[-1].progress.position + self._every:
-            self._kept.append(self._walk.standing)
+        if begin.progress.position >= self._kept[-1].progress.position + self._every:
+            self._kept.append(walk.standing)
             if len(self._kept) > _MOST_KEPT:
-                del self._kept[1::2]
+                del self._kept[self._num_starts :: 2]
                 self._every *= 2
         return span
 
     # Stages and stretches
 
-    def next_bound(self, number: int) -> int | None:
-        """Return where the first stage begins that a stretch does not cover."""
-        stretch = self.stretches[number]
-        stage = self._stage_number(stretch.begin.amount(self.by))
-        after = stage + (len(self._along(stage)) if isinstance(stretch, DueStretch) else 1)
-        return self._bounds[after] if after < len(self._bounds) else None
+    def stretch_after(self, last: FirstStretch | DueStretch, begin: SourceProgress) -> DueStretch:
+        """Return the stretch that begins here, after another one, with other weights."""
+        if last.following is None:
+            last.following = self._stretch_from(StretchStart(begin, self._due_after(last, begin)))
+        return last.following
 
-    def stretch_after(self, number: int, begin: SourceProgress) -> None:
-        """Compute the stretch that begins here, after another one, with other weights."""
-        if number + 1 == len(self.stretches):
-            self.stretches.append(self._following(number, begin))
-
-    def _following(self, number: int, begin: SourceProgress) -> DueStretch:
-        last, amount, bound = self.stretches[number], begin.amount(self.by), self.next_bound(number)
+    def _due_after(self, last: FirstStretch | DueStretch, begin: SourceProgress) -> tuple[int, ...]:
+        amount, bound = begin.amount(self.by), last.bound
         assert bound is not None
         before = _present(self._stages[self._stage_number(bound) - 1])
         if not before & _present(self._stage_at(amount)):
             # No source of the stage before remains, so its last sample had to reach beyond its end.
-            return self._stretch_from(StretchStart(begin, last.due(amount)))
+            return last.due(amount)
         # A sample that reaches beyond the end of its stage counts for both stages, by its amount in each.
         due = list(last.due(bound))
         bounds = [bound, *(each for each in self._bounds if bound < each < amount), amount]
@@ -292,25 +242,23 @@ class SourcePass:
             stage, limit = self._stage_at(start), self.supply.limit
             live = [each for each in _present(stage) if self.supply.endless or begin.counts[each] < limit(each)]
             advance(due, stage.periods, live, stop - start)
-        return self._stretch_from(StretchStart(begin, tuple(due)))
+        return tuple(due)
 
     def _stretch_from(self, start: StretchStart) -> DueStretch:
         at = start.progress.amount(self.by) if start.piece is None else start.piece.at
-        return DueStretch(self.supply, start, self._along(self._stage_number(at)))
+        number = self._stage_number(at)
+        # The stages from this one on that have the same sources.
+        stop = number + 1
+        while stop < len(self._stages) and _present(self._stages[stop]) == _present(self._stages[number]):
+            stop += 1
+        bound = self._bounds[stop] if stop < len(self._stages) else None
+        return DueStretch(self.supply, start, self._stages[number:stop], bound)
 
     def _stage_number(self, amount: int) -> int:
         return max(0, bisect_right(self._bounds, amount) - 1)
 
     def _stage_at(self, amount: int) -> Stage:
         return self._stages[self._stage_number(amount)]
-
-    def _along(self, number: int) -> Sequence[Stage]:
-        """Return the stages from this number on that have the same sources."""
-        present = _present(self._stages[number])
-        stop = number + 1
-        while stop < len(self._stages) and _present(self._stages[stop]) == present:
-            stop += 1
-        return self._stages[number:stop]
 
 
 class _Walk:
@@ -341,9 +289,10 @@ class _Walk:
         return Standing(SourceProgress(*map(_ints, (self._counts, self._tokens))), self._stretch, self._piece)
 
     def take(self, count: int) -> Samples:
-        """Return the next samples, fewer at the end of the pass."""
+        """Return the next samples, fewer at the end of the stretch; none at the end of the pass."""
         parts: list[Samples] = []
-        while count and not self.has_ended:
+        stretch = self._stretch
+        while count and not self.has_ended and self._stretch is stretch:
             samples, stopped_by = self._merged(count)
             count -= len(samples.row)
             parts.append(samples)
@@ -397,16 +346,15 @@ class _Walk:
         """Whether the pass ends: a source of the stage is exhausted, or all are."""
         if self._supply.endless:
             return False
-        present = self._pass.stretches[self._stretch].present
-        out = [self._counts[source] == self._supply.limit(source) for source in present]
+        out = [self._counts[source] == self._supply.limit(source) for source in self._stretch.present]
         return all(out) or (self._supply.stop == "first" and any(out))
 
     def _begin_stretch(self) -> None:
-        bound = self._pass.next_bound(self._stretch)
+        bound = self._stretch.bound
         self._left = _FARTHEST if bound is None else bound - self._amount
         self.has_ended = self._is_over()
         if not self.has_ended:
-            for source in self._pass.stretches[self._stretch].present:
+            for source in self._stretch.present:
                 if self._heads[source] == self._tails[source]:
                     self._load(source)
             self._align()
@@ -415,43 +363,37 @@ class _Walk:
         """Go on to where the next sample comes: to the next piece or stretch."""
         while not self.has_ended:
             if (earliest := self._times.min()) > self._until:
-                stretch = self._pass.stretches[self._stretch]
                 if self._ends is not None and self._origin + int(earliest) > self._ends:
-                    stretch.extend(self._piece, self._amount)
+                    self._stretch.extend(self._piece, self._amount)
                     self._piece += 1
                 self._align()
             elif self._left <= 0:
-                self._pass.stretch_after(self._stretch, self.standing.progress)
-                self._stretch, self._piece = self._stretch + 1, 0
+                self._stretch = self._pass.stretch_after(self._stretch, self.standing.progress)
+                self._piece = 0
                 self._begin_stretch()
             else:
                 return
 
     def _align(self) -> None:
         """Compute virtual times by the current piece, relative to the next sample's."""
-        line, amounts = self._pass.stretches[self._stretch].line(self._piece), self._amounts.tolist()
-        floor = -_NEVER if line.floor is None else line.floor
-        reached = [line.offsets.get(k, 0) + amount * line.periods[k] for k, amount in enumerate(amounts)]
-        nexts = {
-            k: reached[k] + int(self._sizes[self._heads[k]]) * line.periods[k]
-            for k in line.offsets
-            if self._heads[k] < self._tails[k]
-        }
-        times = {k: max(time, floor) for k, time in nexts.items()}
-        self._origin = min(times.values())
-        near = [*times.values(), *(reached[k] for k in times)]
-        is_wide = max(near) - min(near) >= _FARTHEST
-        kind: Any = object if is_wide else np.int64
-        never = _NEVER if is_wide else np.iinfo(np.int64).max
-        self._never = never
-        self._times = np.array([times[k] - self._origin if k in times else never for k in range(len(reached))], kind)
-        self._reached = np.array([reached[k] - self._origin if k in times else 0 for k in range(len(reached))], kind)
-        self._periods = np.array(line.periods, kind)
-        self._widest = np.array([(never if is_wide else _FARTHEST) // max(1, period) for period in line.periods], kind)
+        line = self._stretch.line(self._piece)
+        periods = np.array(line.periods, object)
+        waits = (periods > 0) & (self._heads < self._tails)
+        sizes = self._sizes[np.minimum(self._heads, len(self._sizes) - 1)]
+        reached = np.array(line.offsets, object) + self._amounts * periods
+        times = reached + sizes * periods
+        if line.floor is not None:
+            times = np.maximum(times, line.floor)
+        self._origin = origin = int(times[waits].min())
+        is_wide = max(times[waits].max() - origin, origin - reached[waits].min()) >= _FARTHEST
+        kind, self._never, far = (object, _NEVER, _NEVER - 1) if is_wide else (np.int64, _NEVER_64, _FARTHEST)
+        self._times = np.where(waits, times - origin, self._never).astype(kind)
+        self._reached = np.where(waits, reached - origin, 0).astype(kind)
+        self._periods = periods.astype(kind)
+        self._widest = (far // np.maximum(periods, 1)).astype(kind)
         self._ends = line.until
-        until = _NEVER - 1 if line.until is None else line.until - self._origin
-        self._until = until if is_wide else min(until, _FARTHEST)
-        self._floor = floor - self._origin if is_wide else max(floor - self._origin, -_FARTHEST)
+        self._until = far if line.until is None else min(line.until - origin, far)
+        self._floor = -far if line.floor is None else max(line.floor - origin, -far)
 
     @property
     def _amounts(self) -> Ints:

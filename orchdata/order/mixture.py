@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.order.merge import By, MixedSource, Samples, SourcePass, SourceProgress, Stage, Stop, StretchStart
+from orchdata.order.sources import Supply
 
 Ints = NDArray[np.int64]
 
@@ -77,14 +79,15 @@ class MixtureOrder:
         self._given_before = {0: (0, 0)} | ({} if resumed is None else {resumed.epoch: resumed.given_before})
         self._epochs: dict[int, _Epoch] = {}
         self._sizes: dict[int, tuple[int, int]] = {}
-        self._kept_samples: tuple[tuple[int, int, int], Samples] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _mixture_order, (self.sources, self.stages, self.by, self.stop, self.epoch_size, self.resumed)
+        given: Any = {"by": self.by, "stop": self.stop, "epoch_size": self.epoch_size, "resumed": self.resumed}
+        return partial(MixtureOrder, self.sources, self.stages, **given), ()
 
     def restaged(self, stages: Sequence[Stage], resumed: ResumePoint | None = None) -> MixtureOrder:
         """Return the same mixture with other stages, from `resumed` on if it is given."""
-        return _mixture_order(self.sources, tuple(stages), self.by, self.stop, self.epoch_size, resumed)
+        given: Any = {"by": self.by, "stop": self.stop, "epoch_size": self.epoch_size}
+        return MixtureOrder(self.sources, stages, resumed=resumed, **given)
 
     @property
     def streams(self) -> int:
@@ -116,15 +119,6 @@ class MixtureOrder:
         """Return the tokens of all epochs before this one."""
         return self._epoch(epoch).start.tokens if self._run is not None else self._begins(epoch)[1]
 
-    def amount(self, epoch: int, position: int) -> int:
-        """Return what the run has given before a position of an epoch, in the unit of the bounds of stages."""
-        tokens = self.by == "tokens"
-        if self._run is not None:
-            start = self._epoch(epoch).start
-            return start.tokens + self.before(epoch, position) if tokens else start.position + position
-        samples, given = self._begins(epoch)
-        return given + self.before(epoch, position) if tokens else samples + position
-
     def before(self, epoch: int, position: int) -> int:
         """Return the tokens of the samples before a position of the epoch. Raises ValueError outside the epoch."""
         if not position:
@@ -149,15 +143,15 @@ class MixtureOrder:
             ValueError: positions outside the epoch, or a negative epoch.
         """
         samples = self._samples(epoch, start, stop)
-        return samples.source.copy(), samples.row.copy()
+        return samples.source, samples.row
 
     def passes(self, epoch: int, start: int, stop: int) -> NDArray[np.int32]:
         """Return for each of these samples the number of the pass of its source, from 0: int32 (stop - start,)."""
-        return self._samples(epoch, start, stop).passes.copy()
+        return self._samples(epoch, start, stop).passes
 
     def drawn_from(self, epoch: int, start: int, stop: int) -> Ints:
         """Return for each of these samples the stream of its source: int64 (stop - start,)."""
-        return self._samples(epoch, start, stop).stream.copy()
+        return self._samples(epoch, start, stop).stream
 
     def _samples(self, epoch: int, start: int, stop: int) -> Samples:
         if epoch < 0:
@@ -166,14 +160,8 @@ class MixtureOrder:
             raise ValueError(
                 f"positions [{start}, {stop}) are not within epoch {epoch}, of {self.length(epoch)} samples"
             )
-        # A plan asks for rows, streams and passes of the same samples.
-        kept = self._kept_samples
-        if kept is None or kept[0] != (epoch, start, stop):
-            bounds = self._epoch(epoch)
-            first = bounds.start.position
-            kept = (epoch, start, stop), bounds.source_pass.samples(first + start, first + stop)
-            self._kept_samples = kept
-        return kept[1]
+        source_pass, first, _ = self._epoch(epoch)
+        return source_pass.samples(first.position + start, first.position + stop)
 
     def given(self, epoch: int) -> list[tuple[int, int]]:
         """Return the samples and tokens that each source gives in an epoch."""
@@ -192,12 +180,13 @@ class MixtureOrder:
         """Return what a loader needs to continue from this progress in an epoch."""
         bounds = self._epoch(epoch)
         given_before = (0, 0) if self._run is not None else self._begins(epoch)
-        source_pass, resumed, changed = bounds.source_pass, self.resumed, None
-        is_changed = resumed is not None and resumed.is_changed
-        if resumed is not None and resumed.is_changed:
+        resumed, changed, is_changed = self.resumed, None, False
+        if resumed is not None:
             # Steps of the epoch are cut from its start, or from where the weights changed in it.
-            changed = resumed.changed if epoch == resumed.epoch else source_pass.start_at(bounds.start)
-        return ResumePoint(epoch, given_before, bounds.start, changed, source_pass.start_at(progress), is_changed)
+            changed = resumed.changed if self._run is not None or epoch == resumed.epoch else None
+            is_changed = resumed.is_changed
+        now = bounds.source_pass.start_at(progress)
+        return ResumePoint(epoch, given_before, bounds.start, changed, now, is_changed)
 
     def due(self, epoch: int, progress: SourceProgress) -> tuple[int, ...]:
         """Return what each source is due at this progress, in units of 2**-DUE_BITS."""
@@ -229,16 +218,9 @@ class MixtureOrder:
         resumed, starts = self.resumed, list[StretchStart]()
         if resumed is not None and (self.stop == "repeat" or number == resumed.epoch):
             starts = [start for start in (resumed.changed, resumed.now) if start is not None]
-        return SourcePass(
-            self.sources,
-            self.stages,
-            self.by,
-            self.stop,
-            number=number,
-            given_before=given_before,
-            starts=starts,
-            is_changed=resumed is not None and resumed.is_changed,
-        )
+        stages = [Stage(stage.bound - given_before, stage.periods) for stage in self.stages]
+        knows_start = not (starts and resumed is not None and resumed.changed is not None)
+        return SourcePass(Supply(self.sources, self.by, self.stop, number), stages, starts, knows_start=knows_start)
 
     def _epoch(self, epoch: int) -> _Epoch:
         if self.resumed is not None and self.resumed.is_changed and epoch < self.resumed.epoch:
@@ -288,12 +270,6 @@ def _digest(stages: Sequence[Stage]) -> dict[str, object]:
 def joined_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     """Return the stages without those that set the current weights again."""
     return tuple(stage for n, stage in enumerate(stages) if not n or stage.periods != stages[n - 1].periods)
-
-
-def _mixture_order(
-    sources: Any, stages: Any, by: By, stop: Stop, epoch_size: tuple[By, int] | None, resumed: ResumePoint | None
-) -> MixtureOrder:
-    return MixtureOrder(sources, stages, by=by, stop=stop, epoch_size=epoch_size, resumed=resumed)
 
 
 class _Epoch(NamedTuple):

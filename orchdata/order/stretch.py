@@ -5,8 +5,8 @@ Sample i of a source has the virtual time (amount of the source up to and with i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from orchdata.order.sources import By, SourceProgress, Supply
 
@@ -17,22 +17,29 @@ class Line(NamedTuple):
     """Virtual times in a part of a pass in which each source has one period: amount x period + offset.
 
     Attributes:
-        offsets: of each source that is present.
+        offsets: of each source; of no use where it has no period.
         floor: the earliest time of a sample; None for no limit.
         until: the time up to which samples come; None for no limit.
     """
 
     periods: tuple[int, ...]
-    offsets: Mapping[int, int]
+    offsets: Sequence[int]
     floor: int | None
     until: int | None
 
 
 class FirstStretch:
-    """The first stage of a pass: each source has one period, and sources begin apart from each other."""
+    """The first stage of a pass: each source has one period, and sources begin apart from each other.
 
-    def __init__(self, supply: Supply, begin: SourceProgress, periods: tuple[int, ...]) -> None:
+    Attributes:
+        bound: tokens, or samples, of the pass at which the next stretch begins; None for the last one.
+        following: the next stretch, once it is known.
+    """
+
+    def __init__(self, supply: Supply, begin: SourceProgress, periods: tuple[int, ...], bound: int | None) -> None:
         self._supply = supply
+        self.bound = bound
+        self.following: Any = None
         self.begin = begin
         self.begin_due = begin.counts
         self._periods = periods
@@ -41,7 +48,7 @@ class FirstStretch:
 
     def line(self, number: int) -> Line:
         """Return how times follow from amounts."""
-        return Line(self._periods, {source: self._delays[source] for source in self.present}, None, None)
+        return Line(self._periods, self._delays, None, None)
 
     def extend(self, number: int, given: int) -> None:
         """Not called: times follow in one way."""

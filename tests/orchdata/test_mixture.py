@@ -127,7 +127,8 @@ def test_weights_change_where_the_state_stands_and_again(data: dict[str, od.Shar
     last = mixture(data, (1, 1, 8), epoch_tokens=20_000)
     (ending,) = loaders(last, 1, again, ("weights",), num_workers=1, num_threads=1)
     third = steps_of([ending])
-    assert ending.state_dict()["given"]["changed"] == again["given"]["now"]
+    where = {name: value for name, value in again["given"]["now"].items() if name != "piece"}
+    assert ending.state_dict()["given"]["changed"] == where
     taken = [each for step in (*first, *second, *third) for each in planned(step)]
     assert len(taken) == len(set(taken)), "nothing comes twice"
     by_pass = Counter((source, number) for source, number, _ in taken)
