@@ -71,8 +71,12 @@ def kernel_families(
 
 def warm(spec: BuildSpec) -> None:
     """Load every kernel that steps of `spec` call, or compile it, in this thread. No other thread remains."""
+    from orchdata.order.mixture import MixtureOrder
+
     load_numba()
     _warm_plans(spec.plan)
+    if isinstance(spec.plan.order, MixtureOrder):
+        _mixtures()
     if spec.shards is not None:
         modalities = spec.shards.recipe.modalities.values()
         _patches({array.dtype for modality in modalities for array in modality.arrays().values()})
@@ -257,6 +261,13 @@ def _pipeline() -> None:
     order_microbatches(np.ones((2, 4)), np.ones((2, 4)))
 
 
+def _mixtures() -> None:
+    from orchdata.native.merge import merge
+
+    one = np.zeros(1, np.int64)
+    merge(one, one, one, one, one, one, one, 0, 1, 0, np.zeros(1, np.int32), one.copy())
+
+
 def _patches(dtypes: set[str] = frozenset({"bfloat16", "float32", "uint8"})) -> None:  # type: ignore[assignment]
     from orchdata.native.patchify import channel_table, patchify
     from orchdata.native.spectrum import split_complex
@@ -278,4 +289,5 @@ FAMILIES: Final = {
     "padded": _Family("assign.padded:solve_padded", _padded),
     "pipeline": _Family("microbatches.pipeline_search:search", _pipeline),
     "patches": _Family("patchify:_patchify", _patches),
+    "mixtures": _Family("merge:merge", _mixtures),
 }

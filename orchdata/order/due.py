@@ -76,8 +76,7 @@ class DueStretch:
         self._bounds = [stage.bound for stage in stages]
         self.begin = start.progress
         self.present = [source for source, period in enumerate(stages[0].periods) if period]
-        self._pieces = [start.piece or self._first_piece(start.due)]
-        self._next = self._following(self._pieces[0], 0)
+        self._pieces = {0: start.piece or self._first_piece(start.due)}  # by number; several threads find the same
 
     def piece(self, number: int) -> Piece:
         """Return a piece, with times from its begin on."""
@@ -87,23 +86,23 @@ class DueStretch:
 
     def line(self, number: int) -> Line:
         """Return how times follow from amounts in a piece."""
-        piece, is_last = self._pieces[number], number + 1 == len(self._pieces)
-        following, periods = self._next if is_last else self._pieces[number + 1], self._periods(piece)
+        piece = self._pieces[number]
+        following, periods = self._pieces.get(number + 1) or self._following(piece, 0), self._periods(piece)
         offsets = [_offset(piece, source, period) for source, period in enumerate(periods)]
         return Line(periods, offsets, piece.floor, None if following is None else following.time)
 
     def extend(self, number: int, given: int) -> None:
         """Compute the piece after one of which all samples are given: these tokens, or samples, of the pass."""
-        if number + 1 == len(self._pieces):
+        if number + 1 not in self._pieces:
             following = self._following(self._pieces[number], given)
             assert following is not None
-            self._pieces.append(following)
-            self._next = self._following(following, 0)
+            self._pieces[number + 1] = following
 
     def due(self, amount: int) -> tuple[int, ...]:
         """Return what each source is due after `amount` tokens or samples of the pass, in units of 2**-DUE_BITS."""
-        piece = next((piece for piece in reversed(self._pieces) if piece.at <= amount), self._pieces[0])
-        if piece is self._pieces[-1]:
+        pieces = list(self._pieces.values())
+        piece = next((piece for piece in reversed(pieces) if piece.at <= amount), pieces[0])
+        if piece is pieces[-1]:
             # Due may be ahead of time. Where a source is exhausted later, more than `amount` is given by then.
             while (following := self._following(piece, amount + 1)) is not None and following.at <= amount:
                 piece = following

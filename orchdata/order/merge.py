@@ -13,7 +13,6 @@ A position is found by walking to it from the nearest kept standing. In the firs
 from __future__ import annotations
 
 import itertools
-import threading
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -80,18 +79,18 @@ class SourcePass:
         self.start = SourceProgress(none, none)
         self._starts = {start.progress.position: start for start in starts}
         # Where to walk from: the start, if it is known, where the run continues, and what walks pass by.
-        self._kept = [Standing(start.progress, self._stretch_from(start), 0) for start in starts]
+        # What walks change is replaced whole, because several threads plan steps.
+        self._kept = tuple(Standing(start.progress, self._stretch_from(start), 0) for start in starts)
         if knows_start:
             bound = min((bound for bound in self._bounds if bound > 0), default=None)
             first = FirstStretch(self.supply, self.start, self._stage_at(0).periods, bound)
-            self._kept.insert(0, Standing(self.start, first, 0))
+            self._kept = Standing(self.start, first, 0), *self._kept
         self._num_starts = len(self._kept)
         self._spans: tuple[Span, ...] = ()
         self._every = _EVERY
         mean = sum(map(supply.total, range(len(none)))) // sum(map(supply.limit, range(len(none))))
         self._far = {"samples": _EVERY, "tokens": _EVERY * mean}
-        self._walk: _Walk | None = None
-        self._walking = threading.RLock()  # several threads plan steps
+        self._idle: dict[str, _Walk] = {}  # a thread takes the walk out of it
 
     # Positions and samples
 
@@ -102,11 +101,10 @@ class SourcePass:
             end = first.end()
             if first.bound is None or first.bound >= end.amount(self.by):
                 return end
-        with self._walking:
-            walk = self._walk = _Walk(self, self._kept[-1])
-            while self._ahead(walk) is not None:
-                pass
-            return walk.standing.progress
+        walk = _Walk(self, self._kept[-1])
+        while self._ahead(walk) is not None:
+            pass
+        return walk.standing.progress
 
     def progress_at(self, position: int) -> SourceProgress:
         """Return the progress of each source at a position."""
@@ -155,18 +153,17 @@ class SourcePass:
         """Return where a pass could continue from this progress; None in the first stage, which is computed."""
         if progress.position in self._starts:
             return self._starts[progress.position]
-        with self._walking:
-            standing = self._nearest("samples", progress.position)
-            bound = standing.stretch.bound
-            if isinstance(standing.stretch, FirstStretch) and (bound is None or progress.amount(self.by) < bound):
-                return None
-            walk = _Walk(self, standing)
-            while missing := progress.position - walk.standing.progress.position:
-                walk.take(min(missing, _SPAN))
-            _, stretch, piece = walk.standing
-            if isinstance(stretch, FirstStretch):
-                return None
-            return StretchStart(progress, self.due(progress), stretch.piece(piece))
+        standing = self._nearest("samples", progress.position)
+        bound = standing.stretch.bound
+        if isinstance(standing.stretch, FirstStretch) and (bound is None or progress.amount(self.by) < bound):
+            return None
+        walk = _Walk(self, standing)
+        while missing := progress.position - walk.standing.progress.position:
+            walk.take(min(missing, _SPAN))
+        _, stretch, piece = walk.standing
+        if isinstance(stretch, FirstStretch):
+            return None
+        return StretchStart(progress, self.due(progress), stretch.piece(piece))
 
     # Walking
 
@@ -175,16 +172,16 @@ class SourcePass:
         for span in self._spans:
             if span.contains(unit, wanted):
                 return span
-        with self._walking:
-            walk = self._walk
-            missing = -1 if walk is None else wanted - walk.standing.progress.amount(unit)
-            if walk is None or not 0 <= missing <= self._far[unit]:
-                nearest = self._nearest(unit, wanted)
-                if walk is None or missing < 0 or nearest.progress.position > walk.standing.progress.position:
-                    walk = self._walk = _Walk(self, nearest)
-            while (ahead := self._ahead(walk)) is not None:
-                if ahead.contains(unit, wanted):
-                    return ahead
+        walk = self._idle.pop("walk", None)
+        missing = -1 if walk is None else wanted - walk.standing.progress.amount(unit)
+        if walk is None or not 0 <= missing <= self._far[unit]:
+            nearest = self._nearest(unit, wanted)
+            if walk is None or missing < 0 or nearest.progress.position > walk.standing.progress.position:
+                walk = _Walk(self, nearest)
+        while (ahead := self._ahead(walk)) is not None:
+            if ahead.contains(unit, wanted):
+                self._idle["walk"] = walk
+                return ahead
         raise IndexError(f"{unit} {wanted} is outside the pass")
 
     def _nearest(self, unit: By, wanted: int) -> Standing:
@@ -214,9 +211,9 @@ class SourcePass:
         span = Span(begin.stretch, begin.progress, samples, begin.progress.tokens + np.cumsum(samples.tokens))
         self._spans = (span, *self._spans)[:_SPANS_KEPT]
         if begin.progress.position >= self._kept[-1].progress.position + self._every:
-            self._kept.append(walk.standing)
+            self._kept = *self._kept, walk.standing
             if len(self._kept) > _MOST_KEPT:
-                del self._kept[self._num_starts :: 2]
+                self._kept = self._kept[: self._num_starts] + self._kept[self._num_starts + 1 :: 2]
                 self._every *= 2
         return span
 

@@ -1,6 +1,6 @@
-"""The order of a mixture: sources merged at their shares, computed at any position without a buffer.
+"""The order of a mixture: sources merged at their shares, one sample after the other.
 
-    position --search (order.merge)--> number of samples that each source has given --their own orders--> rows
+    position --nearest known progress, walk (order.merge)--> samples of each source --their own orders--> rows
 
 For "first" and "all", an epoch is one pass through each source. For "repeat", the whole run is one `SourcePass`, in
 which each source begins its next pass alone. Inside it, amounts due are carried over from stage to stage (`due.py`).

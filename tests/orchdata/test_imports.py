@@ -23,7 +23,7 @@ FOLDERS = {
 # folders the folders above them; units on one line do not import each other.
 LAYERS = """
 native: jit
-native: sorting checks costs permutation key_hash patchify spectrum
+native: sorting checks costs permutation merge key_hash patchify spectrum
 native: assign bins scan
 native: move microbatches
 balancers: checks

@@ -307,7 +307,7 @@ def test_threads_that_look_for_stages_at_once_find_the_same(monkeypatch: pytest.
     def reached_late(source_pass: SourcePass, last: Any, begin: SourceProgress) -> Any:
         if threading.current_thread() is late and not has_looked.is_set():
             has_looked.set()
-            goes_on.wait(1)
+            assert goes_on.wait(60)
         return stretch_after(source_pass, last, begin)
 
     late = threading.Thread(target=order.length, args=(0,))
