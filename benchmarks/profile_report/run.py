@@ -177,7 +177,7 @@ def tree_of(commit: str, target: Path) -> Path:
     target.mkdir()
     subprocess.run(["tar", "-x", "-C", str(target)], input=archive.stdout, check=True)
     for link in (target / "orchdata" / folder for folder in _MAPPED):
-        if not link.is_symlink():  # commits of before have none
+        if not link.is_symlink():  # older commits have none
             link.symlink_to(Path("..") / link.name)
     return target
 
