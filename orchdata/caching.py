@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
-from typing import IO, Final, NamedTuple
+from typing import IO, Final
 
 import numpy as np
 
@@ -38,7 +38,7 @@ from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.node import Added, Cache, Copies, name_of
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.storage import FileVersion, ReadBytes
-from orchdata.loop.loop import Stream
+from orchdata.loop.loop import Place
 from orchdata.notices import warn_once
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order, SampleOrder
@@ -54,13 +54,6 @@ _MOST_FAILURES: Final = 3
 
 _log = logging.getLogger("orchdata")
 _FILLERS: weakref.WeakSet[Filler] = weakref.WeakSet()
-
-
-class Place(NamedTuple):
-    """Where a loader stands: an epoch, and the share of it that was begun."""
-
-    epoch: int
-    share: float
 
 
 class Filler:
@@ -383,22 +376,3 @@ def filler_of(
         return None
     streams = None if len(own) == order.streams else own
     return Filler(cache, shards.index, shards.files, order, streams, reads)
-
-
-def place_of(stream: Stream, num_steps: int | None) -> Callable[[], Place]:
-    """Return what says where an iteration stands, without keeping it alive.
-
-    Args:
-        num_steps: of its epoch; None if that is not known.
-    """
-    reference = weakref.ref(stream)
-    last = Place(stream.position.epoch, 0.0)
-
-    def where() -> Place:
-        nonlocal last
-        running = reference()
-        if running is not None:
-            last = Place(running.position.epoch, running.next_step / num_steps if num_steps else 0.0)
-        return last
-
-    return where

@@ -29,7 +29,6 @@ from orchdata.balancers.costs.model import CostModel
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.collate import MapContent
 from orchdata.building.step import Builder
-from orchdata.caching import filler_of, place_of
 from orchdata.dataset.arguments import Arguments
 from orchdata.dataset.map_style import prepare_iterable, prepare_map_style
 from orchdata.dataset.options import PreparedDataset
@@ -44,7 +43,7 @@ from orchdata.engines.warm import Warming
 from orchdata.engines.work import WorkerSeeds
 from orchdata.finalizers import Ending, wait_for_finalizers
 from orchdata.loaders.errors import BLANK
-from orchdata.loop.loop import EpochLoop, Stream
+from orchdata.loop.loop import EpochLoop, Stream, place_of
 from orchdata.loop.planned import LoopContext, PlannedSource, Source
 from orchdata.loop.position import Position, Progress
 from orchdata.loop.state import State
@@ -52,7 +51,6 @@ from orchdata.loop.torch_stream import IterableSource, MapSource
 from orchdata.notices import warn_once, warn_user
 from orchdata.order.sampler import SamplerSteps
 from orchdata.order.steps import Draw, OrderedSteps, StreamSteps, begin_of
-from orchdata.planning.costs import IndexCosts
 from orchdata.planning.layout import layout_of
 from orchdata.ranks.agreement import DATA, Agreement
 from orchdata.ranks.parallel import DataParallel
@@ -101,14 +99,14 @@ class Runtime:
         reads = None if builder is None else builder.reads
         self.stats = Stats(reads)
         workers = arguments.workers(reads_far=spec.reads_far)
-        self._filler = filler_of(spec, rank, arguments.cache, reads, forks=workers.forks)
+        self._filler = self.prepared.filler(spec, rank, arguments.cache, reads, forks=workers.forks)
         if self._filler is not None:
             Ending(self, self._filler.stop)
         num_samples = self.prepared.num_indexed + self.prepared.num_lost
         budget = FailureBudget(arguments.on_error, self.stats, num_samples, rank.size)
         inputs = arguments.collate_fn if isinstance(arguments.collate_fn, ModelInputs) else None
         has_our_names = inputs is None and spec.layout is not None
-        unnamed = [name for rows in self.prepared.rows for name in rows.dataset.recipe.of_processor if has_our_names]
+        unnamed = self.prepared.of_processor if has_our_names else ()
         delivery = Delivery(
             spec,
             rank,
@@ -117,7 +115,7 @@ class Runtime:
             stats=self.stats,
             timeout=arguments.timeout,
             inputs=inputs,
-            unnamed=tuple(dict.fromkeys(unnamed)),
+            unnamed=unnamed,
         )
         self.context = LoopContext(
             spec=spec,
@@ -334,7 +332,7 @@ def describe_loader(arguments: Arguments, prepared: PreparedDataset) -> dict[str
         "num_ranks": arguments.rank.size,
         "ranks_per_node": prepared.spec.plan.ranks_per_node,
         "num_steps": prepared.spec.plan.num_steps,
-        "index": costs.index.totals if isinstance(costs, IndexCosts) else None,
+        "index": None if (index := getattr(costs, "index", None)) is None else index.totals,
         DATA: None if arguments.in_shards else _dataset(arguments.dataset),
         "balance": arguments.balance,
         "accumulate": arguments.accumulate,

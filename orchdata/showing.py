@@ -28,7 +28,7 @@ from orchdata.html import shown
 from orchdata.loaders.errors import DataError, FieldError, OrchdataError
 from orchdata.loaders.failures import as_field_error
 from orchdata.loaders.generators import Pass
-from orchdata.loaders.index.index import Index, basename
+from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.recipe import Recipe
@@ -37,6 +37,7 @@ from orchdata.loaders.samples.spans import MediaSlot, TextSpan
 from orchdata.loaders.shards.fields import printable
 from orchdata.loaders.shards.open import by_identity
 from orchdata.loaders.storage.atomic import write_whole
+from orchdata.loaders.storage.storage import basename
 
 _EXAMPLES: Final = 3
 _SIDE: Final = 600

@@ -27,6 +27,7 @@ from orchdata.building.memory import Memory
 from orchdata.building.shard_content import sample_bytes
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import BuiltStep
+from orchdata.dataset.index_costs import IndexCosts
 from orchdata.engines.engine import WorkerEngine, Workers
 from orchdata.engines.kernel_families import kernel_families
 from orchdata.engines.on_ray.value import RayEngine
@@ -48,7 +49,6 @@ from orchdata.loaders.watch import Watch
 from orchdata.order.order import Order
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
-from orchdata.planning.costs import IndexCosts
 from orchdata.planning.layout import Packed
 from orchdata.planning.make_plan import PlanSpec
 

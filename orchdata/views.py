@@ -20,11 +20,12 @@ from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.html import axes_of, bar, pairs, paragraph, percent, shown, table, view
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import OrchdataError, one_line
-from orchdata.loaders.index.index import Index, basename
+from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.index_file import open_index
 from orchdata.loaders.index.totals import Totals
 from orchdata.loaders.samples.sample import MediaPart, Sample, TextPart
 from orchdata.loaders.storage.remote.urls import is_remote
+from orchdata.loaders.storage.storage import basename
 from orchdata.planning.plan import Plan
 from orchdata.profiling.content import chosen_totals
 from orchdata.profiling.page import profile_view, write_report

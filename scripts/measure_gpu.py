@@ -40,11 +40,11 @@ from examples.model import Sizes
 from orchdata.balancers import CostModel, fit_phase_cost
 from orchdata.bench.harness import WideTable, machine
 from orchdata.bench.plan import synthetic_index
+from orchdata.dataset.index_costs import IndexCosts
 from orchdata.loaders.index.index import Index
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
-from orchdata.planning.costs import IndexCosts
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.plan import Plan
 

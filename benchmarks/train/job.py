@@ -33,8 +33,8 @@ from benchmarks.train.lanes import (
     run_rank,
 )
 from orchdata.balancers.assignment import loads_of
+from orchdata.dataset.index_costs import IndexCosts
 from orchdata.loaders.index.index import Index
-from orchdata.planning.costs import IndexCosts
 from orchdata.planning.route import Route
 
 

@@ -44,6 +44,7 @@ from orchdata.loaders.storage.paths import SUFFIXES, expand_paths, media_root_of
 from orchdata.loaders.storage.remote.urls import identity, is_remote
 from orchdata.loaders.storage.retries import retry, tried
 from orchdata.loaders.storage.sealed import Head, forget, head_of, is_noted, note, still_used, verify_body
+from orchdata.loaders.storage.storage import basename
 from orchdata.loaders.versions import TABLE_FORMAT
 
 if TYPE_CHECKING:
@@ -164,6 +165,7 @@ class Index:
             if "root" not in metadata:
                 raise self.damaged("it was not written by `orchdata index --out`")
             self.shards = tuple(place.of(shard, metadata["root"]) for shard in self.shards)
+        self.first_rows = np.array([0], np.int64)
         self.shard_rows: NDArray[np.int64] = np.array(metadata["shard_rows"], np.int64)
 
         self._columns = columns
@@ -606,11 +608,6 @@ def _as_given(path: str) -> frozenset[str]:
 def _format_of(url: str) -> str:
     """Return the suffix of a shard: shards of one format take about the same number of bytes per sample."""
     return next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if url.lower().endswith(suffix)), "")
-
-
-def basename(url: str) -> str:
-    """Return the last component of a path or URL."""
-    return url.rstrip("/").rsplit("/", 1)[-1]
 
 
 def content_fingerprint(shards: Iterable[ShardInfo], recipe: str) -> str:

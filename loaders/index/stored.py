@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from orchdata.loaders.errors import BLANK, DataError, DecodeError, FieldError, ShardError, StaleIndexError
 from orchdata.loaders.field_names import VALUE, bare_name, is_kept_as
 from orchdata.loaders.generators import Pass, ShardIdentity
-from orchdata.loaders.index.index import Index, basename
+from orchdata.loaders.index.index import Index
 from orchdata.loaders.memory import room
 from orchdata.loaders.modalities.checks import read_header
 from orchdata.loaders.modalities.modality import PartSize, counts_from_header
@@ -47,6 +47,7 @@ from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.remote import requests
 from orchdata.loaders.storage.remote.urls import is_remote
+from orchdata.loaders.storage.storage import basename
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
 
 Spec = tuple[int, int, int, str]

@@ -245,3 +245,8 @@ class CountedFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def basename(url: str) -> str:
+    """Return the last component of a path or URL."""
+    return url.rstrip("/").rsplit("/", 1)[-1]

@@ -35,7 +35,7 @@ from orchdata.planning.plan import Plan
 from orchdata.planning.route import Route
 
 if TYPE_CHECKING:
-    from orchdata.loaders.recipe import Recipe
+    from orchdata import Recipe
     from orchdata.planning.balance import Balance
     from orchdata.planning.layout import Layout
 

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orchdata.loaders.modalities.builtin import BUILTINS
-
 IGNORE = -100
 """The label of tokens without loss, as in torch."""
+
+_BUILT_IN = ("image", "audio")
+"""Modalities whose attributes are None in batches without them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +170,7 @@ class LLMBatch(_Tensors):
     def __getattr__(self, name: str) -> Tensor | None:
         modality, _, kind = name.rpartition("_")
         by_modality = vars(self).get(f"media_{kind}")
-        if by_modality is None or (modality not in by_modality and modality not in BUILTINS):
+        if by_modality is None or (modality not in by_modality and modality not in _BUILT_IN):
             raise AttributeError(f"{type(self).__name__} has no {name!r}")
         tensor: Tensor | None = by_modality.get(modality)
         return tensor

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from orchdata.balancers import CostModel, TransformerCost, balance_phases
 from orchdata.bench.harness import Result, interleave, work_folder
+from orchdata.dataset.index_costs import IndexCosts
 from orchdata.loaders.index.index import Index, digest
 from orchdata.loaders.index.joined import RecipeIdentity, merge_tables
 from orchdata.loaders.index.table import Columns, TableSize, body_bytes, offsets_of, pack, views
@@ -29,7 +30,6 @@ from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
-from orchdata.planning.costs import IndexCosts
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.plan import Plan
 from orchdata.planning.teams import Teams

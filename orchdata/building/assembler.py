@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from orchdata.building.memory import Memory
 from orchdata.loaders.errors import DataError
-from orchdata.loaders.index.stored import Wanted
 from orchdata.loaders.storage.storage import ReadBytes
 from orchdata.planning.plan import Plan
 
@@ -79,8 +78,8 @@ class Assembly(Protocol):
     def num_bytes(self) -> int:
         """Memory that `fill` takes, computed from the index: nothing is read or allocated yet."""
 
-    def wanted(self) -> Iterable[Wanted]:
-        """Return what its tasks will read of shards."""
+    def wanted(self) -> Iterable[Any]:
+        """Return what its tasks will read of shards, as `read_ahead` of its assembler takes it."""
 
     def fill(self, memory: Memory) -> Sequence[Task]:
         """Return the tasks that fill it, for any order and any threads. Called once. Raises MemoryError."""
@@ -98,7 +97,7 @@ class Assembler(Protocol):
 
     def begin(self, share: Share) -> Assembly: ...
 
-    def read_ahead(self, wanted: Iterable[Wanted]) -> object:
+    def read_ahead(self, wanted: Iterable[Any]) -> object:
         """Begin to read from object storage what is wanted. Keep the result until it was read. Raises MemoryError."""
 
     def load_alone(self, row: int) -> None:

@@ -10,7 +10,7 @@ import errno
 import inspect
 import operator
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -23,7 +23,6 @@ from orchdata.building.assembler import Assembled, Assembler, Share, Task, kept
 from orchdata.building.memory import Memory
 from orchdata.loaders.errors import NOT_DATA, DataError, pass_broken_package
 from orchdata.loaders.generators import Pass
-from orchdata.loaders.index.stored import Wanted
 from orchdata.loaders.locks import lock_of
 from orchdata.loaders.storage.storage import ReadBytes
 from orchdata.loaders.watch import Watch
@@ -52,7 +51,7 @@ class SampleAssembler:
         load_many: rows -> all samples of a microbatch together; None to load each one by itself.
         reads: counts the bytes that `load` reads from shards.
         seed: for shards, of the generators that decoding draws from: `load` then gets the pass of the sample too.
-        ahead: for shards, begins to read what is wanted.
+        ahead: for shards, begins to read the samples of these rows.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class SampleAssembler:
         load_many: Callable[[list[int]], Any] | None = None,
         reads: ReadBytes | None = None,
         seed: int | None = None,
-        ahead: Callable[[Iterable[Wanted]], object] | None = None,
+        ahead: Callable[[Iterable[int]], object] | None = None,
     ) -> None:
         self._ahead = ahead
         self._load = load
@@ -84,7 +83,7 @@ class SampleAssembler:
     def begin(self, share: Share) -> SampleAssembly:
         return SampleAssembly(self, share)
 
-    def read_ahead(self, wanted: Iterable[Wanted]) -> object:
+    def read_ahead(self, wanted: Iterable[int]) -> object:
         return None if self._ahead is None else self._ahead(wanted)
 
     def load(self, row: int, of: Pass | None = None) -> Any:
@@ -163,8 +162,9 @@ class SampleAssembly:
         self._seconds: list[float] = []
         self.num_bytes = 0  # a sample's memory is its own
 
-    def wanted(self) -> Iterator[Wanted]:
-        return (Wanted(row, kept=True) for row in self._share.plan.row[self._places].tolist())
+    def wanted(self) -> Iterable[int]:
+        rows: list[int] = self._share.plan.row[self._places].tolist()
+        return rows
 
     def fill(self, memory: Memory) -> list[Task]:
         rows, load_many = self._share.plan.row[self._places].tolist(), self._assembler.load_many

@@ -135,6 +135,11 @@ class SampleContent:
     def open(self, watch: Watch) -> Assembler:
         shards = self.shards.open()
         load = shard_loader(self.shards.index, shards, self.shards.recipe_of)
+
+        def ahead(rows: Iterable[int]) -> object:
+            wanted = (Wanted(row, kept=True) for row in rows)
+            return read_ahead(self.shards.index, shards, self.shards.recipe_of, wanted)
+
         return SampleAssembler(
             load=load,
             watch=watch,
@@ -142,7 +147,7 @@ class SampleContent:
             collate_fn=self.collate_fn,
             reads=shards.reads,
             seed=self.shards.seed,
-            ahead=partial(read_ahead, self.shards.index, shards, self.shards.recipe_of),
+            ahead=ahead,
         )
 
     def name_of(self, row: int) -> str:

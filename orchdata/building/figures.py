@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers.checks import MAX_TOTAL
-from orchdata.planning.costs import IndexCosts
 from orchdata.planning.make_plan import PlanSpec
 from orchdata.planning.plan import Plan
 
@@ -201,7 +200,7 @@ def overflow(share: PlannedShare) -> tuple[int, ...]:
     `pieces`. They can be summed over ranks.
     """
     costs = share.spec.costs
-    index = costs.index if isinstance(costs, IndexCosts) else None
+    index = getattr(costs, "index", None)
     if index is None or not any(index.totals["overflow"].values()):
         return 0, 0, 0, 0
     rows = share.plan.row[share.counted]

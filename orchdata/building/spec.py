@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 from orchdata.building.assembler import Assembler
 from orchdata.building.memory import Memory
@@ -19,9 +19,6 @@ from orchdata.loaders.watch import Watch
 from orchdata.order.steps import StepTask
 from orchdata.planning.layout import Layout
 from orchdata.planning.make_plan import PlanSpec
-
-if TYPE_CHECKING:
-    from orchdata.building.contents import IndexedShards
 
 
 class Content(Protocol):
@@ -52,8 +49,8 @@ class BuildSpec:
     peer: int = 0
 
     @property
-    def shards(self) -> IndexedShards | None:
-        """Where the samples are, if these are in shards with an index."""
+    def shards(self) -> Any:
+        """Where the samples are, if these are in shards with an index: an `IndexedShards`; else None."""
         return getattr(self.content, "shards", None)
 
     @property
@@ -64,7 +61,7 @@ class BuildSpec:
     @property
     def reads_far(self) -> bool:
         """Whether any shard is in object storage, whose answers take longer than a read of a file."""
-        return self.shards is not None and self.shards.any_remote
+        return self.shards is not None and bool(self.shards.any_remote)
 
     def open(self, *, watch: Watch | None = None, allocate: Callable[[StepTask], Memory] | None = None) -> Builder:
         """Return the builder of steps in this process, one for all its threads.

@@ -40,7 +40,7 @@ from orchdata.loaders.amounts import counted, these
 from orchdata.loaders.errors import DamagedIndexError, MissingIndexError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.first import build_first_index, open_first
-from orchdata.loaders.index.index import Index, Place, basename, digest, shards_fingerprint
+from orchdata.loaders.index.index import Index, Place, digest, shards_fingerprint
 from orchdata.loaders.index.index_file import (
     IndexFile,
     check_function_of,
@@ -64,7 +64,7 @@ from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.paths import media_root_of, names_and_patterns
 from orchdata.loaders.storage.remote.urls import has_magic, is_match, is_remote
 from orchdata.loaders.storage.retries import tried
-from orchdata.loaders.storage.storage import FileVersion
+from orchdata.loaders.storage.storage import FileVersion, basename
 from orchdata.notices import warn_once, warn_user
 from orchdata.ranks.first_comer import done_by_first, is_said, say
 from orchdata.ranks.parallel import ranks_per_node

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.dataset.index_costs import IndexTokens
 from orchdata.dataset.indexed import chosen_shards, content_of, num_first_rows
 from orchdata.dataset.sharded import is_mixture
 from orchdata.loaders.index.index import Index, shards_in_words
@@ -19,7 +20,6 @@ from orchdata.order.merge import MixedSource
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.token_sums import TokenSums
-from orchdata.planning.costs import IndexTokens
 
 if TYPE_CHECKING:
     from orchdata.dataset.mixture import Leaf, Mixture

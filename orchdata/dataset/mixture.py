@@ -129,7 +129,7 @@ class Mixture(Sharded):
     @property
     def files(self) -> Files:
         """Where the shards of all sources are."""
-        parts = [leaf.dataset for leaf in self.leaves]
+        parts: list[ShardDataset] = [leaf.dataset for leaf in self.leaves]
         if all(part.files == parts[0].files for part in parts):
             return parts[0].files
         return joined_files([(part.urls, part.files) for part in parts])

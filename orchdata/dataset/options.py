@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from orchdata.building.spec import BuildSpec
-from orchdata.dataset.usable_rows import SourceRows
 from orchdata.loaders.errors import DataError
+from orchdata.loop.state import RowsDigest
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.steps import Steps, StreamSteps, Sums, TokenBatches
 
@@ -33,6 +33,25 @@ class TokenBudgets:
         return TokenBatches(sums=sums, budgets=self.budgets, drop_last=self.drop_last)
 
 
+class UsableRows(Protocol):
+    """The usable rows of a data set of shards, or of a source of a mixture: `SourceRows`."""
+
+    @property
+    def same(self) -> Hashable:
+        """Equal for equal rows of one index."""
+
+    @property
+    def digest(self) -> RowsDigest:
+        """What a state stores of the rows."""
+
+    def change_since(self, then: RowsDigest) -> str:
+        """Return how the rows differ from those of a state, in words; "" for equal ones."""
+
+
+def no_filler(*_: Any, **__: Any) -> None:
+    """Open nothing: no cache is filled."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PreparedDataset:
     """A data set, ready to be planned and read.
@@ -41,6 +60,8 @@ class PreparedDataset:
         spec: everything on which a step depends, except its task.
         fingerprint: what the loaders of all ranks must agree with, JSON-safe.
         rows: of shards, the usable rows of the data set, or of each source, which bind states to it.
+        of_processor: names that the recipe has from a Hugging Face processor.
+        filler: opens what fills the loader's cache, as `filler_of`.
         failures: samples known to be bad before anything is decoded; the order does not contain them.
         num_indexed: samples of the data set, including bad ones.
         num_lost: estimated samples of damaged shards that are not even indexed.
@@ -55,7 +76,9 @@ class PreparedDataset:
     failures: Sequence[DataError]
     num_indexed: int
     torch_steps: Steps | None = None
-    rows: tuple[SourceRows, ...] = ()
+    rows: tuple[UsableRows, ...] = ()
+    of_processor: tuple[str, ...] = ()
+    filler: Callable[..., Any] = no_filler
     num_lost: int = 0
     none_chosen: str = ""
     on_first_step: Callable[[], None] | None = None

@@ -10,14 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from orchdata.dataset.options import PreparedDataset
-from orchdata.dataset.usable_rows import changes_since, digests_of
+from orchdata.dataset.options import PreparedDataset, UsableRows
 from orchdata.loaders.errors import StateError
 from orchdata.loop.position import Position
-from orchdata.loop.state import WINDOWS, MixtureState, State
+from orchdata.loop.state import WINDOWS, MixtureState, RowsDigest, State
 from orchdata.notices import warn_user
 from orchdata.order.merge import Stage, StretchStart
 from orchdata.order.mixture import MixtureOrder
@@ -343,3 +342,19 @@ def _differences(theirs: Any, ours: Any, path: str) -> list[str]:
             " (the algorithm of orders has changed: finish the epoch with the orchdata that began it, or begin one)"
         )
     return [words]
+
+
+def digests_of(sources: Sequence[UsableRows]) -> tuple[RowsDigest, ...]:
+    """Return what a state stores of each source: one object for equal rows of one index, which are hashed once."""
+    known: dict[Hashable, UsableRows] = {}
+    return tuple(known.setdefault(source.same, source).digest for source in sources)
+
+
+def changes_since(then: Sequence[RowsDigest], sources: Sequence[UsableRows]) -> list[str]:
+    """Return how the rows of sources differ from those of a state, in words. Raises StateError for other sources."""
+    if len(then) != len(sources):
+        raise StateError(
+            f"the state is damaged: its 'rows' are of {len(then)} sources, and the loader has {len(sources)}"
+        )
+    words = [source.change_since(digest) for source, digest in zip(sources, then, strict=True)]
+    return [each for each in words if each]

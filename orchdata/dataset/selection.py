@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.index.index import Index, basename
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.storage.storage import basename
 from orchdata.native.permutation import hash_keys
 
 if TYPE_CHECKING:

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import TypeIs
 
 if TYPE_CHECKING:
-    from orchdata import CostModel, Profile, ShownSamples
-    from orchdata.dataset.mixture import Leaf, Mixture
-    from orchdata.dataset.shard_dataset import ShardDataset
+    from orchdata import CostModel, Mixture, Profile, ShardDataset, ShownSamples
 
 
 class Sharded:
@@ -23,7 +21,7 @@ class Sharded:
         leaves: the data sets of a mixture; empty for a ShardDataset.
     """
 
-    leaves: tuple[Leaf, ...] = ()
+    leaves: tuple[Any, ...] = ()
 
     def profile(
         self,

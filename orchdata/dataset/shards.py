@@ -20,21 +20,18 @@ from numpy.typing import NDArray
 from orchdata.balancers.costs.model import CostModel
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.contents import IndexedShards, SampleContent, ShardContent
+from orchdata.caching import filler_of
 from orchdata.dataset.arguments import Arguments, Quarantine, refuse_parts
+from orchdata.dataset.bad_samples import IndexedFailures, lost_samples, unusable_of, warn_of_bad
+from orchdata.dataset.index_costs import IndexCosts, IndexTokens
 from orchdata.dataset.indexed import chosen_shards, content_of, num_first_rows
 from orchdata.dataset.mixed import joined_index, mixture_fingerprint, mixture_order
 from orchdata.dataset.options import PreparedDataset, TokenBudgets
 from orchdata.dataset.sharded import is_mixture
 from orchdata.dataset.unread import warn_of_missing, warn_of_no_loss, warn_of_unread, whole_parts
 from orchdata.dataset.usable_rows import rows_of
-from orchdata.delivery.policy import (
-    ErrorPolicy,
-    IndexedFailures,
-    lost_samples,
-    refuse_above_budget,
-    unusable_of,
-    warn_of_bad,
-)
+from orchdata.dataset.windows import check_accumulate, check_labels, check_windows, warn_of_windows, windows_of
+from orchdata.delivery.policy import ErrorPolicy, refuse_above_budget
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import DataError, StorageError, TooManyFailures
 from orchdata.loaders.index.index import Index, digest, shards_in_words
@@ -52,7 +49,6 @@ from orchdata.order.order import Order
 from orchdata.order.steps import Batches, StepTask, TokenBatches
 from orchdata.order.token_sums import TokenCounts, TokenSums
 from orchdata.planning.balance import Balance
-from orchdata.planning.costs import IndexCosts, IndexTokens
 from orchdata.planning.layout import (
     Layout,
     Packed,
@@ -65,7 +61,6 @@ from orchdata.planning.layout import (
 )
 from orchdata.planning.make_plan import make_plan
 from orchdata.planning.sharing.accumulated import better_budget
-from orchdata.planning.windows import check_accumulate, check_labels, check_windows, warn_of_windows, windows_of
 from orchdata.quarantine import checked_names, read_quarantine
 from orchdata.ranks.first_comer import is_first
 from orchdata.ranks.parallel import Rank
@@ -178,6 +173,8 @@ def prepare_shards(dataset: ShardDataset | Mixture, arguments: Arguments) -> Pre
     return PreparedDataset(
         spec=spec,
         rows=rows,
+        of_processor=tuple(dict.fromkeys(name for recipe in recipes for name in recipe.of_processor)),
+        filler=filler_of,
         fingerprint={**identity, **batches.describe(), **measure},
         failures=IndexedFailures(index, bad),
         num_indexed=num_indexed,

@@ -9,7 +9,7 @@ The digests are of content: names of samples in their shards. Where they differ,
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from orchdata.dataset.indexed import num_first_rows
 from orchdata.dataset.sharded import is_mixture
-from orchdata.loaders.errors import StateError
-from orchdata.loaders.index.index import Index, basename
+from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
+from orchdata.loaders.storage.storage import basename
 from orchdata.loop.state import RowsDigest
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order
@@ -65,6 +65,11 @@ class SourceRows:
     def called(self) -> str:
         """Its name in messages."""
         return f"source {self.name!r}" if self.name else "the data set"
+
+    @property
+    def same(self) -> tuple[str, int, str]:
+        """Equal for equal rows of one index."""
+        return str(self.index.path), self.num_rows, self.excluded_digest
 
     @property
     def num_usable(self) -> int:
@@ -205,23 +210,6 @@ def rows_of(
             )
         )
     return tuple(found)
-
-
-def digests_of(sources: Sequence[SourceRows]) -> tuple[RowsDigest, ...]:
-    """Return what a state stores of each source: one object for equal rows of one index, which are hashed once."""
-    known: dict[tuple[str, int, str], SourceRows] = {}
-    keys = [(str(source.index.path), source.num_rows, source.excluded_digest) for source in sources]
-    return tuple(known.setdefault(key, source).digest for key, source in zip(keys, sources, strict=True))
-
-
-def changes_since(then: Sequence[RowsDigest], sources: Sequence[SourceRows]) -> list[str]:
-    """Return how the rows of sources differ from those of a state, in words. Raises StateError for other sources."""
-    if len(then) != len(sources):
-        raise StateError(
-            f"the state is damaged: its 'rows' are of {len(then)} sources, and the loader has {len(sources)}"
-        )
-    words = [source.change_since(digest) for source, digest in zip(sources, then, strict=True)]
-    return [each for each in words if each]
 
 
 def _bounds(count: int) -> Ints:

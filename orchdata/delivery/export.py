@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from orchdata.balancers.checks import checked_epoch
 from orchdata.building.spec import BuildSpec
-from orchdata.loaders.index.index import Index
-from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.order.steps import Steps
 from orchdata.planning.make_plan import make_plan
 from orchdata.planning.plan import Plan
@@ -89,14 +87,14 @@ def export_plan(
 def _of_step(plan: Plan, spec: BuildSpec, schema: pa.Schema) -> pa.RecordBatch:
     assert spec.shards is not None
     index, count = spec.shards.index, len(plan.row)
-    rows, first_rows = plan.row.tolist(), index.first_rows if isinstance(index, JoinedIndex) else np.zeros(1, np.int64)
+    rows = plan.row.tolist()
     names = pa.array(plan.sources or [""], pa.string())
     columns = [
         np.full(count, plan.epoch),
         np.full(count, plan.step),
         pa.DictionaryArray.from_arrays(pa.array(plan.source), names),
         np.full(count, plan.epoch, np.int32) if plan.passes is None else plan.passes,
-        plan.row - first_rows[plan.source],
+        plan.row - index.first_rows[plan.source],
         pa.array([index.shard_of(row).url for row in rows], pa.string()),
         pa.array([index.key(row) for row in rows], pa.string()),
         index.piece[plan.row],
@@ -111,7 +109,7 @@ def _of_step(plan: Plan, spec: BuildSpec, schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([pa.array(column) for column in columns], schema=schema)
 
 
-def _parts_of(plan: Plan, spec: BuildSpec, index: Index) -> pa.ListArray:
+def _parts_of(plan: Plan, spec: BuildSpec, index: Any) -> pa.ListArray:
     """Return the parts of each sample, by their position in it, with the ranks and peers that encode them; peer 0 where
     there is one, or each encodes all.
     """

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 from orchdata.batch.batch import Batch
@@ -310,3 +311,29 @@ class LoaderIterator:
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing, process: Callable[[], int] = os.getpid) -> None:
         if not ends() and process() == self._process:
             self.close(waits=self._user is None or self._user.drops_it())
+
+
+class Place(NamedTuple):
+    """Where a loader stands: an epoch, and the share of it that was begun."""
+
+    epoch: int
+    share: float
+
+
+def place_of(stream: Stream, num_steps: int | None) -> Callable[[], Place]:
+    """Return what says where an iteration stands, without keeping it alive.
+
+    Args:
+        num_steps: of its epoch; None if that is not known.
+    """
+    reference = weakref.ref(stream)
+    last = Place(stream.position.epoch, 0.0)
+
+    def where() -> Place:
+        nonlocal last
+        running = reference()
+        if running is not None:
+            last = Place(running.position.epoch, running.next_step / num_steps if num_steps else 0.0)
+        return last
+
+    return where

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from orchdata.balancers.checks import checked_costs, checked_count
 from orchdata.balancers.costs.model import CostModel
+from orchdata.dataset.index_costs import IndexTokens
 from orchdata.dataset.mixed import index_of, mixture_order
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.options import TokenBudgets
@@ -25,7 +26,6 @@ from orchdata.order.order import Order, Shuffle
 from orchdata.planners.layout import LLM
 from orchdata.planners.values import Value
 from orchdata.planning.balance import Balance
-from orchdata.planning.costs import IndexTokens
 from orchdata.planning.layout import Packed
 from orchdata.planning.parts import Parts
 from orchdata.planning.sharing.packed import NO_PADDING

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.dataset.index_costs import IndexCosts
 from orchdata.dataset.selection import columns_of, stretches
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.failures import reason_kind
@@ -25,7 +26,6 @@ from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.index.totals import Totals, overflow_of, sum_totals
 from orchdata.planning.balance import StepPrice
-from orchdata.planning.costs import IndexCosts
 
 Ints = NDArray[np.int64]
 

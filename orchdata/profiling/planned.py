@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers.costs.model import CostModel
+from orchdata.dataset.index_costs import IndexCosts
 from orchdata.dataset.shards import layout_costs
 from orchdata.loaders.index.index import Index
 from orchdata.order.mixture import MixtureOrder
@@ -26,7 +27,6 @@ from orchdata.order.order import Order, SampleOrder
 from orchdata.order.steps import Batches, GlobalBatches, StepTask, Sums, TokenBatches
 from orchdata.order.token_sums import TokenCounts, TokenSums
 from orchdata.planning.balance import AssignmentKind, Balance, Scope
-from orchdata.planning.costs import IndexCosts
 from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, row_lengths
 from orchdata.planning.make_plan import PlanSpec, SampleCosts, make_plan
 from orchdata.planning.plan import Plan

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 import orchdata
 from orchdata.balancers.costs.model import CostModel
 from orchdata.dataset.arguments import check_teams
+from orchdata.dataset.index_costs import IndexTokens
 from orchdata.dataset.mixed import index_of, mixture_order, text_is_bytes
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.options import TokenBudgets
@@ -52,7 +53,6 @@ from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order, Shuffle
 from orchdata.planning.balance import Balance
-from orchdata.planning.costs import IndexTokens
 from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, window_length
 from orchdata.planning.teams import Teams
 from orchdata.profiling.content import (

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 
-from orchdata.caching import Filler, Place
+from orchdata.caching import Filler
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.node import Cache
 from orchdata.loaders.storage.storage import ReadBytes
+from orchdata.loop.loop import Place
 from orchdata.order.order import Order, Shuffle
 
 

@@ -17,11 +17,11 @@ from orchdata.balancers import CostModel, PhaseCost
 from orchdata.bench.plan import synthetic_index
 from orchdata.building.collate import MapContent
 from orchdata.building.spec import BuildSpec
+from orchdata.dataset.index_costs import IndexCosts
 from orchdata.engines.kernel_families import warm
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
-from orchdata.planning.costs import IndexCosts
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.teams import Teams
 

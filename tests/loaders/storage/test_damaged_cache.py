@@ -15,6 +15,7 @@ from children import in_a_child
 from fresh_index import whole
 from shard_factory import omni_samples, write_shard
 
+from orchdata.dataset.index_costs import IndexCosts
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.errors import NOT_DATA, DamagedIndexError, MissingIndexError, StorageError
 from orchdata.loaders.index import index as index_module
@@ -30,7 +31,6 @@ from orchdata.loaders.storage.atomic import opened
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.sealed import head_of
 from orchdata.loaders.versions import TABLE_FORMAT
-from orchdata.planning.costs import IndexCosts
 
 IMAGE, AUDIO = 1, 2
 

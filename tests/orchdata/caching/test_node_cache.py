@@ -19,8 +19,8 @@ from servers.s3_server import S3Server
 from shard_factory import RECIPE, omni_samples, write_shard
 
 import orchdata as od
-from orchdata.caching import Place
 from orchdata.loaders.storage.node import FOLDER, SUFFIX
+from orchdata.loop.loop import Place
 from orchdata.ranks.parallel import Rank
 
 SHARDS, SAMPLES = 8, 8

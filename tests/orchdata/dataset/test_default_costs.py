@@ -14,11 +14,11 @@ from shard_factory import omni_shards
 import orchdata as od
 from benchmarks.distributions import LARGE_VISION_COST
 from orchdata.bench.plan import OMNI_COST, synthetic_index
+from orchdata.dataset.index_costs import IndexCosts
 from orchdata.loaders.index.index import Index
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
-from orchdata.planning.costs import IndexCosts
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.plan import Plan
 

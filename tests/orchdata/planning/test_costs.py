@@ -7,7 +7,7 @@ import pytest
 from shard_factory import omni_shards
 
 import orchdata as od
-from orchdata.planning.costs import IndexCosts
+from orchdata.dataset.index_costs import IndexCosts
 
 RECIPE = od.Recipe(image=od.ImagePreprocessor(max_tokens=64))
 WINDOWS = od.CostModel(
