@@ -90,6 +90,8 @@ class Mixture(Sharded):
         TypeError, ValueError: an invalid source, weight or stage; names it.
     """
 
+    preloads = ("orchdata.dataset.preload",)
+
     def __init__(
         self,
         sources: Mapping[str, Source],

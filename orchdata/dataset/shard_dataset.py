@@ -124,6 +124,8 @@ class ShardDataset(Sharded):
     _urls: tuple[str, ...] | None = None
     _file: IndexFile | None = None
 
+    preloads = ("orchdata.dataset.preload",)
+
     def __init__(
         self,
         paths: Paths,

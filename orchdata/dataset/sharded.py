@@ -19,9 +19,11 @@ class Sharded:
 
     Attributes:
         leaves: the data sets of a mixture; empty for a ShardDataset.
+        preloads: modules that the fork server of worker processes imports.
     """
 
     leaves: tuple[Any, ...] = ()
+    preloads: tuple[str, ...] = ()
 
     def profile(
         self,

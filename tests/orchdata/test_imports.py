@@ -178,6 +178,20 @@ def test_no_circles() -> None:
         pytest.fail(f"import circle: {' -> '.join(error.args[1])}")
 
 
+def test_a_loader_knows_no_shards() -> None:
+    # Data sets bring what lists, measures, indexes and reads shards: a loader sees costs, orders and contents.
+    found, left = set[str](), ["orchdata.dataloader"]
+    while left:
+        if (module := left.pop()) not in found:
+            found.add(module)
+            left += _imports(MODULES[module]) & set(MODULES) - {"orchdata"}
+    rooms = {_unit(module) for module in found}
+    assert rooms.isdisjoint(
+        {("loaders", room) for room in ("shards", "text", "modalities", "samples", "index", "recipe")}
+    )
+    assert ("orchdata", "engines") in rooms
+
+
 def test_datasets_folder_holds_no_python() -> None:
     # An importable `datasets` in the working directory would shadow Hugging Face's.
     assert not list((REPOSITORY / "datasets").rglob("*.py"))

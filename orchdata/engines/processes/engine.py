@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing import process as mp_process
@@ -542,8 +542,8 @@ class ProcessEngine(JobEngine[Supervisor]):
         self._ending.cancel()
 
 
-def start_server(context: BaseContext) -> None:
-    """Start the fork server, if the context has one, and its imports.
+def start_server(context: BaseContext, preloads: Sequence[str] = ()) -> None:
+    """Start the fork server, if the context has one, and its imports: `preloads` are those of the data set.
 
     A worker that is still importing its parent's script ends here, with a status that its parent knows.
     """
@@ -558,7 +558,7 @@ def start_server(context: BaseContext) -> None:
         return
     from multiprocessing import forkserver
 
-    context.set_forkserver_preload([_PRELOADED])
+    context.set_forkserver_preload([_PRELOADED, *preloads])
     forkserver.ensure_running()
 
 

@@ -1,0 +1,8 @@
+"""Imports of shards' readers for the process that workers are forked from."""
+
+from __future__ import annotations
+
+import orchdata.building.contents  # noqa: F401
+from orchdata.loaders.required import load_built_in
+
+load_built_in()
