@@ -41,7 +41,7 @@ from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.samples.compose import MediaSlot, TextSpan
 from orchdata.loaders.samples.members import KeptValue
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
-from orchdata.planning.layout import Padded, fixed_length, row_lengths
+from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, row_lengths
 from orchdata.planning.teams import JoinedSequences, joined_sequences
 
 
@@ -72,17 +72,21 @@ class Pages:
         self._dummies = {name: source.recipe.modalities[name].dummy() for name in missing}
 
         # Where each sequence starts: those of the samples, then that of the dummies, then padding to a fixed length.
-        self._lengths = index.llm_tokens[rows].astype(np.int64)
-        length = fixed_length(layout)
+        ranges, length = plan.ranges, fixed_length(layout)
+        self._lengths = index.llm_tokens[rows].astype(np.int64) if ranges is None else plan.llm_positions[samples]
         if layout.empty == "dummy" and (self._dummies or (not len(rows) and length is None)):
             last = sum(size.tokens for size in self._dummies.values())
             self._lengths = np.append(self._lengths, max(1, last))
-        self._first, self._held = np.zeros_like(self._lengths), self._lengths
+        self._first = np.zeros_like(self._lengths) if ranges is None else ranges.first[samples]
+        self._held, self._counts_from = self._lengths, self._first  # of positions, those of the first token
         self._joined: list[JoinedSequences] = []
-        if plan.joined_to is None:
+        if plan.joined_to is not None:
+            self._starts = self._cut(plan.team_size[samples], plan.joined_to)
+        elif ranges is None:
             self._starts = starts_of(row_lengths(layout, self._lengths))
         else:
-            self._starts = self._cut(plan.team_size[samples], plan.joined_to)
+            self._starts = starts_of(self._lengths)
+            self._counts_from = self._starts[:-1] if _is_one_sequence(layout) else np.zeros_like(self._lengths)
         if length is not None and length > self._starts[-1]:
             self._starts = np.append(self._starts, length)
 
@@ -203,10 +207,21 @@ class Pages:
             self._put(number, arrays, is_text)
         self._written[number] = True
 
+    def write_piece(self, number: int, token_ids: NDArray[np.int32], *, has_labels: bool) -> None:
+        """Write the tokens of a piece of a document, (tokens,). The first has no label: what precedes it is not in the
+        window.
+        """
+        (start, stop), arrays = self._starts[number : number + 2].tolist(), self._arrays
+        arrays.input_ids[start:stop] = arrays.text_ids[start:stop] = token_ids
+        arrays.labels[start:stop] = token_ids if has_labels else IGNORE
+        arrays.labels[start] = IGNORE
+        arrays.position_ids[:, start:stop] = np.arange(stop - start) + self._counts_from[number]
+        self._written[number] = True
+
     def blank(self, number: int, sample: StoredSample) -> None:
         """Write a sequence without loss, as long as planned, for a sample that failed."""
         start, index = int(self._starts[number]), self._source.index
-        first, stop = int(self._first[number]), int(self._starts[number + 1])
+        first, stop = int(self._counts_from[number]), int(self._starts[number + 1])
         self._arrays.blank(start, start + int(self._held[number]) if self._joined else stop, first, first)
         self._arrays.text_ids[self._text_starts[number] : self._text_starts[number + 1]] = 0
         self._valid[number] = False
@@ -269,7 +284,7 @@ class Pages:
             llm=llm,
             sample_ids=self._ids,
             pieces=self._pieces,
-            token_ranges=tuple(ranges)[: len(self._ids)] if self._joined else (),
+            token_ranges=tuple(ranges)[: len(self._ids)] if self._joined or plan.ranges is not None else (),
             plan=plan,
             step=plan.step,
             microbatch=share.index,
@@ -322,7 +337,9 @@ class Pages:
         )
 
     def _llm(self, *, per_phase: bool) -> LLMBatch:
-        starts, arrays = self._starts, self._arrays
+        starts, held, arrays = self._starts, self._held, self._arrays
+        if _is_one_sequence(self._source.layout):
+            starts, held = starts[[0, -1]], starts[-1:] if len(held) else held
         shape: tuple[int, ...] = (int(starts[-1]),)
         mask = None
         if isinstance(self._source.layout, Padded):
@@ -331,7 +348,7 @@ class Pages:
             starts = starts_of(self._lengths)
             mask = torch.from_numpy(row_mask(self._lengths, shape[1]))
         lengths = np.zeros(len(starts) - 1, np.int32)  # the padding of a fixed length is a sequence of 0 tokens
-        lengths[: len(self._held)] = self._held
+        lengths[: len(held)] = held
         labels, is_joined = torch.from_numpy(arrays.labels.reshape(shape)), self._share.plan.joined_to is not None
         mrope = self._source.layout.positions == "mrope"
         restart, *_ = positions = torch.from_numpy(arrays.position_ids.reshape(len(arrays.position_ids), *shape))
@@ -349,6 +366,11 @@ class Pages:
             media_owners={name: torch.from_numpy(slots.owner) for name, slots in self._slots.items() if per_phase},
             dummies={name: size.tokens for name, size in self._dummies.items()},
         )
+
+
+def _is_one_sequence(layout: Layout) -> bool:
+    """Whether the documents of a window are one sequence."""
+    return isinstance(layout, Packed) and layout.attention == "window"
 
 
 class SequenceArrays(NamedTuple):
