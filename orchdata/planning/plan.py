@@ -323,10 +323,8 @@ class Plan:
         return self._padding(phase).lower_bound(self.costs[phase], self.llm_positions, *sizes)
 
     def cost(self, price: StepPrice, phases: Sequence[str]) -> int:
-        """Return the cost of the step, by `waits`.
-
-        Args:
-            phases: those that count, `SampleCosts.balanced`; other phases have units of their own.
+        """Return the cost of the step, by `waits` in these phases, `SampleCosts.balanced`; others have units of their
+        own.
         """
         return price.of([self.waits(phase) for phase in phases])
 

@@ -191,13 +191,9 @@ def make_route(
 
 
 def in_segments(route: Route, sizes: Ints, part: Ints, first: Ints, rows: Ints, *, as_parts: bool = False) -> Route:
-    """Return a grouped route with the order in which a rank sends segments of what it encodes.
-
-    Args:
-        sizes: int64 (num_encoded,), rows of the parts that the rank encodes, in that order.
-        part, first, rows: int64 (num_segments,), what it sends, grouped by receiver: number in `sizes`, first row and
-            number of rows.
-        as_parts: each part is one segment.
+    """Return a grouped route with the order in which a rank sends segments of what it encodes: `sizes` are the rows of
+    its parts; `part` (number in them), `first` row and `rows` are of segments, grouped by receiver. With `as_parts`
+    each is a part.
     """
     if as_parts and np.array_equal(part, np.arange(len(sizes))):
         return route
@@ -221,12 +217,8 @@ def grouped_route(
     arriving_peers: Ranks | None = None,
 ) -> Route:
     """Return the route of parts that are grouped by receiver and expected by sender: no row is copied to order it.
-
-    Args:
-        receivers, sent: (num_encoded,), the rank that needs each part that `rank` encodes, and the rows of the part; of
-            several peers, what `peer` of `rank` encodes.
-        senders, received: (num_expected,), the rank that encodes each part that `rank` expects, and its rows.
-        arriving_peers: (num_expected,), ascending, the peer that encodes each of these; None with one peer.
+    Given are the rank that needs each part that (`peer` of) `rank` encodes, and its rows; the rank that encodes each
+    expected part, its rows and, with several, its peer, ascending.
     """
 
     def by(rows_sent: Ints, rows_received: Ints, part_route: Route | None) -> Route:
