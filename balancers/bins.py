@@ -40,11 +40,8 @@ CLOSES = 4  # A search leaves about 1/4 of the difference between longest first 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packing:
-    """Items dealt into bins of several ranks each.
-
-    Attributes:
-        bins, rank: int32 (num_items,) each; a rank of a bin keeps the caps.
-        estimate: about what ranks wait for, once the bins are balanced.
+    """Items dealt into bins of several ranks each, int32 (num_items,); a rank of a bin keeps the caps. `estimate` is
+    about what ranks wait for, once the bins are balanced.
     """
 
     bins: NDArray[np.int32]
@@ -62,20 +59,11 @@ def candidate_packings(
     counted: NDArray[np.int64] | None = None,
     below: int | None = None,
 ) -> Iterator[Packing]:
-    """Yield packings into bins of several ranks each, within the caps of each rank, from the lowest estimate.
-
-    Each order fills one bin after another, or gives all an even share of the sizes: items sorted by a phase, and cut.
-    The estimate of a packing is between the bounds of its bins and the result of longest first in them.
-
-    Args:
-        sizes: int64 (num_items, num_caps), num_caps at least 1.
-        caps: int64 (num_caps,), of a rank in a bin.
-        costs: int64 (num_items, num_phases), C-contiguous; the last phase is the one that all items have.
-        groups: (indices of its items, its number of ranks) of each group of ranks. Groups share out their own items,
-            all in the same order, so that bins with the same number are alike in all groups.
-        attempts: the most orders and fills to try.
-        counted: int64 (num_items, num_phases), the costs of estimates, where these are not `costs`.
-        below: only what may take less than this is of use.
+    """Yield packings into bins of several ranks each, within the caps of each rank, from the lowest estimate: between
+    the bounds of its bins and the result of longest first in them. Each order fills one bin after another, or gives all
+    an even share of the sizes. `groups`, (its items, its number of ranks), share out their own items in the same order,
+    so that bins with the same number are alike. `counted` are the costs of estimates, if not `costs`; only what may
+    take less than `below` is of use.
     """
     num_ranks = sum(ranks for _, ranks in groups)
     rows = [(costs[mine], sizes[mine], ranks) for mine, ranks in groups]
@@ -125,10 +113,9 @@ def _estimated_ways(
     counted: NDArray[np.int64] | None,
     below: int | None,
 ) -> list[tuple[int, int, int]]:
-    """Return ways to pack from the lowest estimate: (estimate, fill, number of the order); half filled ones last.
-
-    For many ranks, every k-th item on the k-th part of the ranks is enough. A way with bounds above another's estimate
-    is not estimated further.
+    """Return ways to pack from the lowest estimate: (estimate, fill, number of the order); half filled ones last. Of
+    many ranks every k-th item on the k-th part is enough. A way with bounds above another's estimate is not estimated
+    further.
     """
     costs = costs if counted is None else counted
     stride, few = some_ranks(num_ranks)
@@ -165,9 +152,8 @@ def _balanced_on_some(
     num_ranks: int,
     counted: NDArray[np.int64] | None,
 ) -> list[tuple[int, int, int]]:
-    """Balance the first of `ways` with little effort on some of the ranks, and put the cheapest first.
-
-    Estimates ignore caps: where caps bind, ways with about the same estimate are far apart once they are balanced.
+    """Balance the first of `ways` with little effort on some of the ranks, and put the cheapest first: where caps bind,
+    ways with about the same estimate, which ignores them, are far apart.
     """
     stride, few = some_ranks(num_ranks)
     balanced: list[tuple[int, int, tuple[int, int, int]]] = []

@@ -99,11 +99,8 @@ def checked_ranks(
 def checked_pins(
     pinned: ArrayLike, num_ranks: int, present: NDArray[np.bool_], most: int | None, equal_count: bool
 ) -> NDArray[np.int32] | None:
-    """Return the ranks of samples that stay where they are, int32 (num_samples,), -1 for others; None without any.
-
-    Args:
-        present: bool (num_samples,), the samples that counts are about.
-        most: most of them on a rank; with `equal_count`, an even share.
+    """Return the ranks of samples that stay where they are, -1 for others; None without any. Of those `present`, at
+    most `most` are on a rank; with `equal_count`, an even share.
     """
     pins = checked_ranks(pinned, num_ranks, len(present), "pinned", least=-1)
     if not (pins >= 0).any():

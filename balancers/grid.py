@@ -234,12 +234,8 @@ def _share_out(
     primary: int,
     redeal_gain: int = GRID_REDEAL_GAIN,
 ) -> tuple[NDArray[np.int32], int]:
-    """Balance each group. Return the member that each sample goes to, -1 for a cost of 0, and the largest lower bound.
-
-    Args:
-        costs: int64 (num_samples,), or (num_phases, num_samples) where ranks wait after each phase: no bound then.
-        sizes: int64 (num_samples,), the price of moving each.
-        redeal_gain: as in `solve_from`, for plain costs.
+    """Balance each group. Return the member that each sample goes to, -1 for a cost of 0, and the largest lower bound;
+    none of costs (num_phases, num_samples), where ranks wait after each phase.
     """
     order = np.lexsort((member, group))
     offsets = np.searchsorted(group[order], np.arange(len(group_sizes) + 1))

@@ -132,16 +132,9 @@ def move_phases(
     tolerances: Sequence[float] = (1e-3,),
     tolerance: float = 1e-3,
 ) -> NDArray[np.int32]:
-    """Lower the sum over phases of the largest load, moving little. Return the rank of each sample, int32
-    (num_samples,).
-
-    The candidates are staying, moving little at each of `tolerances`, and dealing again if that takes 2 % off all of
-    these. The result moves least within `tolerance` of the bounds, else ranks wait for it least.
-
-    Args:
-        costs: int64 (num_phases, num_samples); the others as in `balance_from`.
-        primary: index of the phase that all samples take part in.
-        tolerances: at which moving little is tried, for any `tolerance`.
+    """Lower the sum over phases of the largest load of costs (num_phases, num_samples), moving little. The candidates
+    are staying, moving little at each of `tolerances`, and dealing again if that takes 2 % off all of these. The result
+    moves least within `tolerance` of the bounds, else ranks wait for it least.
     """
     if not (present := costs.any(axis=0)).all():
         raise ValueError(f"sample {int(present.argmin())} costs 0 in every phase: leave it out, or give it a cost of 1")

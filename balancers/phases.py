@@ -193,16 +193,9 @@ def assign_jointly(
     effort: float,
     pinned: NDArray[np.int32] | None = None,
 ) -> NDArray[np.int32]:
-    """Return one rank for each sample, int32 (num_samples,): `balance_phases` of checked arguments, in groups of ranks.
-
-    Args:
-        costs: int64 (num_phases, num_samples).
-        group_sizes: int64 (num_groups,), the number of consecutive ranks of each group.
-        group: int64 (num_samples,), the group of each sample; None for a single group.
-        primary: index of the phase that all samples take part in.
-        sizes, caps: int64 (num_samples, num_caps) and (num_caps,); kept if the search finds a way.
-        within: int32 (num_samples,), an assignment that keeps the caps, if one is known: the result then keeps them.
-        pinned: int32 (num_samples,), the rank of a sample that stays there, as in `within`, or -1; of a single group.
+    """Return one rank for each sample, int32 (num_samples,): `balance_phases` of checked arguments, costs (num_phases,
+    num_samples), in groups of so many consecutive ranks; `group` is that of each sample, None for a single one. The
+    result keeps the caps if `within` does, else if the search finds a way.
     """
     together = costs.sum(axis=0)
     if not together.all():

@@ -128,11 +128,8 @@ def renamed(
     num_ranks: int,
     ranks_per_node: int = 1,
 ) -> NDArray[np.int32]:
-    """Rename the ranks of an assignment by `place_on_nodes`, if it was made without regard to current ranks.
-
-    Args:
-        rank, owner: int32 (num_samples,), the assigned and the current rank of each.
-        sizes: int64 (num_samples,), the price of moving each; in a larger unit where they sum to more than 2**53.
+    """Rename the ranks of an assignment by `place_on_nodes`, if it was made without regard to current ranks. `sizes`
+    are the price of moving each sample.
     """
     unit = max(0, int(sizes.sum()).bit_length() - MAX_BYTES.bit_length() + 1)
     return place_on_nodes(traffic_between(owner, rank, num_ranks, sizes >> unit), ranks_per_node).rank[rank]

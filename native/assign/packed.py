@@ -1,16 +1,9 @@
 """Packed balancing kernels: costs -> rank of each sample, by longest-first greedy, refined if that is not enough.
 
-Samples are numbered by their position in descending order of cost. Everything is integer arithmetic with a total order:
-the result is the same on every machine.
-
-Tournament tree kernels: keys (num_ranks,) -> the smallest, kept up to date as keys change.
-
-A key has its rank in its lowest bits, so the root shows the winner. Unlike a heap it has no branch to mispredict.
-
-MULTIFIT kernel: descending costs and a range of capacities -> an assignment that fits the smallest one found.
-
-Bisects the capacity and packs first-fit decreasing (Coffman, Garey and Johnson 1978). Good where ranks have two to four
-large samples each, the worst case of longest-first greedy.
+A tournament tree of keys (num_ranks,) keeps the smallest as keys change. A key has its rank in its lowest bits, so the
+root shows the winner; unlike a heap it has no branch to mispredict. MULTIFIT bisects a capacity and packs first-fit
+decreasing (Coffman, Garey and Johnson 1978): good where ranks have two to four large samples each, the worst case of
+longest-first greedy.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""Teams: what a member pays at each size, (num_sequences, num_sizes) -> size and first rank of each sequence.
+"""Teams: what a member pays at each size, (num_sequences, num_sizes) -> size, first rank, maybe micro-step of each.
 
 Sizes are packed from the largest to the smallest, so the ranks of a team have equal loads when it comes: a team is one
 block of an array. Its blocks are then halved for the next size, until they are ranks (nested, as buddies in memory).
-
-Teams in micro-steps: what a member pays at each size, and its tokens -> size, micro-step and first rank.
-
 Micro-steps are filled one after another, each up to a load of its own: what the longest sequence left costs in its
-cheapest team, or more. As in `native.assign.teams`, sizes are packed from the largest to the smallest, each sequence
-into the fullest team in which it ends in time and its slices have room.
+cheapest team, or more; each sequence goes into the fullest team in which it ends in time and its slices have room.
 """
 
 from __future__ import annotations

@@ -4,12 +4,9 @@ the costly part spread by cost, the small rest filled in --+
 all filled in, bin by bin (first-fit decreasing) ----------+-- settle: caps --> settle: costs --> the cheapest
 all spread by size ----------------------------------------+
 
-Sharing out two bins again: the excess of one, in size or cost, goes to another, until no bin can be helped.
-
-Spreading: items from the most costly -> the bin that costs least and has room, longest first (Graham 1969).
-
-Bins are grouped into levels by their room, each level a heap by cost: an item compares the tops of the levels with room
-for it.
+To settle, two bins share out their items again: the excess of one goes to another, until no bin can be helped. To
+spread, items go to the bin that costs least and has room, longest first (Graham 1969). Bins are then grouped into
+levels by their room, each a heap by cost: an item compares the tops of the levels with room for it.
 """
 
 from __future__ import annotations

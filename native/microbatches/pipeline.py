@@ -1,22 +1,14 @@
-"""1F1B kernels: times of each microbatch on each stage -> makespan of an order, bound of all, order after DistTrain.
+"""1F1B kernels: times of each microbatch on each stage -> makespan of an order, bound of all, a good order.
 
 Times are flat, float64 (num_microbatches * num_stages,), with adjacent stages of a microbatch; an order is int64
-(num_microbatches,), the microbatch at each position. All rounding has a fixed order, by operations that IEEE 754
-defines to the last bit: the result is the same on every machine.
+(num_microbatches,). All rounding has a fixed order, by operations that IEEE 754 defines to the last bit: the result is
+the same on every machine.
 
 With p stages, give forward j of stage s the slot 2j + s and backward j the slot 2j + 2p - 1 - s. Within a stage the
 slots then follow the 1F1B order, and an operation always waits for the last operation of its neighbour before the
-slot. So the state is one number a stage, the end of its last operation, and a slot pairs each
-stage that runs a backward with the next one, which runs a forward: both start at the later of their two ends.
-
-1F1B over modules with replicas of their own: times of each microbatch -> seconds until all have ended.
-
-Slots are those of `pipeline.py`: an operation waits for the last one of its neighbour in the slot before. Where two
-modules meet, it waits for all replicas of the neighbour, and for what travels.
-
-1F1B search kernel: times of each microbatch on each stage -> a good order.
-
-Times and orders are as in `orchdata.native.microbatches.pipeline`.
+slot. So the state is one number a stage, the end of its last operation, and a slot pairs each stage that runs a
+backward with the next one, which runs a forward: both start at the later of their two ends. Where two modules with
+replicas meet, an operation waits for all replicas of the neighbour, and for what travels.
 """
 
 from __future__ import annotations

@@ -2,19 +2,12 @@
 
 Ranks above the target give up their excess, which fills the ranks below it, those of the same node first; exchanges do
 the rest. Where that stalls, more is released and wider targets are tried. Finally everything is dealt again, with the
-rank names that keep most samples home, if that pays.
+rank names that keep most samples home, if that pays. In an assignment, samples that move anyway are exchanged so that
+fewer leave their node.
 
 For a tolerance, the candidate within it that moves the least is chosen, or else the one with the least makespan. The
 candidates do not depend on the tolerance: a wider tolerance never moves more, and never has a lower makespan. Most need
 not be computed: once the narrowest is within its own tolerance, the others count only if they exceed the next narrower.
-
-Release kernels: the rank of each sample -> ranks above a load give up the excess, which goes to ranks below.
-
-Samples are numbered by their position in descending order of cost; a released one has owner -1.
-
-Node kernels: an assignment and the home rank of each sample -> one as balanced in which fewer leave their node.
-
-Samples that move anyway are exchanged; samples that stay do not change.
 """
 
 from __future__ import annotations

@@ -43,16 +43,9 @@ Ids = NDArray[np.int32]
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedShards:
-    """Shards as an index describes them.
-
-    Attributes:
-        index: pickles as its path.
-        build_id: of the index when the spec was created: a rebuilt one would result in other batches.
-        recipe, of_sources: as of `PageSource`.
-        seed: of the generators that decoding draws from.
-        containers: of the user's, which open shards, by identity; of all sources of a mixture together.
-        files: where the shards are.
-        blank: rows that are delivered as failed, and never read.
+    """Shards as an index describes them: `index` pickles as its path; `build_id` was its own when the spec was made, a
+    rebuilt one would give other batches. `containers` are of the user's, by identity, of all sources of a mixture
+    together; `blank` rows are delivered as failed, and never read. `recipe` and `of_sources` are as of `PageSource`.
     """
 
     index: Index
@@ -96,11 +89,7 @@ class IndexedShards:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardContent:
-    """Batches of shards, packed or padded, or windows of concatenated documents.
-
-    Attributes:
-        encoders: modalities that every batch has, if necessary as a dummy.
-    """
+    """Batches of shards in a layout. `encoders` are modalities that every batch has, if necessary as a dummy."""
 
     shards: IndexedShards
     layout: Layout
@@ -147,11 +136,7 @@ class SampleContent:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedAssembler:
-    """Builds batches from an index's samples, or from windows of its documents: `source` has the layout.
-
-    Attributes:
-        seed: of the generators that decoding draws from.
-    """
+    """Builds batches from an index's samples, or from windows of its documents: `source` has the layout."""
 
     source: PageSource
     shards: OpenShards
@@ -186,9 +171,7 @@ class PackedAssembler:
 @dataclass
 class _Wanted:
     """What one stored sample gives a microbatch: its sequence, the `number`-th of the pages, and parts to encode.
-
-    Attributes:
-        sample: that reads it, if it was read ahead.
+    `sample` reads it, if it was read ahead.
     """
 
     row: int
@@ -198,11 +181,7 @@ class _Wanted:
 
 
 class PackedAssembly:
-    """One microbatch under construction. Samples are identified by their index in the global batch.
-
-    Attributes:
-        num_bytes: memory that `fill` takes.
-    """
+    """One microbatch under construction. Samples are identified by their index in the global batch."""
 
     def __init__(
         self, assembler: PackedAssembler, share: Share, indices: NDArray[np.int64], work: Mapping[str, MediaWork]
@@ -239,8 +218,8 @@ class PackedAssembly:
         return has_text, [part for _, _, part in wanted.parts], is_here and bool(recipe.keep)
 
     def _ids_name(self, wanted: _Wanted) -> tuple[str, str, str, int] | None:
-        """Return the name of the token ids of a document that a window cuts; None for another sample. The windows after
-        it need not read and tokenize it again.
+        """Return the name of the ids of a document that a window cuts, so that the next need not tokenize it; else
+        None.
         """
         plan, index = self._share.plan, self._assembler.source.index
         if plan.ranges is None or wanted.number is None:
@@ -264,9 +243,7 @@ class PackedAssembly:
 
     @property
     def _is_awaited(self) -> bool:
-        """Whether a failure must leave its memory as planned: other ranks wait for what this rank encodes or shares, or
-        the window is full.
-        """
+        """Whether a failure must leave its memory as planned: other ranks wait for it, or it is in a full window."""
         return self._share.plan.keeps_shapes or self._share.plan.ranges is not None
 
     def finish(self) -> Assembled:
@@ -401,9 +378,7 @@ class PackedAssembly:
 
 
 def located(error: Exception, sample: StoredSample) -> DataError:
-    """Return the failure of a sample that an exception is, with the exception as its cause. Raises as
-    `StoredSample.refuse_moved`.
-    """
+    """Return the failure of a sample that an exception is, its cause. Raises as `StoredSample.refuse_moved`."""
     known = isinstance(error, FieldError)
     if isinstance(error, FieldError):
         sample.refuse_moved(error)

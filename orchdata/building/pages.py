@@ -46,14 +46,8 @@ from orchdata.planning.teams import JoinedSequences, joined_sequences
 
 
 class Pages:
-    """The memory of one microbatch. `lay` provides it, and must be called first.
-
-    Args:
-        samples: int64 (num_samples,), indices in the global batch, those of the largest teams first.
-
-    Attributes:
-        num_bytes: of each piece of memory that it needs.
-        media: modality -> the parts that are encoded here.
+    """The memory of one microbatch, of the samples with these indices in the global batch. `lay` provides it, and must
+    be called first: pieces of `num_bytes` each. `media` are the parts that are encoded here.
     """
 
     def __init__(
@@ -113,10 +107,8 @@ class Pages:
         self._valid = np.ones(len(rows), np.bool_)
 
     def _cut(self, sizes: NDArray[np.int32], multiple_of: int) -> NDArray[np.int64]:
-        """Find which tokens of each sequence this rank has. Return where each starts; what pads a slice ends its last.
-
-        Args:
-            sizes: int32 (num_samples,), of their teams. A sequence of dummies is whole.
+        """Find which tokens of each sequence this rank has, by the sizes of their teams; that of dummies is whole.
+        Return where each starts; what pads a slice ends its last.
         """
         sizes = np.append(sizes, np.ones(len(self._lengths) - len(sizes), np.int32))
         self._joined = joined_sequences(sizes, self._lengths, multiple_of)
@@ -208,9 +200,7 @@ class Pages:
         self._written[number] = True
 
     def write_piece(self, number: int, token_ids: NDArray[np.int32], *, has_labels: bool) -> None:
-        """Write the tokens of a piece of a document, (tokens,). The first has no label: what precedes it is not in the
-        window.
-        """
+        """Write the tokens of a piece of a document. The first has no label: what precedes it is not in the window."""
         (start, stop), arrays = self._starts[number : number + 2].tolist(), self._arrays
         arrays.input_ids[start:stop] = arrays.text_ids[start:stop] = token_ids
         arrays.labels[start:stop] = token_ids if has_labels else IGNORE
@@ -264,7 +254,7 @@ class Pages:
         return TextBatch(input_ids=torch.from_numpy(ids), cu_seqlens=cu_seqlens(starts_of(lengths)))
 
     def batch(self, fields: Mapping[str, list[KeptValue]] | None = None) -> Batch:
-        """Return the batch over this memory, with kept fields of its samples. Raises RuntimeError where a slice was not
+        """Return the batch over this memory, with kept fields of its samples. Raises RuntimeError where one was not
         written.
         """
         media = {name: pages.batch() for name, pages in self.media.items()}
@@ -374,12 +364,8 @@ def _is_one_sequence(layout: Layout) -> bool:
 
 
 class SequenceArrays(NamedTuple):
-    """The sequences of a microbatch, one after another.
-
-    Attributes:
-        input_ids, labels: int64 (T,).
-        position_ids: int64 (1, T), restarting at each sample; under "mrope" (4, T), also time, height, width.
-        text_ids: int64 (num_text_tokens,), tokens of text alone.
+    """The sequences of a microbatch, one after another, int64 (T,). Positions are (1, T), restarting at each sample;
+    under "mrope" (4, T), also time, height, width. `text_ids` are the tokens of text alone.
     """
 
     input_ids: NDArray[np.int64]
@@ -400,13 +386,8 @@ class SequenceArrays(NamedTuple):
 
 
 class SequenceWriter:
-    """Writes one sample.
-
-    Args:
-        arrays: of the microbatch.
-        bounds: start and end of its sequence, and the end of its padding.
-        text_bounds: start and end of its text in `text_ids`.
-        text_field: the field in errors.
+    """Writes one sample. `bounds`: start and end of its sequence, and the end of its padding; `text_bounds`: of its
+    text in `text_ids`; `text_field`: the field in errors.
     """
 
     def __init__(
@@ -436,11 +417,9 @@ class SequenceWriter:
         self._text_cursor = text_stop
 
     def media(self, token_id: int, tokens: int, rope: NDArray[np.int64] | None, rope_span: int | None = None) -> int:
-        """Write the placeholder tokens of one part. Return the position of the first. Raises FieldError.
-
-        Args:
-            rope: under "mrope", positions of its tokens from 0, (3, tokens); None continues to count.
-            rope_span: positions from its first token to what follows it; None for one more than the largest.
+        """Write the placeholder tokens of one part. Return the position of the first. Raises FieldError. Under "mrope"
+        `rope` has positions of its tokens from 0, (3, tokens), None continues to count; `rope_span` those from its
+        first token to what follows it, None for one more than the largest.
         """
         start, stop = self._advance(tokens)
         arrays = self._arrays
