@@ -11,7 +11,7 @@ communication.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -103,17 +103,7 @@ class Route:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Route):
             return NotImplemented
-        return (
-            (self.rank, self.num_ranks, self.label, self.peer) == (other.rank, other.num_ranks, other.label, other.peer)
-            and (self.num_rows, self.adds) == (other.num_rows, other.adds)
-            and np.array_equal(self.send_rows, other.send_rows)
-            and np.array_equal(self.receive_rows, other.receive_rows)
-            and _same(self.send_order, other.send_order)
-            and _same(self.receive_order, other.receive_order)
-            and _same(self.zeroed, other.zeroed)
-            and _same(self.peer_rows, other.peer_rows)
-            and self.part_route == other.part_route
-        )
+        return all(np.array_equal(getattr(self, each.name), getattr(other, each.name)) for each in fields(self))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -264,12 +254,6 @@ def _inverse(order: Ints | None) -> Ints | None:
     inverse = np.empty_like(order)
     inverse[order] = np.arange(len(order))
     return inverse
-
-
-def _same(first: Ints | None, second: Ints | None) -> bool:
-    if first is None or second is None:
-        return first is second
-    return np.array_equal(first, second)
 
 
 def _integers(values: ArrayLike, name: str, count: int, limit: int | None) -> Ints:
