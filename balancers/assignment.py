@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from orchdata.balancers.checks import checked_costs, checked_ranks_count
 from orchdata.native.assign.bounds import strong_lower_bound
+from orchdata.native.jit import Ints, Ints32
 from orchdata.native.microbatches.microbatch import cell_sums
 from orchdata.native.sorting import descending_order
 
@@ -61,13 +62,7 @@ class MovedAssignment(Assignment):
         return (self.moved_cost_within + self.moved_cost_between) / total if total else 0.0
 
 
-def moved_counts(
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    owner: NDArray[np.int32],
-    rank: NDArray[np.int32],
-    ranks_per_node: int,
-) -> dict[str, int]:
+def moved_counts(costs: Ints, sizes: Ints, owner: Ints32, rank: Ints32, ranks_per_node: int) -> dict[str, int]:
     """Count what moves, by the names of a `MovedAssignment`."""
     moved = (rank >= 0) & (rank != owner)
     between = moved & (rank // ranks_per_node != owner // ranks_per_node)
@@ -82,18 +77,14 @@ def moved_counts(
 
 
 def loads_by_rank_and_microbatch(
-    costs: NDArray[np.int64],
-    rank: NDArray[np.int32],
-    microbatch: NDArray[np.int32],
-    num_ranks: int,
-    num_microbatches: int,
-) -> NDArray[np.int64]:
+    costs: Ints, rank: Ints32, microbatch: Ints32, num_ranks: int, num_microbatches: int
+) -> Ints:
     """Return the cost of each rank's microbatches, int64 (num_ranks, num_microbatches)."""
-    loads: NDArray[np.int64] = cell_sums(costs, rank, microbatch, num_ranks, num_microbatches)
+    loads: Ints = cell_sums(costs, rank, microbatch, num_ranks, num_microbatches)
     return loads
 
 
-def loads_of(costs: ArrayLike, rank: NDArray[np.int32], num_ranks: int) -> NDArray[np.int64]:
+def loads_of(costs: ArrayLike, rank: Ints32, num_ranks: int) -> Ints:
     """Return the sum of costs on each rank, int64 (num_ranks,); samples of rank -1 are left out."""
     loads = np.zeros(num_ranks, np.int64)
     present = rank >= 0

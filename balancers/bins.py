@@ -25,6 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 from orchdata.balancers.checks import checked_caps, checked_costs, checked_count, checked_phases, checked_sizes
 from orchdata.native.bins.fill import Items, bins_bound, deal
 from orchdata.native.bins.pack import first_fit_bins, pack
+from orchdata.native.jit import Ints, Ints32
 from orchdata.native.microbatches.micro_steps import deal_cells, pack_in_orders, packing_orders
 from orchdata.native.microbatches.within_caps import looked_peaks, rough_peaks
 from orchdata.native.sorting import descending_order
@@ -40,42 +41,30 @@ CLOSES = 4  # A search leaves about 1/4 of the difference between longest first 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packing:
-    """Items dealt into bins of several ranks each.
-
-    Attributes:
-        bins, rank: int32 (num_items,) each; a rank of a bin keeps the caps.
-        estimate: about what ranks wait for, once the bins are balanced.
+    """Items dealt into bins of several ranks each, int32 (num_items,); a rank of a bin keeps the caps. `estimate` is
+    about what ranks wait for, once the bins are balanced.
     """
 
-    bins: NDArray[np.int32]
-    rank: NDArray[np.int32]
+    bins: Ints32
+    rank: Ints32
     estimate: int
 
 
 def candidate_packings(
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
+    sizes: Ints,
+    caps: Ints,
     num_bins: int,
-    costs: NDArray[np.int64],
+    costs: Ints,
     groups: Sequence[tuple[Any, int]],
     attempts: int,
-    counted: NDArray[np.int64] | None = None,
+    counted: Ints | None = None,
     below: int | None = None,
 ) -> Iterator[Packing]:
-    """Yield packings into bins of several ranks each, within the caps of each rank, from the lowest estimate.
-
-    Each order fills one bin after another, or gives all an even share of the sizes: items sorted by a phase, and cut.
-    The estimate of a packing is between the bounds of its bins and the result of longest first in them.
-
-    Args:
-        sizes: int64 (num_items, num_caps), num_caps at least 1.
-        caps: int64 (num_caps,), of a rank in a bin.
-        costs: int64 (num_items, num_phases), C-contiguous; the last phase is the one that all items have.
-        groups: (indices of its items, its number of ranks) of each group of ranks. Groups share out their own items,
-            all in the same order, so that bins with the same number are alike in all groups.
-        attempts: the most orders and fills to try.
-        counted: int64 (num_items, num_phases), the costs of estimates, where these are not `costs`.
-        below: only what may take less than this is of use.
+    """Yield packings into bins of several ranks each, within the caps of each rank, from the lowest estimate: between
+    the bounds of its bins and the result of longest first in them. Each order fills one bin after another, or gives all
+    an even share of the sizes. `groups`, (its items, its number of ranks), share out their own items in the same order,
+    so that bins with the same number are alike. `counted` are the costs of estimates, if not `costs`; only what may
+    take less than `below` is of use.
     """
     num_ranks = sum(ranks for _, ranks in groups)
     rows = [(costs[mine], sizes[mine], ranks) for mine, ranks in groups]
@@ -99,13 +88,11 @@ def candidate_packings(
                 break
 
 
-def _room(
-    sizes: NDArray[np.int64], caps: NDArray[np.int64], num_bins: int, num_ranks: int, quarters: int
-) -> NDArray[np.int64]:
+def _room(sizes: Ints, caps: Ints, num_bins: int, num_ranks: int, quarters: int) -> Ints:
     """Return the size to fill in a bin, int64 (num_caps,): an even share, plus `quarters` / 4 of the room above it."""
     even = -(-sizes.sum(axis=0) // (num_bins * num_ranks)) + 1
     most = np.maximum(even, caps - caps // 32)
-    room: NDArray[np.int64] = (even + (most - even) * quarters // 4) * num_ranks
+    room: Ints = (even + (most - even) * quarters // 4) * num_ranks
     return room
 
 
@@ -116,24 +103,23 @@ def some_ranks(num_ranks: int) -> tuple[int, int]:
 
 
 def _estimated_ways(
-    orders: NDArray[np.int32],
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
+    orders: Ints32,
+    costs: Ints,
+    sizes: Ints,
+    caps: Ints,
     num_bins: int,
     num_ranks: int,
-    counted: NDArray[np.int64] | None,
+    counted: Ints | None,
     below: int | None,
 ) -> list[tuple[int, int, int]]:
-    """Return ways to pack from the lowest estimate: (estimate, fill, number of the order); half filled ones last.
-
-    For many ranks, every k-th item on the k-th part of the ranks is enough. A way with bounds above another's estimate
-    is not estimated further.
+    """Return ways to pack from the lowest estimate: (estimate, fill, number of the order); half filled ones last. Of
+    many ranks every k-th item on the k-th part is enough. A way with bounds above another's estimate is not estimated
+    further.
     """
     costs = costs if counted is None else counted
     stride, few = some_ranks(num_ranks)
     looked = [(costs[order[::stride]], sizes[order[::stride]]) for order in orders]
-    ways: list[tuple[int, int, int, NDArray[np.int32]]] = []
+    ways: list[tuple[int, int, int, Ints32]] = []
     for number, (mine, columns) in enumerate(looked):
         in_turn = np.arange(len(mine), dtype=np.int32)[None]
         for fill in ESTIMATED:
@@ -157,17 +143,16 @@ def _estimated_ways(
 
 def _balanced_on_some(
     ways: list[tuple[int, int, int]],
-    orders: NDArray[np.int32],
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
+    orders: Ints32,
+    costs: Ints,
+    sizes: Ints,
+    caps: Ints,
     num_bins: int,
     num_ranks: int,
-    counted: NDArray[np.int64] | None,
+    counted: Ints | None,
 ) -> list[tuple[int, int, int]]:
-    """Balance the first of `ways` with little effort on some of the ranks, and put the cheapest first.
-
-    Estimates ignore caps: where caps bind, ways with about the same estimate are far apart once they are balanced.
+    """Balance the first of `ways` with little effort on some of the ranks, and put the cheapest first: where caps bind,
+    ways with about the same estimate, which ignores them, are far apart.
     """
     stride, few = some_ranks(num_ranks)
     balanced: list[tuple[int, int, tuple[int, int, int]]] = []
@@ -186,8 +171,6 @@ def _balanced_on_some(
     first = [way for _, _, way in sorted(balanced)]
     return first + [way for way in ways if way not in first]
 
-
-Ints = NDArray[np.int64]
 
 _BISECTIONS = 4
 
@@ -266,7 +249,7 @@ def bin_bound(sizes: ArrayLike, capacities: int | ArrayLike) -> int:
     return _bound(_items(sizes, capacities, None))
 
 
-def _fewest(items: Items, num_ranks: int | None) -> tuple[int, NDArray[np.int32]]:
+def _fewest(items: Items, num_ranks: int | None) -> tuple[int, Ints32]:
     """Return the fewest bins that a search finds, in multiples of `num_ranks`, and the bin of each item."""
     unit = num_ranks or 1
     low = middle = -(-_bound(items) // unit)  # mostly enough

@@ -8,6 +8,7 @@ from numbers import Real
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from orchdata.native.jit import Ints, Ints32
 from orchdata.native.sorting import first_invalid
 
 MAX_TOTAL = 1 << 62
@@ -50,7 +51,7 @@ def checked_flag(value: bool, name: str) -> bool:
     return bool(value)
 
 
-def checked_costs(costs: ArrayLike, name: str = "costs") -> NDArray[np.int64]:
+def checked_costs(costs: ArrayLike, name: str = "costs") -> Ints:
     """Return contiguous int64 (num_samples,), each at least 0, with a sum of at most 2**62.
 
     Floats are accepted if each is a whole number.
@@ -65,9 +66,6 @@ def checked_costs(costs: ArrayLike, name: str = "costs") -> NDArray[np.int64]:
         array = _whole_numbers(array, name)
     elif array.dtype.kind not in "iu":
         raise ValueError(f"{name} must be integers, got dtype {array.dtype}{_hint(name)}")
-    elif array.dtype.kind == "u" and array.size and int(array.max()) > MAX_TOTAL:
-        index = int(array.argmax())
-        raise ValueError(f"{name}[{index}] is {array[index]}, above the limit of 2**62 for their sum: scale them down")
     # Kernels are compiled for writable arrays only, although they do not write to these.
     checked = np.require(array, np.int64, ["C", "W"])
     index, total_exceeded = first_invalid(checked, MAX_TOTAL)
@@ -78,9 +76,7 @@ def checked_costs(costs: ArrayLike, name: str = "costs") -> NDArray[np.int64]:
     return checked
 
 
-def checked_ranks(
-    ranks: ArrayLike, num_ranks: int, num_samples: int, name: str, *, least: int = 0
-) -> NDArray[np.int32]:
+def checked_ranks(ranks: ArrayLike, num_ranks: int, num_samples: int, name: str, *, least: int = 0) -> Ints32:
     """Return contiguous int32 (num_samples,), each from `least` (-1 allows left-out samples) to num_ranks - 1."""
     array = np.asarray(ranks)
     if array.shape != (num_samples,):
@@ -98,12 +94,9 @@ def checked_ranks(
 
 def checked_pins(
     pinned: ArrayLike, num_ranks: int, present: NDArray[np.bool_], most: int | None, equal_count: bool
-) -> NDArray[np.int32] | None:
-    """Return the ranks of samples that stay where they are, int32 (num_samples,), -1 for others; None without any.
-
-    Args:
-        present: bool (num_samples,), the samples that counts are about.
-        most: most of them on a rank; with `equal_count`, an even share.
+) -> Ints32 | None:
+    """Return the ranks of samples that stay where they are, -1 for others; None without any. Of those `present`, at
+    most `most` are on a rank; with `equal_count`, an even share.
     """
     pins = checked_ranks(pinned, num_ranks, len(present), "pinned", least=-1)
     if not (pins >= 0).any():
@@ -116,18 +109,24 @@ def checked_pins(
     return pins
 
 
-def checked_phases(costs: ArrayLike) -> NDArray[np.int64]:
-    """Return costs int64 (num_items, num_phases)."""
-    array = np.asarray(costs)
+def _table(values: ArrayLike, name: str) -> Ints:
+    """Return int64 (num_items, num_columns) of values (num_items,) or (num_items, num_columns)."""
+    array = np.asarray(values)
     if array.ndim not in (1, 2) or array.shape[1:] == (0,):
-        raise ValueError(f"costs must be (num_items,) or (num_items, num_phases), got shape {array.shape}")
+        raise ValueError(f"{name} must be (num_items,) or (num_items, num_columns), got shape {array.shape}")
     if array.ndim == 1:
-        return checked_costs(array)[:, None]
-    columns = [checked_costs(array[:, p], f"costs[:, {p}]") for p in range(array.shape[1])]
-    total = sum(int(column.sum()) for column in columns)
+        return checked_costs(array, name)[:, None]
+    columns = [checked_costs(array[:, k], f"{name}[:, {k}]") for k in range(array.shape[1])]
+    return np.stack(columns, axis=1)
+
+
+def checked_phases(costs: ArrayLike) -> Ints:
+    """Return costs int64 (num_items, num_phases)."""
+    table = _table(costs, "costs")
+    total = sum(int(column.sum()) for column in table.T)
     if total > MAX_TOTAL:
         raise ValueError(f"costs of all phases sum to {total}, above the limit of 2**62: scale them down")
-    return np.stack(columns, axis=1)
+    return table
 
 
 def checked_max_samples(max_samples: int, present: int, num_ranks: int) -> int:
@@ -148,7 +147,7 @@ def checked_tolerance(tolerance: float) -> float:
     return float(tolerance)
 
 
-def _whole_numbers(array: NDArray[np.floating], name: str) -> NDArray[np.int64]:
+def _whole_numbers(array: NDArray[np.floating], name: str) -> Ints:
     """Return floats as int64 if that loses nothing."""
     array = array.astype(np.float64)  # float16 cannot represent the limit.
     bad = ~(np.isfinite(array) & (np.abs(array) <= MAX_TOTAL) & (np.floor(array) == array))
@@ -162,23 +161,15 @@ def _hint(name: str) -> str:
     return ": use a CostModel to make costs" if name.startswith("costs") else ""
 
 
-def checked_sizes(sizes: ArrayLike, num_samples: int) -> NDArray[np.int64]:
+def checked_sizes(sizes: ArrayLike, num_samples: int) -> Ints:
     """Return sizes int64 (num_samples, num_caps)."""
-    array = np.asarray(sizes)
-    if array.ndim not in (1, 2) or len(array) != num_samples or array.shape[1:] == (0,):
-        raise ValueError(
-            f"sizes must have one row for each of the {num_samples} costs, and a column for each cap, got shape"
-            f" {array.shape}"
-        )
-    if array.ndim == 1:
-        return checked_costs(array, "sizes")[:, None]
-    columns = np.empty(array.shape, np.int64)
-    for k in range(array.shape[1]):
-        columns[:, k] = checked_costs(array[:, k], f"sizes[:, {k}]")
-    return columns
+    table = _table(sizes, "sizes")
+    if len(table) != num_samples:
+        raise ValueError(f"sizes must have one row for each of the {num_samples} costs, got shape {table.shape}")
+    return table
 
 
-def checked_caps(value: int | ArrayLike, num_caps: int, name: str = "max_size") -> NDArray[np.int64]:
+def checked_caps(value: int | ArrayLike, num_caps: int, name: str = "max_size") -> Ints:
     """Return caps int64 (num_caps,), each at least 1; larger ones than 2**62 do not bind."""
     caps = np.atleast_1d(np.asarray(value))
     if caps.shape != (num_caps,) or caps.dtype.kind not in "iu":

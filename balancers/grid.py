@@ -26,6 +26,7 @@ from orchdata.balancers.moves import (
     moved_phases_fields,
 )
 from orchdata.balancers.phases import checked_phases
+from orchdata.native.jit import Ints, Ints32
 from orchdata.native.move.minimal_move import solve_groups
 
 TOLERANCE = 1e-3
@@ -207,39 +208,35 @@ def grid_round(held: Sequence[ArrayLike], *, primary: int = -1) -> list[NDArray[
     return np.split(goes_to, np.cumsum(counts)[:-1])
 
 
-def _checked_member(own: NDArray[Any], name: str) -> NDArray[np.int64]:
+def _checked_member(own: NDArray[Any], name: str) -> Ints:
     """Return costs (num_samples,), or of each phase (num_phases, num_samples)."""
     return np.stack([checked_costs(row, name) for row in own.T]) if own.ndim == 2 else checked_costs(own, name)
 
 
 def _checked(
     costs: ArrayLike | Mapping[str, ArrayLike], owner: ArrayLike, num_ranks: int, primary: str
-) -> tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.int32]]:
+) -> tuple[tuple[str, ...], Ints, Ints32]:
     """Return names of phases, none for plain costs; costs (num_samples,) or (num_phases, num_samples); owners."""
     names, checked = checked_phases(costs, primary) if isinstance(costs, Mapping) else ((), checked_costs(costs))
     return names, checked, checked_ranks(owner, num_ranks, checked.shape[-1], "owner")
 
 
-def _together(costs: NDArray[np.int64]) -> NDArray[np.int64]:
+def _together(costs: Ints) -> Ints:
     """Return costs of samples over all phases, int64 (num_samples,)."""
     return costs.sum(axis=0) if costs.ndim == 2 else costs
 
 
 def _share_out(
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    group: NDArray[np.int32],
-    member: NDArray[np.int32],
-    group_sizes: NDArray[np.int64],
+    costs: Ints,
+    sizes: Ints,
+    group: Ints32,
+    member: Ints32,
+    group_sizes: Ints,
     primary: int,
     redeal_gain: int = GRID_REDEAL_GAIN,
-) -> tuple[NDArray[np.int32], int]:
-    """Balance each group. Return the member that each sample goes to, -1 for a cost of 0, and the largest lower bound.
-
-    Args:
-        costs: int64 (num_samples,), or (num_phases, num_samples) where ranks wait after each phase: no bound then.
-        sizes: int64 (num_samples,), the price of moving each.
-        redeal_gain: as in `solve_from`, for plain costs.
+) -> tuple[Ints32, int]:
+    """Balance each group. Return the member that each sample goes to, -1 for a cost of 0, and the largest lower bound;
+    none of costs (num_phases, num_samples), where ranks wait after each phase.
     """
     order = np.lexsort((member, group))
     offsets = np.searchsorted(group[order], np.arange(len(group_sizes) + 1))
@@ -255,19 +252,17 @@ def _share_out(
     return goes_to, 0
 
 
-def _group_sizes(num_ranks: int, group_size: int) -> NDArray[np.int64]:
+def _group_sizes(num_ranks: int, group_size: int) -> Ints:
     """Return the number of ranks in each group of consecutive ranks."""
     return np.diff(np.append(np.arange(0, num_ranks, group_size), num_ranks))
 
 
-def _column_sizes(num_ranks: int, ranks_per_node: int) -> NDArray[np.int64]:
+def _column_sizes(num_ranks: int, ranks_per_node: int) -> Ints:
     """Return the number of nodes with a rank in each column."""
     return np.bincount(np.arange(num_ranks) % ranks_per_node)
 
 
-def _metadata_bytes(
-    node: NDArray[np.int32], column: NDArray[np.int32], num_ranks: int, ranks_per_node: int, num_phases: int
-) -> int:
+def _metadata_bytes(node: Ints32, column: Ints32, num_ranks: int, ranks_per_node: int, num_phases: int) -> int:
     """Return the most bytes that one rank receives: its row before the first round, its column after it."""
     sample = BYTES_PER_COST * num_phases
     row_sizes, column_sizes = _group_sizes(num_ranks, ranks_per_node), _column_sizes(num_ranks, ranks_per_node)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from orchdata.balancers.assignment import MovedAssignment, lower_bound, moved_counts
 from orchdata.balancers.checks import (
@@ -25,6 +25,7 @@ from orchdata.balancers.phases import PhaseAssignment, balance_phases, checked_p
 from orchdata.balancers.placement import renamed
 from orchdata.native.assign.phase_refine import phase_loads
 from orchdata.native.assign.phases import sum_of_peaks
+from orchdata.native.jit import Ints, Ints32
 from orchdata.native.move.minimal_move import TOLERANCES, pays, solve_from
 from orchdata.native.move.phases import move_by_phase
 
@@ -123,25 +124,18 @@ def balance_from(
 
 
 def move_phases(
-    costs: NDArray[np.int64],
-    owner: NDArray[np.int32],
+    costs: Ints,
+    owner: Ints32,
     num_ranks: int,
     primary: int,
-    sizes: NDArray[np.int64],
+    sizes: Ints,
     ranks_per_node: int = 1,
     tolerances: Sequence[float] = (1e-3,),
     tolerance: float = 1e-3,
-) -> NDArray[np.int32]:
-    """Lower the sum over phases of the largest load, moving little. Return the rank of each sample, int32
-    (num_samples,).
-
-    The candidates are staying, moving little at each of `tolerances`, and dealing again if that takes 2 % off all of
-    these. The result moves least within `tolerance` of the bounds, else ranks wait for it least.
-
-    Args:
-        costs: int64 (num_phases, num_samples); the others as in `balance_from`.
-        primary: index of the phase that all samples take part in.
-        tolerances: at which moving little is tried, for any `tolerance`.
+) -> Ints32:
+    """Lower the sum over phases of the largest load of costs (num_phases, num_samples), moving little. The candidates
+    are staying, moving little at each of `tolerances`, and dealing again if that takes 2 % off all of these. The result
+    moves least within `tolerance` of the bounds, else ranks wait for it least.
     """
     if not (present := costs.any(axis=0)).all():
         raise ValueError(f"sample {int(present.argmin())} costs 0 in every phase: leave it out, or give it a cost of 1")
@@ -165,7 +159,7 @@ def move_phases(
     ]
 
 
-def checked_weights(sizes: ArrayLike, num_samples: int) -> NDArray[np.int64]:
+def checked_weights(sizes: ArrayLike, num_samples: int) -> Ints:
     """Return one size for each sample."""
     checked = checked_costs(sizes, "sizes")
     if len(checked) != num_samples:
@@ -174,13 +168,7 @@ def checked_weights(sizes: ArrayLike, num_samples: int) -> NDArray[np.int64]:
 
 
 def moved_fields(
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    owner: NDArray[np.int32],
-    rank: NDArray[np.int32],
-    loads: NDArray[np.int64],
-    bound: int,
-    ranks_per_node: int,
+    costs: Ints, sizes: Ints, owner: Ints32, rank: Ints32, loads: Ints, bound: int, ranks_per_node: int
 ) -> dict[str, Any]:
     """Return the fields of a MovedAssignment, with what moves counted."""
     fields = {"rank": rank, "loads": loads, "makespan": int(loads.max()), "lower_bound": bound}
@@ -188,13 +176,7 @@ def moved_fields(
 
 
 def moved_phases_fields(
-    names: tuple[str, ...],
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    owner: NDArray[np.int32],
-    rank: NDArray[np.int32],
-    num_ranks: int,
-    ranks_per_node: int,
+    names: tuple[str, ...], costs: Ints, sizes: Ints, owner: Ints32, rank: Ints32, num_ranks: int, ranks_per_node: int
 ) -> dict[str, Any]:
     """Return the fields of a MovedPhases for costs int64 (num_phases, num_samples)."""
     loads = np.ascontiguousarray(phase_loads(np.ascontiguousarray(costs.T), rank, num_ranks).T)

@@ -43,7 +43,8 @@ from orchdata.native.assign.few import search_few
 from orchdata.native.assign.packed import solve
 from orchdata.native.assign.padded import solve_padded
 from orchdata.native.assign.teams import NEVER, solve_teams
-from orchdata.native.costs import Coefficients, longest_sequence, sequence_costs
+from orchdata.native.costs import sequence_costs
+from orchdata.native.jit import Ints
 
 
 def balance(
@@ -99,24 +100,11 @@ def balance(
         rank[present], loads = own, loads_of(costs_here[:, 0], own, num_ranks)
     makespan = int(loads.max())
     if max_cost is not None and makespan > max_cost:
-        raise ValueError(_cap_message(checked, num_ranks, max_cost, makespan, int(bound)))
-    return Assignment(rank, loads, makespan, int(bound))
-
-
-def _cap_message(costs: NDArray[np.int64], num_ranks: int, max_cost: int, makespan: int, bound: int) -> str:
-    largest = int(costs.argmax())
-    if costs[largest] > max_cost:
-        return f"sample {largest} costs {costs[largest]}, above max_cost={max_cost}: raise it or leave the sample out"
-    total = int(costs.sum())
-    if total > num_ranks * max_cost:
-        return (
-            f"the samples cost {total} together, but {num_ranks} ranks of max_cost={max_cost} hold"
-            f" {num_ranks * max_cost}: raise it to at least {bound} or take fewer samples"
+        raise ValueError(
+            f"no assignment within max_cost={max_cost} was found: the best has {makespan}, and none is below {bound}: "
+            "raise it, or take fewer samples"
         )
-    return (
-        f"no assignment within max_cost={max_cost} was found: the best has {makespan}, and none is below {bound}:"
-        f" raise it to {makespan} or take fewer samples"
-    )
+    return Assignment(rank, loads, makespan, int(bound))
 
 
 _TOLERANCE = 1e-3
@@ -193,7 +181,7 @@ def balance_teams(
     return TeamAssignment(rank, loads, int(loads.max()), int(bound), size)
 
 
-def _checked_sizes(sizes: Sequence[int] | None, num_sizes: int) -> NDArray[np.int64]:
+def _checked_sizes(sizes: Sequence[int] | None, num_sizes: int) -> Ints:
     given = (
         [1 << column for column in range(num_sizes)] if sizes is None else [checked_count(s, "sizes") for s in sizes]
     )
@@ -205,9 +193,7 @@ def _checked_sizes(sizes: Sequence[int] | None, num_sizes: int) -> NDArray[np.in
     return np.array(given, np.int64)
 
 
-def _forbid_long_slices(
-    table: NDArray[np.int64], sizes: NDArray[np.int64], tokens: NDArray[np.int64], max_tokens: int
-) -> None:
+def _forbid_long_slices(table: Ints, sizes: Ints, tokens: Ints, max_tokens: int) -> None:
     """Write NEVER where a slice is above the cap."""
     if len(tokens) != len(table):
         raise ValueError(f"tokens must have one entry for each of the {len(table)} sequences, got {len(tokens)}")
@@ -264,29 +250,16 @@ def balance_padded(
     coefficients = CostModel(llm=cost).coefficients("llm")
     present = int(np.count_nonzero(checked))
     limit = max(1, present) if max_samples is None else checked_max_samples(max_samples, present, num_ranks)
-    if present:
-        _check_longest(checked, present, multiple_of, coefficients)
-    else:
+    if not present:
         multiple_of = 1
+    longest = int(checked.max(initial=0))
+    # Raises ValueError for a sample that is too long by itself.
+    row = int(sequence_costs(np.array([-(-longest // multiple_of) * multiple_of]), *coefficients)[0])
+    if present * row > MAX_TOTAL:
+        raise ValueError(
+            f"{present} samples padded to lengths[{int(checked.argmax())}] = {longest} cost {present * row} together, "
+            "above the limit of 2**62: limit the positions of a sample or take fewer samples"
+        )
     rank, loads = solve_padded(checked, num_ranks, limit, multiple_of, coefficients)
     makespan = int(loads.max())
     return Assignment(rank, loads, makespan, makespan)
-
-
-def _check_longest(lengths: NDArray[np.int64], present: int, multiple_of: int, coefficients: Coefficients) -> None:
-    """Raise ValueError if the aligned longest sample does not fit int64, or all rows of that length cost over 2**62."""
-    longest = int(lengths.max())
-    aligned = -(-longest // multiple_of) * multiple_of
-    limit = int(longest_sequence(*coefficients))
-    if aligned > limit:
-        padded = f", {aligned} as a multiple of {multiple_of}" if aligned > longest else ""
-        raise ValueError(
-            f"lengths[{int(lengths.argmax())}] is {longest}{padded}, above {limit}, the longest with a cost that"
-            " fits into int64: limit the positions of a sample"
-        )
-    row = int(sequence_costs(np.array([aligned]), *coefficients)[0])
-    if present * row > MAX_TOTAL:
-        raise ValueError(
-            f"{present} samples padded to lengths[{int(lengths.argmax())}] = {longest} cost {present * row} together,"
-            " above the limit of 2**62: limit the positions of a sample or take fewer samples"
-        )

@@ -31,6 +31,7 @@ from orchdata.native.assign.few import FEW_FREE, search_few
 from orchdata.native.assign.packed import solve
 from orchdata.native.assign.phase_refine import phase_loads
 from orchdata.native.assign.phases import above_caps, solve_joint
+from orchdata.native.jit import Ints, Ints32
 from orchdata.native.microbatches.within_caps import FEW, solve_within, start_within
 
 _FEW_SAMPLES = 2048  # Up to this number, the primary phase alone is balanced as a start, although another is known.
@@ -159,7 +160,7 @@ def balance_phases(
     return PhaseAssignment(names, rank, loads, tuple(int(peak) for peak in loads.max(axis=1)), bounds)
 
 
-def checked_phases(costs_by_phase: Mapping[str, ArrayLike], primary: str) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+def checked_phases(costs_by_phase: Mapping[str, ArrayLike], primary: str) -> tuple[tuple[str, ...], Ints]:
     """Return the names of the phases, `primary` among them, and their costs int64 (num_phases, num_samples)."""
     if not isinstance(costs_by_phase, Mapping):
         raise ValueError(f"costs_by_phase must map names of phases to costs, got {type(costs_by_phase).__name__}")
@@ -180,29 +181,22 @@ def checked_phases(costs_by_phase: Mapping[str, ArrayLike], primary: str) -> tup
 
 
 def assign_jointly(
-    costs: NDArray[np.int64],
-    group_sizes: NDArray[np.int64],
+    costs: Ints,
+    group_sizes: Ints,
     *,
-    group: NDArray[np.int64] | None = None,
+    group: Ints | None = None,
     equal_count: bool,
     max_samples: int | None,
     primary: int,
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
-    within: NDArray[np.int32] | None = None,
+    sizes: Ints,
+    caps: Ints,
+    within: Ints32 | None = None,
     effort: float,
-    pinned: NDArray[np.int32] | None = None,
-) -> NDArray[np.int32]:
-    """Return one rank for each sample, int32 (num_samples,): `balance_phases` of checked arguments, in groups of ranks.
-
-    Args:
-        costs: int64 (num_phases, num_samples).
-        group_sizes: int64 (num_groups,), the number of consecutive ranks of each group.
-        group: int64 (num_samples,), the group of each sample; None for a single group.
-        primary: index of the phase that all samples take part in.
-        sizes, caps: int64 (num_samples, num_caps) and (num_caps,); kept if the search finds a way.
-        within: int32 (num_samples,), an assignment that keeps the caps, if one is known: the result then keeps them.
-        pinned: int32 (num_samples,), the rank of a sample that stays there, as in `within`, or -1; of a single group.
+    pinned: Ints32 | None = None,
+) -> Ints32:
+    """Return one rank for each sample, int32 (num_samples,): `balance_phases` of checked arguments, costs (num_phases,
+    num_samples), in groups of so many consecutive ranks; `group` is that of each sample, None for a single one. The
+    result keeps the caps if `within` does, else if the search finds a way.
     """
     together = costs.sum(axis=0)
     if not together.all():
@@ -247,8 +241,8 @@ def assign_jointly(
 
 
 def _grouped(
-    group: NDArray[np.int64] | None, group_sizes: NDArray[np.int64], num_samples: int, max_samples: int | None
-) -> tuple[NDArray[np.intp] | slice, NDArray[np.int64], NDArray[np.int32]]:
+    group: Ints | None, group_sizes: Ints, num_samples: int, max_samples: int | None
+) -> tuple[NDArray[np.intp] | slice, Ints, Ints32]:
     """Return (order of the samples by group, offsets int64 (num_groups + 1,), first rank of each one's group). Raises
     ValueError if `max_samples` is too small.
     """
@@ -262,13 +256,8 @@ def _grouped(
 
 
 def _alone(
-    costs: NDArray[np.int64],
-    offsets: NDArray[np.int64],
-    group_sizes: NDArray[np.int64],
-    max_samples: int,
-    equal_count: bool,
-    pinned: NDArray[np.int32] | None,
-) -> NDArray[np.int32]:
+    costs: Ints, offsets: Ints, group_sizes: Ints, max_samples: int, equal_count: bool, pinned: Ints32 | None
+) -> Ints32:
     """Balance each group's samples by one cost: int32 (num_samples,), ranks from 0 in each group."""
     parts = [
         solve(costs[start:stop], ranks, max_samples, 0, equal_count, 1e-3, pinned)[0]

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from orchdata.balancers.checks import checked_costs, checked_count, checked_ranks, checked_ranks_count
 from orchdata.native.assign.placement import place_greedily, swap_bins
+from orchdata.native.jit import Ints, Ints32
 
 # 1,024 ranks take about 40 ms, 2,560 about 400 ms and 50 MB; the greedy there takes 60 ms.
 EXACT_RANKS = 1024
@@ -90,8 +91,12 @@ def place_on_nodes(traffic: ArrayLike, ranks_per_node: int) -> NodePlacement:
     Raises:
         ValueError: traffic that is not a square of non-negative integers, or ranks_per_node below 1.
     """
-    checked = _checked_traffic(traffic)
-    num_ranks = len(checked)
+    array = np.asarray(traffic)
+    if array.ndim != 2 or array.shape[0] != array.shape[1] or not array.size:
+        raise ValueError(f"traffic must have shape (num_ranks, num_ranks) of at least 1 rank, got {array.shape}")
+    checked, num_ranks = checked_costs(array.ravel(), "traffic").reshape(array.shape), len(array)
+    if int(checked.sum()) > MAX_BYTES:
+        raise ValueError(f"traffic sums to {checked.sum()}, above the limit of 2**53: give it in a larger unit")
     ranks_per_node = min(num_ranks, checked_count(ranks_per_node, "ranks_per_node"))
     starts = np.arange(0, num_ranks, ranks_per_node)
     capacity = np.diff(np.append(starts, num_ranks))
@@ -121,42 +126,31 @@ def place_on_nodes(traffic: ArrayLike, ranks_per_node: int) -> NodePlacement:
     )
 
 
-def renamed(
-    rank: NDArray[np.int32],
-    owner: NDArray[np.int32],
-    sizes: NDArray[np.int64],
-    num_ranks: int,
-    ranks_per_node: int = 1,
-) -> NDArray[np.int32]:
-    """Rename the ranks of an assignment by `place_on_nodes`, if it was made without regard to current ranks.
-
-    Args:
-        rank, owner: int32 (num_samples,), the assigned and the current rank of each.
-        sizes: int64 (num_samples,), the price of moving each; in a larger unit where they sum to more than 2**53.
+def renamed(rank: Ints32, owner: Ints32, sizes: Ints, num_ranks: int, ranks_per_node: int = 1) -> Ints32:
+    """Rename the ranks of an assignment by `place_on_nodes`, if it was made without regard to current ranks. `sizes`
+    are the price of moving each sample.
     """
     unit = max(0, int(sizes.sum()).bit_length() - MAX_BYTES.bit_length() + 1)
     return place_on_nodes(traffic_between(owner, rank, num_ranks, sizes >> unit), ranks_per_node).rank[rank]
 
 
-def _greedily(values: NDArray[np.int64], capacity: NDArray[np.int64]) -> NDArray[np.int32]:
-    bins: NDArray[np.int32] = place_greedily(values, capacity)
+def _greedily(values: Ints, capacity: Ints) -> Ints32:
+    bins: Ints32 = place_greedily(values, capacity)
     swap_bins(values, bins, SWAP_PASSES)
     return bins
 
 
-def _exactly(values: NDArray[np.int64], capacity: NDArray[np.int64]) -> NDArray[np.int32]:
+def _exactly(values: Ints, capacity: Ints) -> Ints32:
     """Solve an assignment problem, in which a bin with room for c items is c equal columns."""
     from scipy.optimize import linear_sum_assignment
 
     column_bin = np.repeat(np.arange(len(capacity), dtype=np.int32), capacity)
     _, columns = linear_sum_assignment(values[:, column_bin].astype(np.float64), maximize=True)
-    bins: NDArray[np.int32] = column_bin[columns]
+    bins: Ints32 = column_bin[columns]
     return bins
 
 
-def _place_inside(
-    traffic: NDArray[np.int64], starts: NDArray[np.int64], capacity: NDArray[np.int64], node: NDArray[np.int32]
-) -> NDArray[np.int32]:
+def _place_inside(traffic: Ints, starts: Ints, capacity: Ints, node: Ints32) -> Ints32:
     """Return the rank of each rank of the assignment inside its node, so that most bytes stay."""
     rank = np.empty(len(node), np.int32)
     members = np.split(np.argsort(node, kind="stable"), starts[1:])
@@ -167,31 +161,10 @@ def _place_inside(
     return rank
 
 
-def _value(values: NDArray[np.int64], bins: NDArray[np.int32]) -> int:
+def _value(values: Ints, bins: Ints32) -> int:
     return int(values[np.arange(len(bins)), bins].sum())
 
 
-def _stays(traffic: NDArray[np.int64], rank: NDArray[np.int32]) -> int:
+def _stays(traffic: Ints, rank: Ints32) -> int:
     """Return the bytes that stay on their rank."""
     return int(traffic[rank, np.arange(len(rank))].sum())
-
-
-def _checked_traffic(traffic: ArrayLike) -> NDArray[np.int64]:
-    """Return contiguous int64 (num_ranks, num_ranks), each at least 0, with a sum of at most 2**53."""
-    array = np.asarray(traffic)
-    if array.ndim != 2 or array.shape[0] != array.shape[1] or not array.size:
-        raise ValueError(f"traffic must have shape (num_ranks, num_ranks) of at least 1 rank, got {array.shape}")
-    if array.dtype.kind not in "iuf":
-        raise ValueError(f"traffic must be integers, got dtype {array.dtype}: use traffic_between to make it")
-    bad = ~((array >= 0) & (array <= MAX_BYTES))
-    if array.dtype.kind == "f":
-        bad |= np.floor(array) != array
-    if bad.any():
-        row, column = np.unravel_index(int(bad.argmax()), array.shape)
-        raise ValueError(f"traffic[{row}, {column}] is {array[row, column]}; it must be a whole number from 0 to 2**53")
-    checked = np.ascontiguousarray(array, dtype=np.int64)
-    # Each is at most 2**53, but thousands of ranks could wrap an int64 sum; floats cannot.
-    total = float(checked.sum(dtype=np.float64))
-    if total > MAX_BYTES:
-        raise ValueError(f"traffic sums to {total:.4g}, above the limit of 2**53: give it in a larger unit")
-    return checked

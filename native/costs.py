@@ -14,12 +14,12 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.native.jit import inlined, kernel
+from orchdata.native.jit import Ints, Ints32, inlined, kernel
 
 COST_SHIFT = 20
 MAX_FIXED_POINT = 1 << 62
 
-Coefficients: TypeAlias = tuple[int, int, int, NDArray[np.int64]]
+Coefficients: TypeAlias = tuple[int, int, int, Ints]
 """linear, quadratic, constant and windows, quantised: what `CostModel.coefficients` gives."""
 
 
@@ -32,7 +32,7 @@ def room_after(room: int, coefficient: int, length: int, reach: int) -> int:
 
 
 @kernel
-def longest_sequence(linear: int, quadratic: int, constant: int, windows: NDArray[np.int64]) -> int:
+def longest_sequence(linear: int, quadratic: int, constant: int, windows: Ints) -> int:
     """Return the most positions with a cost before the shift within 2**62, at most 2**31 - 1."""
     low = np.int64(0)
     high = np.int64((1 << 31) - 1)
@@ -50,7 +50,7 @@ def longest_sequence(linear: int, quadratic: int, constant: int, windows: NDArra
 
 
 @inlined
-def sequence_cost(length: int, linear: int, quadratic: int, constant: int, windows: NDArray[np.int64]) -> int:
+def sequence_cost(length: int, linear: int, quadratic: int, constant: int, windows: Ints) -> int:
     """Return the cost of one sequence; the caller has checked its length."""
     total = linear * length + quadratic * length * length + constant
     if windows.shape[0] > 0:  # The compiler moves this test out of the loop: without windows it is vectorised.
@@ -60,20 +60,9 @@ def sequence_cost(length: int, linear: int, quadratic: int, constant: int, windo
 
 
 @kernel
-def sequence_costs(
-    lengths: NDArray[np.int64], linear: int, quadratic: int, constant: int, windows: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Return the cost of each sequence of `lengths` positions.
-
-    Args:
-        lengths: int64 (num_sequences,); 0 means the sequence is absent and costs 0.
-        linear, quadratic, constant, windows: quantised coefficients, from `CostModel.coefficients`.
-
-    Returns:
-        int64 (num_sequences,).
-
-    Raises:
-        ValueError: a sequence too long for int64.
+def sequence_costs(lengths: Ints, linear: int, quadratic: int, constant: int, windows: Ints) -> Ints:
+    """Return the cost of each sequence of `lengths` positions, 0 for 0, int64 (num_sequences,), under the quantised
+    coefficients of `CostModel.coefficients`. Raises ValueError for one too long for int64.
     """
     costs = np.empty(lengths.shape[0], np.int64)
     longest = longest_sequence(linear, quadratic, constant, windows)
@@ -87,32 +76,19 @@ def sequence_costs(
 
 @kernel
 def part_costs(
-    rows: NDArray[np.int64],
-    part_offsets: NDArray[np.int64],
+    rows: Ints,
+    part_offsets: Ints,
     part_modality: NDArray[np.uint8],
-    part_positions: NDArray[np.int32],
+    part_positions: Ints32,
     modality: int,
     linear: int,
     quadratic: int,
     constant: int,
-    windows: NDArray[np.int64],
-) -> NDArray[np.int64]:
-    """Return the cost of samples in an encoder phase: the sum over their parts of one modality, each its own sequence.
-
-    Args:
-        rows: int64 (num_samples,), rows of the index.
-        part_offsets: int64 (num_rows + 1,): the parts of row r are part_offsets[r] to part_offsets[r + 1].
-        part_modality: uint8 (num_parts,).
-        part_positions: int32 (num_parts,), positions that enter the encoder.
-        modality: code of the encoder's modality.
-        linear, quadratic, constant, windows: quantised coefficients, from `CostModel.coefficients`.
-
-    Returns:
-        int64 (num_samples,); 0 for a sample without such a part.
-
-    Raises:
-        ValueError: a part too long for int64.
-        IndexError: a row, or its parts, outside of the arrays.
+    windows: Ints,
+) -> Ints:
+    """Return the cost of index rows in an encoder phase, int64 (num_samples,): the sum over their parts of one
+    modality, each its own sequence. Row r has the parts from part_offsets[r] to part_offsets[r + 1]. Raises ValueError
+    for one too long for int64, IndexError for a row, or its parts, outside of the arrays.
     """
     costs = np.zeros(rows.shape[0], np.int64)
     longest = longest_sequence(linear, quadratic, constant, windows)

@@ -23,12 +23,7 @@ from orchdata.native.jit import kernel
 
 @kernel
 def split_complex(values: NDArray[np.float32], real: NDArray[np.float32], imaginary: NDArray[np.float32]) -> None:
-    """Write the parts of complex numbers.
-
-    Args:
-        values: (2 * n,), alternating real and imaginary parts.
-        real, imaginary: (n,), written.
-    """
+    """Write the parts of complex numbers: values are (2 * n,), alternating real and imaginary."""
     for at in range(np.uint64(len(real))):
         real[at] = values[at + at]
         imaginary[at] = values[at + at + np.uint64(1)]
@@ -37,15 +32,9 @@ def split_complex(values: NDArray[np.float32], real: NDArray[np.float32], imagin
 def patchify(
     pixels: NDArray[np.uint8], patch: int, merge: int, table: NDArray[Any], out: NDArray[Any], repeats: int = 1
 ) -> None:
-    """Write the patches of an image, or of consecutive pictures, into `out`.
-
-    Args:
-        pixels: (height, width, channels) or (times, height, width, channels), C-contiguous; sides are multiples of
-            patch * merge. The first three channels are red, green and blue, others are ignored.
-        patch, merge: side of a patch in pixels, of a block in patches.
-        table: (3, 256) value of each byte in each channel, of `out`'s dtype; see `channel_table`.
-        out: (num_patches, 3 * times * repeats * patch * patch), C-contiguous; float32, uint16 (bfloat16 bits) or uint8.
-        repeats: the number of times that a picture lasts; for an image.
+    """Write the patches of an image (height, width, channels), or of pictures (times, height, width, channels), whose
+    sides are multiples of patch * merge, into `out`, (num_patches, 3 * times * repeats * patch * patch): float32,
+    uint16 (bfloat16 bits) or uint8, by the `table` of `channel_table`. `repeats`: the times that an image lasts.
     """
     times, (height, width, channels) = (len(pixels) if pixels.ndim == 4 else 1), pixels.shape[-3:]
     step = patch * merge
@@ -61,9 +50,8 @@ def patchify(
 
 
 def channel_table(mean: tuple[float, ...], std: tuple[float, ...], dtype: str) -> NDArray[Any]:
-    """Return (3, 256): the value of each byte in each channel, (byte / 255 - mean) / std; for "uint8" the byte itself.
-
-    For "bfloat16" these are the bits as uint16, rounded to nearest even.
+    """Return (3, 256): the value of each byte in each channel, (byte / 255 - mean) / std; for "uint8" the byte itself,
+    for "bfloat16" the bits as uint16, rounded to nearest even.
     """
     levels = np.arange(256)
     if dtype == "uint8":

@@ -16,23 +16,23 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Ints = NDArray[np.int64]
+Ints32 = NDArray[np.int32]
 
 
 def kernel(function: Function) -> Function:
-    """Compile a function for nopython mode, when it is first called.
-
-    numba caches compiled code next to the source, or in NUMBA_CACHE_DIR or the user's cache folder. If none of them is
-    writable (a container with an unknown user), caching fails: then each process compiles again.
+    """Compile a function for nopython mode, when it is first called. numba caches it next to the source, or in
+    NUMBA_CACHE_DIR or the user's cache folder; if none is writable (a container with an unknown user), each process
+    compiles again.
     """
     return cast(Function, Kernel(function, _compiled))
 
 
 def inlined(function: Function) -> Function:
-    """Compile a function into the kernels that call it.
-
-    For functions with array arguments inside of loops: a call counts references to each array, which prevents
+    """Compile a function into the kernels that call it: a call counts references to each array, which prevents
     vectorisation and may take ten times as long as the computation.
     """
     return cast(Function, Kernel(function, _inlined))
@@ -76,9 +76,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def load_numba() -> None:
-    """Import everything that compiles and loads kernels.
-
-    numba prepares itself at the first compilation. Processes that are forked after that share it.
+    """Import everything that compiles and loads kernels. numba prepares itself at the first compilation, and processes
+    that are forked after that share it.
     """
     config: Any = (
         _numba().config
@@ -116,10 +115,8 @@ broken: Callable[[Exception], Exception] | None = None
 
 
 class Kernel:
-    """A function that numba compiles when it is first called, by Python or by another compiled kernel.
-
-    Attributes:
-        py_func: the function.
+    """A function that numba compiles when it is first called, by Python or by another compiled kernel; `py_func` is the
+    function.
     """
 
     def __init__(self, function: Callable[..., Any], compile_it: Callable[[Callable[..., Any]], Any]) -> None:

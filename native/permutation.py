@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.native.jit import kernel
+from orchdata.native.jit import Ints, kernel
 
 BLOCK = 256  # consecutive samples that move together before a window mixes them
 
@@ -98,9 +98,8 @@ def odd_slot(stream_key: np.uint64, slots: np.uint64) -> np.uint64:
 
 @kernel
 def blocks_in_sequence(num_samples: np.uint64, streams: np.uint64, key: np.uint64, out: NDArray[np.uint64]) -> None:
-    """Write the blocks of each stream to `out` (num_blocks,), in the sequence that they have in `shuffled_rows`.
-
-    Blocks are numbered from one stream to the next, in the sequence of the samples.
+    """Write the blocks of each stream to `out` (num_blocks,), in the sequence that they have in `shuffled_rows`. Blocks
+    are numbered from one stream to the next, in the sequence of the samples.
     """
     first = _ZERO  # slot and block at which the stream begins
     for stream in range(streams):
@@ -215,14 +214,9 @@ def finished(value: np.uint64) -> np.uint64:
 
 
 @kernel
-def hash_keys(offsets: NDArray[np.int64], data: NDArray[np.uint8], seed: np.uint64, out: NDArray[np.uint64]) -> None:
-    """Write FNV-1a of each string, with the seed mixed into the start and the finish of splitmix64.
-
-    Args:
-        offsets: int64 (n + 1,), the start of each in `data`, and the end of the last.
-        data: uint8, their bytes.
-        seed: another seed gives other hashes.
-        out: uint64 (n,), written.
+def hash_keys(offsets: Ints, data: NDArray[np.uint8], seed: np.uint64, out: NDArray[np.uint64]) -> None:
+    """Write FNV-1a of each string in `data` by its `offsets`, int64 (n + 1,), with the seed mixed into the start and
+    the finish of splitmix64.
     """
     start = finished(_START ^ seed)
     for i in range(out.size):

@@ -6,22 +6,14 @@ Checks in one pass: costs (num_samples,) -> the first entry that breaks the rule
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from orchdata.native.jit import kernel
+from orchdata.native.jit import Ints, Ints32, kernel
 
 
 @kernel
-def descending_order(costs: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Sort by (cost descending, position ascending), by a least-significant-digit radix sort.
-
-    A radix sort is stable, so no unique key is needed: the cost has all 63 bits.
-
-    Args:
-        costs: int64 (num_samples,), at least 0.
-
-    Returns:
-        int32 (num_samples,): positions in that order.
+def descending_order(costs: Ints) -> Ints32:
+    """Return positions sorted by (cost descending, position ascending), by a least-significant-digit radix sort: it is
+    stable, so no unique key is needed, and the cost has all 63 bits.
     """
     num_samples = costs.shape[0]
     largest = np.int64(0)
@@ -53,7 +45,7 @@ def descending_order(costs: NDArray[np.int64]) -> NDArray[np.int32]:
 
 
 @kernel
-def present_descending(costs: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+def present_descending(costs: Ints) -> tuple[Ints32, Ints]:
     """Return samples with a cost, from the largest: positions int32 (num_present,), costs int64 (num_present,)."""
     order = descending_order(costs)
     num_present = order.shape[0]
@@ -66,11 +58,9 @@ def present_descending(costs: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDA
 
 
 @kernel
-def first_invalid(costs: NDArray[np.int64], max_total: int) -> tuple[int, bool]:
-    """Return the first sample with a negative cost, or at which the running sum exceeds `max_total`.
-
-    Returns:
-        (sample or -1, whether the sum exceeds).
+def first_invalid(costs: Ints, max_total: int) -> tuple[int, bool]:
+    """Return (the first sample with a negative cost, or at which the running sum exceeds `max_total`, else -1; whether
+    it does).
     """
     room = np.int64(max_total)
     for sample in range(costs.shape[0]):

@@ -22,9 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.building.assembler import Assembled, Share, Task
-from orchdata.building.contents import IndexedShards, ShardContent
+from orchdata.building.contents import IndexedShards, ShardContent, sample_bytes
 from orchdata.building.memory import Memory
-from orchdata.building.shard_content import sample_bytes
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import BuiltStep
 from orchdata.dataset.index_costs import IndexCosts

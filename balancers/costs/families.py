@@ -91,13 +91,8 @@ NOT_READ = {
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The config of one phase.
-
-    Attributes:
-        values: its keys.
-        whole: the keys of its model; its own if no other config was given.
-        phase: "image", "audio" or "llm".
-        given: sizes that are not read from the config.
+    """The config of one phase: its keys, and those of its model (its own if no other config was given); `phase` is
+    "image", "audio" or "llm"; `given` are sizes that are not read from the config.
     """
 
     values: Mapping[str, Any]
@@ -142,10 +137,8 @@ def phases_of(config: Any) -> tuple[str, ...]:
 
 
 def transformer_sizes(config: Any, phase: str | None, given: Mapping[str, Any]) -> Sizes:
-    """Return arguments of TransformerCost for a phase of a config; given ones are unchanged.
-
-    Raises:
-        ValueError: no such phase, a size that is missing, or layers that are not known here.
+    """Return arguments of TransformerCost for a phase of a config; given ones are unchanged. Raises ValueError: no such
+    phase, a size that is missing, or layers that are not known here.
     """
     phases = phases_of(config)
     if phase is None and len(phases) == 1:
@@ -380,10 +373,9 @@ def _conv2d_stem(part: Part, hidden: int) -> Sizes:
 
 
 def _connector(part: Part, width: int) -> tuple[float, float]:
-    """Return multiply-accumulates for each position of the tower: of products directly after it, and of later ones.
-
-    A norm before a product, trained with the connector, needs the gradients of its inputs as another product does. 0
-    if the config has no known connector.
+    """Return multiply-accumulates for each position of the tower: of products directly after it, and of later ones; 0
+    without a known connector. A norm before a product, trained with the connector, needs the gradients of its inputs as
+    another product does.
     """
     if "connector_macs" in part.given:
         return 0.0, 0.0

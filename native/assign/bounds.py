@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from orchdata.native.jit import kernel
+from orchdata.native.jit import Ints, Ints32, kernel
 from orchdata.native.sorting import descending_order
 
 
 @kernel
-def strong_lower_bound(descending: NDArray[np.int64], num_ranks: int) -> int:
-    """Return a lower bound of the makespan of any assignment.
-
-    The mean, rounded up; and, as some rank has k+1 of the k*m+1 largest, the sum of the k+1 smallest of those.
-
-    Args:
-        descending: int64 (num_samples,), costs from the largest.
-        num_ranks: m.
-
-    Returns:
-        The bound; 0 without samples.
+def strong_lower_bound(descending: Ints, num_ranks: int) -> int:
+    """Return a lower bound of the makespan of any assignment: the mean, rounded up; and, as some rank has k+1 of the
+    k*m+1 largest, m ranks, the sum of the k+1 smallest of those.
     """
     num_samples = descending.shape[0]
     sums = np.zeros(num_samples + 1, np.int64)
@@ -36,15 +27,10 @@ def strong_lower_bound(descending: NDArray[np.int64], num_ranks: int) -> int:
 
 
 @kernel
-def equal_count_bound(descending: NDArray[np.int64], num_ranks: int) -> int:
-    """Return a lower bound of the makespan of any assignment with equal counts.
-
-    If the g largest samples are on different ranks, each of those ranks has k-1 more, at best the g*(k-1) smallest of
-    all: the mean over the g ranks is a bound. Otherwise a rank has two of the g largest, and k-2 more.
-
-    Args:
-        descending: int64 (num_samples,), costs from the largest; each rank has at least k = num_samples // num_ranks.
-        num_ranks: at least 1.
+def equal_count_bound(descending: Ints, num_ranks: int) -> int:
+    """Return a lower bound of the makespan with equal counts, at least k each. If the g largest are on different ranks,
+    each of those has k-1 more, at best the g*(k-1) smallest of all: the mean over the g is a bound. Otherwise a rank
+    has two of the g, and k-2 more.
     """
     num_samples = descending.shape[0]
     count = num_samples // num_ranks
@@ -69,7 +55,7 @@ def equal_count_bound(descending: NDArray[np.int64], num_ranks: int) -> int:
 
 
 @kernel
-def common_divisor(descending: NDArray[np.int64]) -> int:
+def common_divisor(descending: Ints) -> int:
     """Return the greatest common divisor of all costs: loads are multiples of it."""
     divisor = np.int64(0)
     for position in range(descending.shape[0] - 1, -1, -1):
@@ -82,16 +68,10 @@ def common_divisor(descending: NDArray[np.int64]) -> int:
 
 
 @kernel
-def pinned_bound(costs: NDArray[np.int64], pinned: NDArray[np.int32], num_ranks: int) -> int:
-    """Return a lower bound of the makespan of any assignment in which some samples stay on their rank.
-
-    The largest load of those; the level to which the others fill all ranks above it, as water does; and, for the q
-    ranks that hold least: some of the k*q+1 largest others is on another rank, or one of the q has k+1 of them.
-
-    Args:
-        costs: int64 (num_samples,).
-        pinned: int32 (num_samples,), the rank of a sample that stays there, or -1.
-        num_ranks: at least 1.
+def pinned_bound(costs: Ints, pinned: Ints32, num_ranks: int) -> int:
+    """Return a lower bound of the makespan with pinned samples. Their largest load; the level to which others fill all
+    ranks above it, as water does; and, for the q ranks that hold least: some of the k*q+1 largest others is on another
+    rank, or one of the q has k+1 of them.
     """
     held, others = np.zeros(num_ranks, np.int64), costs.copy()
     for sample in range(costs.shape[0]):
@@ -121,13 +101,8 @@ def pinned_bound(costs: NDArray[np.int64], pinned: NDArray[np.int32], num_ranks:
 
 
 @kernel
-def phase_bounds(
-    costs: NDArray[np.int64], num_ranks: int, pinned: NDArray[np.int32] | None = None
-) -> NDArray[np.int64]:
-    """Return a lower bound of the largest load of each phase, int64 (num_phases,), of costs (num_items, num_phases).
-
-    With `pinned`, as in `pinned_bound`.
-    """
+def phase_bounds(costs: Ints, num_ranks: int, pinned: Ints32 | None = None) -> Ints:
+    """Return a lower bound of the largest load of each phase, int64 (num_phases,)."""
     bounds = np.empty(costs.shape[1], np.int64)
     for p in range(costs.shape[1]):
         column = costs[:, p].copy()

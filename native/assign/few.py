@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from orchdata.native.assign.phase_refine import phase_loads
 from orchdata.native.assign.phases import above_caps, sum_of_peaks
-from orchdata.native.jit import kernel
+from orchdata.native.jit import Ints, Ints32, kernel
 from orchdata.native.sorting import descending_order
 
 FEW_FREE = 12  # Samples that may move, at most, for a search of
@@ -16,29 +15,18 @@ STEPS = 1 << 17  # this number of steps: some milliseconds. 8 samples on 4 ranks
 
 @kernel
 def search_few(
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
-    owner: NDArray[np.int32],
-    pinned: NDArray[np.int32],
+    costs: Ints,
+    sizes: Ints,
+    caps: Ints,
+    owner: Ints32,
+    pinned: Ints32,
     num_ranks: int,
-    bounds: NDArray[np.int64],
+    bounds: Ints,
     limit: int,
     extras: int,
 ) -> None:
-    """Lower the sum over phases of the largest load within caps, in place: depth first, branch and bound.
-
-    Does nothing if more than FEW_FREE samples are not pinned, and stops after STEPS steps with the best so far.
-
-    Args:
-        costs: int64 (num_samples, num_phases).
-        sizes, caps: int64 (num_samples, num_caps) and (num_caps,), of a rank.
-        owner: int32 (num_samples,), changed if an assignment within the caps costs less, or if it breaks them.
-        pinned: int32 (num_samples,), the rank of a sample that stays there, as in `owner`, or -1.
-        num_ranks: at least 1.
-        bounds: int64 (num_phases,), lower bound of each phase's largest load.
-        limit: most samples of a rank.
-        extras: number of ranks that may have one more.
+    """Lower the sum over phases of the largest load within caps, in place, by branch and bound; `bounds` are of the
+    phases. Does nothing with more than FEW_FREE samples that may move, and stops after STEPS with the best so far.
     """
     free = np.flatnonzero(pinned < 0)
     if free.shape[0] == 0 or free.shape[0] > FEW_FREE:

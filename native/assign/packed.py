@@ -1,51 +1,26 @@
 """Packed balancing kernels: costs -> rank of each sample, by longest-first greedy, refined if that is not enough.
 
-Samples are numbered by their position in descending order of cost. Everything is integer arithmetic with a total order:
-the result is the same on every machine.
-
-Tournament tree kernels: keys (num_ranks,) -> the smallest, kept up to date as keys change.
-
-A key has its rank in its lowest bits, so the root shows the winner. Unlike a heap it has no branch to mispredict.
-
-MULTIFIT kernel: descending costs and a range of capacities -> an assignment that fits the smallest one found.
-
-Bisects the capacity and packs first-fit decreasing (Coffman, Garey and Johnson 1978). Good where ranks have two to four
-large samples each, the worst case of longest-first greedy.
+A tournament tree of keys (num_ranks,) keeps the smallest as keys change. A key has its rank in its lowest bits, so the
+root shows the winner; unlike a heap it has no branch to mispredict. MULTIFIT bisects a capacity and packs first-fit
+decreasing (Coffman, Garey and Johnson 1978): good where ranks have two to four large samples each, the worst case of
+longest-first greedy.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from orchdata.native.assign.bounds import common_divisor, equal_count_bound, pinned_bound, strong_lower_bound
 from orchdata.native.assign.refine import bit_length, lower_makespan, search_budget
-from orchdata.native.jit import kernel
+from orchdata.native.jit import Ints, Ints32, kernel
 from orchdata.native.sorting import present_descending
 
 
 @kernel
-def longest_first(
-    descending: NDArray[np.int64],
-    limit: int,
-    extras: int,
-    loads: NDArray[np.int64],
-    counts: NDArray[np.int32],
-) -> NDArray[np.int32]:
-    """Give each sample, from the largest, to the least loaded rank that has room (LPT; Graham 1969).
-
-    Ties go to the lower count, then to the lower rank. If load, count and rank do not fit into 63 bits together,
-    loads are compared without their lowest bits.
-
-    Args:
-        descending: int64 (num_samples,), costs from the largest.
-        limit: most samples of a rank.
-        extras: number of ranks that may have one more.
-        loads: int64 (num_ranks,), what ranks hold already; changed.
-        counts: int32 (num_ranks,), samples that they hold already; changed.
-
-    Returns:
-        int32 (num_samples,): the rank of each sample.
+def longest_first(descending: Ints, limit: int, extras: int, loads: Ints, counts: Ints32) -> Ints32:
+    """Give each sample, from the largest, to the least loaded rank with room (LPT; Graham 1969). Ties go to the lower
+    count, then rank. If load, count and rank do not fit into 63 bits together, loads are compared without their lowest
+    bits.
     """
     num_samples = descending.shape[0]
     num_ranks = loads.shape[0]
@@ -86,19 +61,9 @@ def longest_first(
 
 
 @kernel
-def longest_first_in_groups(
-    descending: NDArray[np.int64], group: NDArray[np.int64], num_groups: int, num_members: int
-) -> NDArray[np.int32]:
-    """Give each sample, from the largest, to the least loaded member of its group; ties to the lower count, then to the
-    lower number.
-
-    Args:
-        descending: int64 (num_samples,), costs from the largest.
-        group: int64 (num_samples,), of each.
-        num_members: of each group.
-
-    Returns:
-        int32 (num_samples,): the member of its group that has each sample.
+def longest_first_in_groups(descending: Ints, group: Ints, num_groups: int, num_members: int) -> Ints32:
+    """Give each sample, from the largest, to the least loaded member of its `group`, int64 (num_samples,); ties to the
+    lower count, then number. Return the member, int32 (num_samples,).
     """
     member = np.empty(descending.shape[0], np.int32)
     loads, counts = np.zeros((num_groups, num_members), np.int64), np.zeros((num_groups, num_members), np.int32)
@@ -115,12 +80,7 @@ def longest_first_in_groups(
 
 
 @kernel
-def recount(
-    descending: NDArray[np.int64],
-    owner: NDArray[np.int32],
-    loads: NDArray[np.int64],
-    counts: NDArray[np.int32],
-) -> None:
+def recount(descending: Ints, owner: Ints32, loads: Ints, counts: Ints32) -> None:
     """Write the loads and counts of an assignment into `loads` and `counts`."""
     loads[:] = 0
     counts[:] = 0
@@ -131,27 +91,17 @@ def recount(
 
 @kernel
 def solve(
-    costs: NDArray[np.int64],
+    costs: Ints,
     num_ranks: int,
     max_samples: int,
     max_cost: int,
     equal_count: bool,
     tolerance: float,
-    pinned: NDArray[np.int32] | None = None,
-) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
-    """Balance samples over ranks: longest first; refined, then refitted, only while above the tolerance.
-
-    Args:
-        costs: int64 (num_samples,), at least 0, with a sum of at most 2**62.
-        num_ranks: at least 1.
-        max_samples: most samples of a rank; with equal_count it does not bind.
-        max_cost: load to stay below if possible; 0 for none.
-        equal_count: counts differ by at most one.
-        tolerance: relative distance to the lower bound that is good enough.
-        pinned: int32 (num_samples,), the rank of a sample that stays there, or -1.
-
-    Returns:
-        (rank int32 (num_samples,), -1 for a cost of 0 that is not pinned; loads int64 (num_ranks,); lower bound).
+    pinned: Ints32 | None = None,
+) -> tuple[Ints32, Ints, int]:
+    """Balance samples over ranks: longest first; refined, then refitted, only while above the tolerance. `max_cost`:
+    load to stay below if possible; 0 for none. Return (rank, -1 for a cost of 0 that is not pinned; loads; lower
+    bound).
     """
     order, descending = present_descending(costs)
     num_present, all_costs = order.shape[0], descending
@@ -207,12 +157,9 @@ NEVER = (1 << 63) - 1  # Key of a rank that may not win.
 
 
 @kernel
-def tournament(keys: NDArray[np.int64], tree: NDArray[np.int64]) -> None:
+def tournament(keys: Ints, tree: Ints) -> None:
     """Play all matches: the leaf of rank r is tree[len(tree) // 2 + r], each node has the smaller key of its children.
-
-    Args:
-        keys: int64 (num_ranks,).
-        tree: int64 (2 * leaves,), leaves a power of two and at least num_ranks; written.
+    `tree` is int64 (2 * leaves,), leaves a power of two and at least num_ranks.
     """
     leaves = tree.shape[0] // 2
     tree[:] = NEVER
@@ -222,7 +169,7 @@ def tournament(keys: NDArray[np.int64], tree: NDArray[np.int64]) -> None:
 
 
 @kernel
-def replay(tree: NDArray[np.int64], node: int, key: int) -> None:
+def replay(tree: Ints, node: int, key: int) -> None:
     """Write a leaf and replay its matches."""
     tree[node] = key
     while node > 1:
@@ -232,7 +179,7 @@ def replay(tree: NDArray[np.int64], node: int, key: int) -> None:
 
 
 @kernel
-def winner(tree: NDArray[np.int64], first: int, stop: int) -> int:
+def winner(tree: Ints, first: int, stop: int) -> int:
     """Return the smallest key of the ranks from `first` to `stop` - 1, at least one."""
     left = first + tree.shape[0] // 2
     right = stop + tree.shape[0] // 2
@@ -251,24 +198,9 @@ def winner(tree: NDArray[np.int64], first: int, stop: int) -> int:
 
 @kernel
 def first_fit(
-    descending: NDArray[np.int64],
-    num_ranks: int,
-    capacity: int,
-    limit: int,
-    owner: NDArray[np.int32],
-    held: NDArray[np.int64],
-    held_counts: NDArray[np.int32],
+    descending: Ints, num_ranks: int, capacity: int, limit: int, owner: Ints32, held: Ints, held_counts: Ints32
 ) -> bool:
-    """Pack each sample into the first rank with room for it. Return False if one does not fit.
-
-    Args:
-        descending: int64 (num_samples,), costs from the largest.
-        num_ranks: bins.
-        capacity: largest load of a rank.
-        limit: most samples of a rank.
-        owner: int32 (num_samples,), written.
-        held, held_counts: int64 and int32 (num_ranks,), load and samples that each rank has already.
-    """
+    """Pack each sample into the first rank with room, next to what is `held`. Return False if one does not fit."""
     leaves = 1
     while leaves < num_ranks:
         leaves *= 2
@@ -304,21 +236,17 @@ def first_fit(
 
 @kernel
 def multifit(
-    descending: NDArray[np.int64],
+    descending: Ints,
     num_ranks: int,
     lower: int,
     upper: int,
     limit: int,
     num_trials: int,
-    held: NDArray[np.int64],
-    held_counts: NDArray[np.int32],
-) -> NDArray[np.int32]:
-    """Bisect the capacity between `lower` (may fit) and `upper` (need not be beaten).
-
-    Other arguments as in `first_fit`.
-
-    Returns:
-        int32 (num_samples,): an assignment with a makespan below `upper`; empty if there is none.
+    held: Ints,
+    held_counts: Ints32,
+) -> Ints32:
+    """Bisect the capacity between `lower` (may fit) and `upper` (need not be beaten). Return an assignment with a
+    makespan below `upper`; empty if there is none.
     """
     num_samples = descending.shape[0]
     best = np.empty(0, np.int32)

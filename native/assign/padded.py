@@ -6,30 +6,16 @@ Samples are numbered by their position in descending order of length; each rank 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from orchdata.native.costs import Coefficients, sequence_cost
-from orchdata.native.jit import kernel
+from orchdata.native.jit import Ints, Ints32, kernel
 from orchdata.native.sorting import descending_order
 
 
 @kernel
-def aligned_costs(
-    lengths: NDArray[np.int64],
-    order: NDArray[np.int32],
-    multiple_of: int,
-    coefficients: Coefficients,
-) -> NDArray[np.int64]:
-    """Return the cost of one row as long as each sample, aligned up to `multiple_of`.
-
-    Args:
-        lengths: int64 (num_samples,), not too long for int64 once aligned.
-        order: int32 (num_present,), samples by descending length; those of length 0 left out.
-        multiple_of: at least 1.
-        coefficients: quantised (linear, quadratic, constant, windows), from `CostModel.coefficients`.
-
-    Returns:
-        int64 (num_present,), from the largest.
+def aligned_costs(lengths: Ints, order: Ints32, multiple_of: int, coefficients: Coefficients) -> Ints:
+    """Return the cost of one row as long as each sample of `order`, aligned up, from the largest, int64
+    (num_present,).
     """
     linear, quadratic, constant, windows = coefficients
     costs = np.empty(order.shape[0], np.int64)
@@ -46,17 +32,9 @@ def aligned_costs(
 
 
 @kernel
-def fill(costs: NDArray[np.int64], num_ranks: int, capacity: int, limit: int) -> tuple[int, int, int]:
-    """Let each rank in turn take as many of the longest samples left as its capacity allows.
-
-    Args:
-        costs: int64 (num_samples,), from the largest, at least 1.
-        num_ranks: at least 1.
-        capacity: largest load, at least the largest cost.
-        limit: most samples of a rank.
-
-    Returns:
-        (samples taken, largest load, smallest larger capacity at which a rank would take more: all below fail too).
+def fill(costs: Ints, num_ranks: int, capacity: int, limit: int) -> tuple[int, int, int]:
+    """Let each rank in turn take as many of the longest samples left as its capacity allows. Return (samples taken,
+    largest load, smallest larger capacity at which a rank would take more: all below fail too).
     """
     num_samples = costs.shape[0]
     taken = np.int64(0)
@@ -75,16 +53,9 @@ def fill(costs: NDArray[np.int64], num_ranks: int, capacity: int, limit: int) ->
 
 
 @kernel
-def smallest_capacity(costs: NDArray[np.int64], num_ranks: int, limit: int) -> int:
-    """Return the smallest capacity at which the ranks take all samples, by bisection over the loads that occur.
-
-    Args:
-        costs: int64 (num_samples,), from the largest, at least 1; num_samples * costs[0] within 2**62.
-        num_ranks: at least 1.
-        limit: most samples of a rank; num_ranks * limit is at least num_samples.
-
-    Returns:
-        The largest load of the best assignment; 0 without samples.
+def smallest_capacity(costs: Ints, num_ranks: int, limit: int) -> int:
+    """Return the smallest capacity at which the ranks take all samples, by bisection over the loads that occur: the
+    largest load of the best assignment; 0 without samples. num_samples * costs[0] is within 2**62.
     """
     num_samples = costs.shape[0]
     if num_samples == 0:
@@ -111,12 +82,8 @@ def smallest_capacity(costs: NDArray[np.int64], num_ranks: int, limit: int) -> i
 
 
 @kernel
-def smallest_limit(costs: NDArray[np.int64], num_ranks: int, capacity: int, limit: int) -> int:
-    """Return the smallest limit of samples of a rank at which the ranks still take all within the capacity.
-
-    Returns:
-        From ceil(num_samples / num_ranks), but at least 1, to `limit`, which is enough.
-    """
+def smallest_limit(costs: Ints, num_ranks: int, capacity: int, limit: int) -> int:
+    """Return the smallest limit at which the ranks still take all within the capacity; `limit` is enough."""
     num_samples = costs.shape[0]
     low = max(np.int64(1), np.int64((num_samples + num_ranks - 1) // num_ranks))
     high = max(low, np.int64(limit))
@@ -136,11 +103,9 @@ def smallest_limit(costs: NDArray[np.int64], num_ranks: int, capacity: int, limi
 
 
 @kernel
-def earliest_ends(costs: NDArray[np.int64], num_ranks: int, capacity: int, limit: int) -> NDArray[np.int64]:
-    """Return the fewest samples that the ranks before each rank must take for the others to take the rest.
-
-    Returns:
-        int64 (num_ranks + 1,); the first is 0 if the capacity and the limit are possible.
+def earliest_ends(costs: Ints, num_ranks: int, capacity: int, limit: int) -> Ints:
+    """Return the fewest samples that the ranks before each rank must take for the others to take the rest, int64
+    (num_ranks + 1,); the first is 0 if the capacity and the limit are possible.
     """
     ends = np.empty(num_ranks + 1, np.int64)
     position = np.int64(costs.shape[0])
@@ -154,16 +119,9 @@ def earliest_ends(costs: NDArray[np.int64], num_ranks: int, capacity: int, limit
 
 
 @kernel
-def level(costs: NDArray[np.int64], num_ranks: int, capacity: int, limit: int) -> NDArray[np.int64]:
-    """Share the samples out so that loads are about the mean of the rest, and no rank is empty without need.
-
-    Args:
-        costs: int64 (num_samples,), from the largest.
-        num_ranks: at least 1.
-        capacity, limit: largest load and number of samples of a rank; together they are possible.
-
-    Returns:
-        int64 (num_ranks + 1,): rank r has the positions from entry r to entry r + 1.
+def level(costs: Ints, num_ranks: int, capacity: int, limit: int) -> Ints:
+    """Share the samples out so that loads are about the mean of the rest, and no rank is empty without need: rank r has
+    the positions from entry r to entry r + 1 of the result, int64 (num_ranks + 1,).
     """
     num_samples = costs.shape[0]
     ends = earliest_ends(costs, num_ranks, capacity, limit)
@@ -186,24 +144,10 @@ def level(costs: NDArray[np.int64], num_ranks: int, capacity: int, limit: int) -
 
 @kernel
 def solve_padded(
-    lengths: NDArray[np.int64],
-    num_ranks: int,
-    max_samples: int,
-    multiple_of: int,
-    coefficients: Coefficients,
-) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Assign samples to ranks so that the largest count times cost of the longest is the smallest possible.
-
-    Args:
-        lengths: int64 (num_samples,), at least 0 and, aligned, not too long for int64; the number of those above 0
-            times the cost of the longest is within 2**62.
-        num_ranks: at least 1.
-        max_samples: most samples of a rank; num_ranks * max_samples is at least the number of lengths above 0.
-        multiple_of: lengths are aligned up to it; at least 1.
-        coefficients: quantised (linear, quadratic, constant, windows), from `CostModel.coefficients`.
-
-    Returns:
-        (rank int32 (num_samples,), -1 for a length of 0; loads int64 (num_ranks,)).
+    lengths: Ints, num_ranks: int, max_samples: int, multiple_of: int, coefficients: Coefficients
+) -> tuple[Ints32, Ints]:
+    """Assign samples so that the largest count times cost of the longest is the smallest possible; the number of
+    lengths above 0 times the cost of the longest is within 2**62. Return (rank, -1 for a length of 0; loads).
     """
     order = descending_order(lengths)
     num_present = order.shape[0]

@@ -7,10 +7,9 @@ after the costs; their targets, the caps, never rise.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from orchdata.native.assign.refine import SLACK, list_members, ranks_by_load
-from orchdata.native.jit import kernel
+from orchdata.native.jit import Ints, Ints32, kernel
 
 MAX_ROUNDS = 64
 MAX_ATTEMPTS = 16  # Exchanges of a rank in a round.
@@ -21,7 +20,7 @@ PROGRESS = 1024  # A round that lowers the peaks by less than this part of them 
 
 
 @kernel
-def phase_loads(costs: NDArray[np.int64], owner: NDArray[np.int32], num_ranks: int) -> NDArray[np.int64]:
+def phase_loads(costs: Ints, owner: Ints32, num_ranks: int) -> Ints:
     """Return the loads int64 (num_ranks, num_phases) of an assignment; samples with owner -1 are left out."""
     num_samples, num_phases = costs.shape
     loads = np.zeros((num_ranks, num_phases), np.int64)
@@ -33,7 +32,7 @@ def phase_loads(costs: NDArray[np.int64], owner: NDArray[np.int32], num_ranks: i
 
 
 @kernel
-def phase_peaks(costs: NDArray[np.int64], owner: NDArray[np.int32], num_ranks: int) -> NDArray[np.int64]:
+def phase_peaks(costs: Ints, owner: Ints32, num_ranks: int) -> Ints:
     """Return the largest load of each phase, int64 (num_phases,), as in `phase_loads`."""
     loads = phase_loads(costs, owner, num_ranks)
     peaks = np.empty(costs.shape[1], np.int64)
@@ -43,7 +42,7 @@ def phase_peaks(costs: NDArray[np.int64], owner: NDArray[np.int32], num_ranks: i
 
 
 @kernel
-def excess(above: NDArray[np.int64], rank: int) -> int:
+def excess(above: Ints, rank: int) -> int:
     """Return the load of one rank above the targets, over all columns."""
     total = np.int64(0)
     for p in range(above.shape[1]):
@@ -53,32 +52,23 @@ def excess(above: NDArray[np.int64], rank: int) -> int:
 
 @kernel
 def best_joint_exchange(
-    costs: NDArray[np.int64],
+    costs: Ints,
     num_phases: int,
-    above: NDArray[np.int64],
+    above: Ints,
     heavy: int,
-    samples: NDArray[np.int32],
+    samples: Ints32,
     light: int,
-    offered: NDArray[np.int32],
+    offered: Ints32,
     column: int,
     may_move: bool,
     ceiling: int,
     enough: int,
-    offers: NDArray[np.int64],
+    offers: Ints,
 ) -> tuple[int, int, int, int]:
-    """Return a move or swap that lowers the larger excess of two ranks, and the heavy rank's load in `column`.
-
-    It is the best, or the first that reaches `enough`. None breaks a cap, or goes further above one.
-
-    Args:
-        costs, num_phases: as in `refine_phases`.
-        above: int64 (num_ranks, num_columns), loads less targets.
-        ceiling: only a result below it is of use.
-        offers: int64, scratch, at least as long as `offered`.
-
-    Returns:
-        (excess reached, index in samples, index in offered or -1 for a move, pairs looked at); `ceiling` if nothing is
-        below it.
+    """Return a move or swap that lowers the larger excess of two ranks, and the heavy rank's load in `column`: the
+    best, or the first that reaches `enough`. It breaks no cap. Return (excess reached, index in samples, index in
+    offered or -1 for a move, pairs looked at); `ceiling` if nothing is below it. `above`: loads less targets; `offers`:
+    scratch.
     """
     best = np.int64(ceiling)
     best_index = -1
@@ -120,22 +110,20 @@ def best_joint_exchange(
 
 @kernel
 def best_joint_partner(
-    costs: NDArray[np.int64],
+    costs: Ints,
     num_phases: int,
-    above: NDArray[np.int64],
-    counts: NDArray[np.int32],
-    offsets: NDArray[np.int64],
-    members: NDArray[np.int32],
+    above: Ints,
+    counts: Ints32,
+    offsets: Ints,
+    members: Ints32,
     heavy: int,
-    partners: NDArray[np.int64],
+    partners: Ints,
     column: int,
-    limits: NDArray[np.int64],
-    offers: NDArray[np.int64],
+    limits: Ints,
+    offers: Ints,
 ) -> tuple[int, int, int, int]:
-    """Return the best exchange of a heavy rank with any of `partners`, or the first that removes 1/8 of its excess.
-
-    Returns:
-        (partner or -1, index in the samples of heavy, index in those of the partner or -1, pairs looked at).
+    """Return the best exchange of a heavy rank with any of `partners`, or the first that removes 1/8 of its excess:
+    (partner or -1, index in the samples of heavy, index in those of the partner or -1, pairs looked at).
     """
     best = excess(above, heavy)
     enough = best // 8 * 7
@@ -163,17 +151,17 @@ def best_joint_partner(
 
 @kernel
 def find_partner(
-    costs: NDArray[np.int64],
+    costs: Ints,
     num_phases: int,
-    above: NDArray[np.int64],
-    counts: NDArray[np.int32],
-    offsets: NDArray[np.int64],
-    members: NDArray[np.int32],
+    above: Ints,
+    counts: Ints32,
+    offsets: Ints,
+    members: Ints32,
     heavy: int,
-    lightest: NDArray[np.int64],
+    lightest: Ints,
     column: int,
-    limits: NDArray[np.int64],
-    offers: NDArray[np.int64],
+    limits: Ints,
+    offers: Ints,
     window: int,
     budget: int,
 ) -> tuple[int, int, int, int]:
@@ -192,12 +180,12 @@ def find_partner(
 
 @kernel
 def joint_exchange(
-    costs: NDArray[np.int64],
-    owner: NDArray[np.int32],
-    above: NDArray[np.int64],
-    counts: NDArray[np.int32],
-    offsets: NDArray[np.int64],
-    members: NDArray[np.int32],
+    costs: Ints,
+    owner: Ints32,
+    above: Ints,
+    counts: Ints32,
+    offsets: Ints,
+    members: Ints32,
     heavy: int,
     index: int,
     light: int,
@@ -224,7 +212,7 @@ def joint_exchange(
 
 
 @kernel
-def peaks_above(above: NDArray[np.int64], num_phases: int) -> int:
+def peaks_above(above: Ints, num_phases: int) -> int:
     """Return the sum of the largest loads less the targets; of capped columns, which come last, only what is above."""
     total = np.int64(0)
     for p in range(above.shape[1]):
@@ -234,7 +222,7 @@ def peaks_above(above: NDArray[np.int64], num_phases: int) -> int:
 
 
 @kernel
-def raise_targets(above: NDArray[np.int64], num_phases: int, rank: int) -> int:
+def raise_targets(above: Ints, num_phases: int, rank: int) -> int:
     """Raise the targets of phases to the loads of `rank`; caps stay. Return the sum of the rises."""
     total = np.int64(0)
     for p in range(num_phases):
@@ -245,9 +233,7 @@ def raise_targets(above: NDArray[np.int64], num_phases: int, rank: int) -> int:
 
 
 @kernel
-def rank_lightest(
-    above: NDArray[np.int64], column: int, lightest: NDArray[np.int64], first: NDArray[np.int64]
-) -> NDArray[np.int64]:
+def rank_lightest(above: Ints, column: int, lightest: Ints, first: Ints) -> Ints:
     """Return the ranks from the lightest in a column, without those already filled; rank them at the first call."""
     if first[column] < 0:
         own = above[:, column] - above[:, column].min()
@@ -257,9 +243,7 @@ def rank_lightest(
 
 
 @kernel
-def without_pinned(
-    owner: NDArray[np.int32], pinned: NDArray[np.int32] | None, counts: NDArray[np.int32], limits: NDArray[np.int64]
-) -> NDArray[np.int32]:
+def without_pinned(owner: Ints32, pinned: Ints32 | None, counts: Ints32, limits: Ints) -> Ints32:
     """Return the owners with -1 for pinned samples, and take these off the counts and limits of their ranks."""
     if pinned is None:
         return owner
@@ -273,38 +257,22 @@ def without_pinned(
 
 @kernel
 def refine_phases(
-    costs: NDArray[np.int64],
+    costs: Ints,
     num_phases: int,
-    owner: NDArray[np.int32],
+    owner: Ints32,
     num_ranks: int,
-    targets: NDArray[np.int64],
+    targets: Ints,
     limit: int,
     window: int,
     raising: bool,
     budget: int,
-    pinned: NDArray[np.int32] | None = None,
+    pinned: Ints32 | None = None,
 ) -> int:
-    """Lower the largest excess by moves and swaps, in place.
-
-    Each rank above the targets, from the one furthest above, tries exchanges with the lightest ranks in its worst
-    column, at most `window` of them, and more the longer there is no progress. A rank without a useful exchange raises
-    the targets to its loads, so that the others can use that room (`raising`), or waits for the next round, as
-    exchanges of others may help it.
-
-    Args:
-        costs: int64 (num_samples, num_columns): phases, then capped sizes.
-        num_phases: the number of columns that are phases.
-        owner: int32 (num_samples,), changed in place.
-        num_ranks: at least 1.
-        targets: int64 (num_columns,), load at which a rank needs no more help; a cap never rises.
-        limit: most samples of a rank after a move; -1: swaps only.
-        window: partners to try before a rank is given up.
-        raising: a rank that is given up raises the targets.
-        budget: pairs of samples to look at, and other work of that length: a bound that is the same on every machine.
-        pinned: int32 (num_samples,), the rank of a sample that stays there, as in `owner`, or -1.
-
-    Returns:
-        The rest of the budget.
+    """Lower the largest excess by moves and swaps, in place. Return the rest of the budget. Each rank above the
+    targets, from the one furthest above, tries exchanges with the lightest ranks in its worst column, at most `window`
+    of them, and more the longer there is no progress. A rank without a useful exchange raises the targets to its loads,
+    so that others can use that room (`raising`; a cap never rises), or waits for the next round. Costs have the phases,
+    then capped sizes.
     """
     above = phase_loads(costs, owner, num_ranks)
     counts, limits = np.zeros(num_ranks, np.int32), np.full(num_ranks, np.int64(limit))

@@ -8,13 +8,12 @@ The whole joint balancing kernel: costs of several phases and caps -> rank of ea
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from orchdata.native.assign.bounds import phase_bounds
 from orchdata.native.assign.packed import NEVER, replay, tournament
 from orchdata.native.assign.phase_refine import FIRST_PARTNERS, phase_loads, phase_peaks, refine_phases
 from orchdata.native.assign.refine import bit_length
-from orchdata.native.jit import kernel
+from orchdata.native.jit import Ints, Ints32, kernel
 from orchdata.native.sorting import descending_order
 
 QUICK_WINDOW = 16
@@ -23,27 +22,10 @@ MOST_ABOVE = float(1 << 20)  # In shares of a cap: more would overflow the sum.
 
 @kernel
 def longest_first_by_phase(
-    costs: NDArray[np.int64],
-    order: NDArray[np.int32],
-    phase: NDArray[np.int32],
-    num_ranks: int,
-    limit: int,
-    extras: int,
-    pinned: NDArray[np.int32] | None = None,
-) -> NDArray[np.int32]:
-    """Give each sample, in `order`, to the rank with the least load in the sample's own phase and with room.
-
-    Args:
-        costs: int64 (num_samples, num_phases).
-        order: int32 (num_samples,).
-        phase: int32 (num_samples,), the phase by which each sample is assigned.
-        num_ranks: at least 1.
-        limit: most samples of a rank.
-        extras: number of ranks that may have one more.
-        pinned: int32 (num_samples,), the rank of a sample that stays there, or -1.
-
-    Returns:
-        int32 (num_samples,): the rank of each sample.
+    costs: Ints, order: Ints32, phase: Ints32, num_ranks: int, limit: int, extras: int, pinned: Ints32 | None = None
+) -> Ints32:
+    """Give each sample, in `order`, to the rank with the least load in the sample's own `phase`, int32 (num_samples,),
+    and with room.
     """
     num_samples, num_phases = costs.shape
     rank_bits = bit_length(num_ranks - 1)
@@ -90,7 +72,7 @@ def longest_first_by_phase(
 
 
 @kernel
-def dominant_phases(costs: NDArray[np.int64], primary: int) -> NDArray[np.int32]:
+def dominant_phases(costs: Ints, primary: int) -> Ints32:
     """Return the phase in which each sample has the largest share of the whole batch's cost; `primary` on a tie."""
     num_samples, num_phases = costs.shape
     totals = np.empty(num_phases, np.float64)
@@ -108,7 +90,7 @@ def dominant_phases(costs: NDArray[np.int64], primary: int) -> NDArray[np.int32]
 
 
 @kernel
-def order_by_phase(costs: NDArray[np.int64], phase: NDArray[np.int32], primary: int) -> NDArray[np.int32]:
+def order_by_phase(costs: Ints, phase: Ints32, primary: int) -> Ints32:
     """Return samples from the largest in their own phase, phase after phase, `primary` last: its samples fill gaps."""
     num_samples, num_phases = costs.shape
     order = np.empty(num_samples, np.int32)
@@ -128,13 +110,13 @@ def order_by_phase(costs: NDArray[np.int64], phase: NDArray[np.int32], primary: 
 
 
 @kernel
-def sum_of_peaks(costs: NDArray[np.int64], owner: NDArray[np.int32], num_ranks: int) -> int:
+def sum_of_peaks(costs: Ints, owner: Ints32, num_ranks: int) -> int:
     """Return what a step takes if ranks wait after each phase: the sum over phases of the largest load."""
     return np.int64(phase_peaks(costs, owner, num_ranks).sum())
 
 
 @kernel
-def above_caps(sizes: NDArray[np.int64], caps: NDArray[np.int64], owner: NDArray[np.int32], num_ranks: int) -> np.int64:
+def above_caps(sizes: Ints, caps: Ints, owner: Ints32, num_ranks: int) -> np.int64:
     """Return the sum of loads above the caps, in 1 / 2**20 of each cap, plus 1 for each; at most 2**40 for one."""
     total = np.int64(0)
     for k in range(caps.shape[0]):
@@ -150,35 +132,21 @@ def above_caps(sizes: NDArray[np.int64], caps: NDArray[np.int64], owner: NDArray
 
 @kernel
 def solve_barrier(
-    costs: NDArray[np.int64],
-    given: NDArray[np.int32],
+    costs: Ints,
+    given: Ints32,
     num_ranks: int,
     primary: int,
-    bounds: NDArray[np.int64],
+    bounds: Ints,
     limit: int,
     extras: int,
     swaps_only: bool,
     good: int,
     budget: int,
-    pinned: NDArray[np.int32] | None = None,
-) -> NDArray[np.int32]:
-    """Minimise the sum of peaks over several starts; never worse than `given`.
-
-    Args:
-        costs: int64 (num_samples, num_phases).
-        given: int32 (num_samples,), an assignment to start from: one that balances the primary phase alone.
-        num_ranks: at least 1.
-        primary: index of the primary phase.
-        bounds: int64 (num_phases,), lower bound of each phase's largest load.
-        limit: most samples of a rank.
-        extras: number of ranks that may have one more.
-        swaps_only: counts must stay as they are.
-        good: sum of peaks at which the search ends.
-        budget: pairs of samples to look at, from each start.
-        pinned: int32 (num_samples,), the rank of a sample that stays there, as in `given`, or -1.
-
-    Returns:
-        int32 (num_samples,): the rank of each sample.
+    pinned: Ints32 | None = None,
+) -> Ints32:
+    """Minimise the sum of peaks over several starts, one of them `given`, which balances the primary phase alone; never
+    worse. It ends at the sum `good`; `swaps_only`: counts stay; `bounds` are of the phases; the budget is of each
+    start.
     """
     num_samples, num_phases = costs.shape
     targets = bounds + bounds // 1000
@@ -204,13 +172,9 @@ def solve_barrier(
 
 
 @kernel
-def capped_columns(
-    costs: NDArray[np.int64], sizes: NDArray[np.int64], caps: NDArray[np.int64], targets: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the sizes as columns after the costs, in a unit in which a column sums to about as much as all costs.
-
-    Returns:
-        (int64 (num_samples, num_phases + num_caps), int64 (num_phases + num_caps,): the targets, then the caps).
+def capped_columns(costs: Ints, sizes: Ints, caps: Ints, targets: Ints) -> tuple[Ints, Ints]:
+    """Return the sizes as columns after the costs, in a unit in which a column sums to about as much as all costs, and
+    the targets, then the caps: int64 (num_samples, num_phases + num_caps), (num_phases + num_caps,).
     """
     num_samples, num_phases = costs.shape
     columns = np.empty((num_samples, num_phases + caps.shape[0]), np.int64)
@@ -228,29 +192,17 @@ def capped_columns(
 
 @kernel
 def refine_within(
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
-    owner: NDArray[np.int32],
+    costs: Ints,
+    sizes: Ints,
+    caps: Ints,
+    owner: Ints32,
     num_ranks: int,
-    targets: NDArray[np.int64],
+    targets: Ints,
     limit: int,
     budget: int,
-    pinned: NDArray[np.int32] | None = None,
+    pinned: Ints32 | None = None,
 ) -> None:
-    """Move samples of ranks above caps, then of ranks above the targets of phases; in place.
-
-    Args:
-        costs: int64 (num_samples, num_phases).
-        sizes: int64 (num_samples, num_caps).
-        caps: int64 (num_caps,), at least 1: most that the sizes of a rank may sum to. Kept if a way is found.
-        owner: int32 (num_samples,), changed.
-        num_ranks: at least 1.
-        targets: int64 (num_phases,), loads at which a rank needs no help.
-        limit: most samples of a rank after a move; -1: swaps only.
-        budget: pairs of samples to look at.
-        pinned: as in `refine_phases`.
-    """
+    """Move samples of ranks above caps, then of ranks above the targets of phases; in place."""
     num_phases = costs.shape[1]
     columns, goals = capped_columns(costs, sizes, caps, targets)
     refine_phases(columns, num_phases, owner, num_ranks, goals, limit, FIRST_PARTNERS, False, budget, pinned)
@@ -258,41 +210,24 @@ def refine_within(
 
 @kernel
 def solve_joint(
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
-    given: NDArray[np.int32],
-    within: NDArray[np.int32],
-    offsets: NDArray[np.int64],
-    group_sizes: NDArray[np.int64],
+    costs: Ints,
+    sizes: Ints,
+    caps: Ints,
+    given: Ints32,
+    within: Ints32,
+    offsets: Ints,
+    group_sizes: Ints,
     primary: int,
     max_samples: int,
     equal_count: bool,
     good_part: int,
     pairs: float,
-    pinned: NDArray[np.int32] | None = None,
-) -> NDArray[np.int32]:
-    """Return one rank for each sample: lower the sum over phases of the largest load, in each group of ranks.
-
-    Args:
-        costs: int64 (num_samples, num_phases), with adjacent samples of a group.
-        sizes: int64 (num_samples, num_caps), and
-        caps: int64 (num_caps,), at least 1: most that the sizes of a rank may sum to; kept if the search finds a way.
-        given: int32 (num_samples,), an assignment to start from: the result is not worse, unless the start breaks a
-            cap.
-        within: int32 (num_samples,), an assignment that keeps the caps, then the result does too; or empty.
-        offsets: int64 (num_groups + 1,), the samples of each group. Its ranks count from 0 in all assignments.
-        group_sizes: int64 (num_groups,), ranks of each.
-        primary: index of the phase that all samples take part in.
-        max_samples: most samples of a rank; with equal_count it does not bind.
-        equal_count: counts differ by at most one, as they do in `given`.
-        good_part: the search ends when peaks are at most this part above their bounds.
-        pairs: to look at, for each pair of samples that share a rank.
-        pinned: int32 (num_samples,), the rank of a sample that stays there, as in `given` and `within`, or -1; of a
-            single group.
-
-    Returns:
-        int32 (num_samples,).
+    pinned: Ints32 | None = None,
+) -> Ints32:
+    """Lower the sum over phases of the largest load in each group of ranks, from `given`: the result is not worse,
+    unless that breaks a cap. It keeps the caps if `within` does, which may be empty, or if the search finds a way. Ends
+    where peaks are at most `good_part` above their bounds. `pairs`: to look at, for each pair of samples that share a
+    rank.
     """
     ranks = np.empty(costs.shape[0], np.int32)
     for group in range(group_sizes.shape[0]):

@@ -6,22 +6,15 @@ Items are ranks, bins are nodes (or the ranks of one node). Integer arithmetic w
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from orchdata.native.jit import kernel
+from orchdata.native.jit import Ints, Ints32, kernel
 from orchdata.native.sorting import descending_order
 
 
 @kernel
-def place_greedily(values: NDArray[np.int64], capacity: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Repeatedly take the largest value of an item without bin and a bin with room. Ties: the lower item, then bin.
-
-    Args:
-        values: int64 (num_items, num_bins), at least 0.
-        capacity: int64 (num_bins,), most items of a bin, with a sum of at least num_items.
-
-    Returns:
-        int32 (num_items,): the bin of each item.
+def place_greedily(values: Ints, capacity: Ints) -> Ints32:
+    """Take the largest of values (num_items, num_bins) of an item without bin and a bin with room, again and again;
+    ties: the lower item, then bin. Return the bin of each item; `capacity` is the most items of each bin.
     """
     num_items, num_bins = values.shape
     room = capacity.copy()
@@ -40,18 +33,9 @@ def place_greedily(values: NDArray[np.int64], capacity: NDArray[np.int64]) -> ND
 
 
 @kernel
-def swap_bins(values: NDArray[np.int64], bins: NDArray[np.int32], max_passes: int) -> int:
-    """Exchange the bins of two items where that raises the sum of values, until no exchange does.
-
-    Each item in turn takes its best exchange; ties go to the lower partner.
-
-    Args:
-        values: int64 (num_items, num_bins), at least 0.
-        bins: int32 (num_items,), changed.
-        max_passes: rounds over all items.
-
-    Returns:
-        The gain.
+def swap_bins(values: Ints, bins: Ints32, max_passes: int) -> int:
+    """Exchange the bins of two items where that raises the sum of values, until no exchange does: each item in turn
+    takes its best one, ties go to the lower partner. Return the gain.
     """
     num_items = values.shape[0]
     gained = np.int64(0)

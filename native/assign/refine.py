@@ -9,9 +9,8 @@ Ranking kernels: ranks ordered by load, and the samples of each.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from orchdata.native.jit import kernel
+from orchdata.native.jit import Ints, Ints32, kernel
 
 WINDOWS = (16, 64)  # Numbers of lightest ranks that each heavy rank tries, in turn.
 MAX_ROUNDS = 24
@@ -19,24 +18,10 @@ MAX_ATTEMPTS = 8
 
 
 @kernel
-def best_exchange(
-    descending: NDArray[np.int64],
-    heavy: NDArray[np.int32],
-    light: NDArray[np.int32],
-    gap: int,
-    may_move: bool,
-) -> tuple[int, int, int]:
-    """Return the move or swap between two ranks that lowers the larger of their loads most.
-
-    Args:
-        descending: int64 (num_samples,), costs from the largest.
-        heavy: int32, positions of the samples of the heavier rank, ascending.
-        light: int32, those of the lighter rank, ascending.
-        gap: difference of their loads, above 0.
-        may_move: whether a sample may move without another in return.
-
-    Returns:
-        (gain, index in heavy, index in light or -1 for a move); gain 0 if nothing helps.
+def best_exchange(descending: Ints, heavy: Ints32, light: Ints32, gap: int, may_move: bool) -> tuple[int, int, int]:
+    """Return the move or swap between two ranks that lowers the larger of their loads most: (gain, index in heavy,
+    index in light or -1 for a move); gain 0 if nothing helps. `heavy` and `light` are positions, `gap` the difference
+    of loads.
     """
     gain = np.int64(0)
     best_heavy = -1
@@ -62,7 +47,7 @@ def best_exchange(
 
 
 @kernel
-def replace_sorted(members: NDArray[np.int32], size: int, index: int, position: int) -> None:
+def replace_sorted(members: Ints32, size: int, index: int, position: int) -> None:
     """Replace members[index] by `position` in an ascending list of `size` entries."""
     while index > 0 and members[index - 1] > position:
         members[index] = members[index - 1]
@@ -75,21 +60,19 @@ def replace_sorted(members: NDArray[np.int32], size: int, index: int, position: 
 
 @kernel
 def best_partner(
-    descending: NDArray[np.int64],
-    loads: NDArray[np.int64],
-    counts: NDArray[np.int32],
-    offsets: NDArray[np.int64],
-    members: NDArray[np.int32],
+    descending: Ints,
+    loads: Ints,
+    counts: Ints32,
+    offsets: Ints,
+    members: Ints32,
     heavy: int,
-    partners: NDArray[np.int64],
+    partners: Ints,
     target: int,
-    limits: NDArray[np.int64],
+    limits: Ints,
 ) -> tuple[int, int, int, int]:
-    """Return the best exchange of a heavy rank with any of `partners`, or the first that brings it to the target.
-
-    Returns:
-        (index in partners or -1, index in the samples of heavy, index in those of the partner or -1 for a move,
-        samples looked at).
+    """Return the best exchange of a heavy rank with any of `partners`, or the first that brings it to the target:
+    (index in partners or -1, index in the samples of heavy, index in those of the partner or -1 for a move, samples
+    looked at).
     """
     gain = np.int64(0)
     slot = -1
@@ -117,12 +100,12 @@ def best_partner(
 
 @kernel
 def exchange(
-    descending: NDArray[np.int64],
-    owner: NDArray[np.int32],
-    loads: NDArray[np.int64],
-    counts: NDArray[np.int32],
-    offsets: NDArray[np.int64],
-    members: NDArray[np.int32],
+    descending: Ints,
+    owner: Ints32,
+    loads: Ints,
+    counts: Ints32,
+    offsets: Ints,
+    members: Ints32,
     heavy: int,
     index: int,
     light: int,
@@ -152,31 +135,10 @@ def exchange(
 
 @kernel
 def refine(
-    descending: NDArray[np.int64],
-    owner: NDArray[np.int32],
-    loads: NDArray[np.int64],
-    counts: NDArray[np.int32],
-    target: int,
-    limits: NDArray[np.int64],
-    window: int,
-    budget: int,
+    descending: Ints, owner: Ints32, loads: Ints, counts: Ints32, target: int, limits: Ints, window: int, budget: int
 ) -> int:
-    """Lower the loads above `target` by moves and swaps with the `window` lightest ranks, in place.
-
-    The makespan never rises.
-
-    Args:
-        descending: int64 (num_samples,), costs from the largest.
-        owner: int32 (num_samples,), rank of each, changed in place.
-        loads: int64 (num_ranks,), changed in place; with what does not move.
-        counts: int32 (num_ranks,), changed in place by moves; of the samples given here.
-        target: load at which a rank needs no more help.
-        limits: int64 (num_ranks,), most samples of each rank after a move; -1: swaps only, so counts stay.
-        window: number of lightest ranks that each heavy rank tries.
-        budget: samples to look at, about: a bound on the work that is the same on every machine.
-
-    Returns:
-        The rest of the budget.
+    """Lower the loads above `target` by moves and swaps with the `window` lightest ranks, in place; the makespan never
+    rises. Loads include what does not move, counts are of the samples given. Return the rest of the budget.
     """
     offsets, members = list_members(owner, counts, SLACK)
     for _round in range(MAX_ROUNDS):
@@ -221,25 +183,10 @@ def search_budget(num_samples: int, num_ranks: int) -> int:
 
 @kernel
 def lower_makespan(
-    descending: NDArray[np.int64],
-    owner: NDArray[np.int32],
-    loads: NDArray[np.int64],
-    counts: NDArray[np.int32],
-    target: int,
-    limits: NDArray[np.int64],
-    budget: int,
+    descending: Ints, owner: Ints32, loads: Ints, counts: Ints32, target: int, limits: Ints, budget: int
 ) -> int:
-    """Refine an assignment in place until its makespan is at the target, or as close to it as the budget allows.
-
-    Args:
-        descending: int64 (num_samples,), costs from the largest.
-        owner, loads, counts: the assignment, as `refine` takes it.
-        target: makespan that is good enough.
-        limits: int64 (num_ranks,), most samples of each rank after a move; -1: swaps only.
-        budget: samples to look at, about.
-
-    Returns:
-        The rest of the budget.
+    """Refine an assignment in place until its makespan is at the target, or as close as the budget allows. Return its
+    rest.
     """
     share = budget // 4
     for window in WINDOWS:
@@ -275,15 +222,9 @@ def bit_length(value: int) -> int:
 
 
 @kernel
-def list_members(
-    owner: NDArray[np.int32], counts: NDArray[np.int32], slack: int
-) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Return lists of the positions of each rank's samples, ascending, with `slack` free entries after each.
-
-    Samples with owner -1 are left out.
-
-    Returns:
-        offsets int64 (num_ranks + 1,) into members int32; the first counts[rank] entries from offsets[rank] are used.
+def list_members(owner: Ints32, counts: Ints32, slack: int) -> tuple[Ints, Ints32]:
+    """Return lists of the positions of each rank's samples, ascending, with `slack` free entries after each: offsets
+    (num_ranks + 1,) into members, of which the first counts[rank] from offsets[rank] are used.
     """
     num_ranks = counts.shape[0]
     offsets = np.empty(num_ranks + 1, np.int64)
@@ -301,7 +242,7 @@ def list_members(
 
 
 @kernel
-def ranks_by_load(loads: NDArray[np.int64], threshold: int, above: bool) -> NDArray[np.int64]:
+def ranks_by_load(loads: Ints, threshold: int, above: bool) -> Ints:
     """Return ranks with a load above the threshold from the heaviest, or those not above it from the lightest."""
     num_ranks = loads.shape[0]
     rank_bits = bit_length(num_ranks - 1)

@@ -1,13 +1,9 @@
-"""Teams: what a member pays at each size, (num_sequences, num_sizes) -> size and first rank of each sequence.
+"""Teams: what a member pays at each size, (num_sequences, num_sizes) -> size, first rank, maybe micro-step of each.
 
 Sizes are packed from the largest to the smallest, so the ranks of a team have equal loads when it comes: a team is one
 block of an array. Its blocks are then halved for the next size, until they are ranks (nested, as buddies in memory).
-
-Teams in micro-steps: what a member pays at each size, and its tokens -> size, micro-step and first rank.
-
 Micro-steps are filled one after another, each up to a load of its own: what the longest sequence left costs in its
-cheapest team, or more. As in `native.assign.teams`, sizes are packed from the largest to the smallest, each sequence
-into the fullest team in which it ends in time and its slices have room.
+cheapest team, or more; each sequence goes into the fullest team in which it ends in time and its slices have room.
 """
 
 from __future__ import annotations
@@ -16,11 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.native.assign.packed import longest_first
-from orchdata.native.jit import kernel
+from orchdata.native.jit import Ints, Ints32, kernel
 from orchdata.native.sorting import descending_order
-
-Ints = NDArray[np.int64]
-Order = NDArray[np.int32]
 
 NEVER = 1 << 62  # Cost of a size that a sequence does not take.
 FEW_SEQUENCES = 1024  # Up to this number all are packed in each trial; else those of a 16th of the bound or more.
@@ -95,18 +88,11 @@ def teams_bound(table: Ints, sizes: Ints, num_ranks: int, least_works: Ints) -> 
 
 @kernel
 def pack_teams(
-    table: Ints, sizes: Ints, num_ranks: int, orders: Order, level: Ints, target: int
+    table: Ints, sizes: Ints, num_ranks: int, orders: Ints32, level: Ints, target: int
 ) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
-    """Pack sequences of given sizes: each into the fullest team in which it ends by `target`, else the emptiest one.
-
-    Args:
-        table: int64 (num_sequences, num_sizes).
-        orders: int32 (num_sizes, num_packed), the first sequences, by their cost at each size from the largest.
-        level: int64 (num_packed,), index of the size of each.
-
-    Returns:
-        (loads of the ranks int64 (num_ranks,), from the least; these ranks; first rank of each sequence; whether it
-        ends after the target).
+    """Pack the first sequences of `orders`, with size indices `level`, each into the fullest team in which it ends by
+    `target`, else the emptiest. Return (loads from the least; their ranks; first rank of each sequence; whether it ends
+    late).
     """
     num_sizes, num_packed = orders.shape
     first, late = np.empty(num_packed, np.int64), np.zeros(num_packed, np.bool_)
@@ -137,11 +123,10 @@ def pack_teams(
 
 
 @kernel
-def choose_sizes(table: Ints, sizes: Ints, num_ranks: int, orders: Order, bound: int, rest: int) -> tuple[Ints, int]:
-    """Return (index of the size of each sequence that is packed, the load that their packing aims at).
-
-    Towards each target, and for each part of it that a member may pay for one sequence, sequences have their cheapest
-    size, and those that end late the next one, some times. The work `rest` of others is spread evenly.
+def choose_sizes(table: Ints, sizes: Ints, num_ranks: int, orders: Ints32, bound: int, rest: int) -> tuple[Ints, int]:
+    """Return (index of the size of each packed sequence, the load that packing aims at). Towards each target, and for
+    each part of it that a member may pay for one sequence, sequences have their cheapest size, and those that end late
+    the next one, some times. The work `rest` of others is spread evenly.
     """
     num_packed, num_sizes = orders.shape[1], sizes.shape[0]
     level = np.zeros(num_packed, np.int64)
@@ -172,13 +157,9 @@ def choose_sizes(table: Ints, sizes: Ints, num_ranks: int, orders: Order, bound:
 
 
 @kernel
-def solve_teams(table: Ints, sizes: Ints, num_ranks: int) -> tuple[NDArray[np.int32], NDArray[np.int32], Ints, int]:
-    """Return size and first rank of each sequence, int32 (num_sequences,), loads int64 (num_ranks,), and a lower bound.
-
-    Args:
-        table: int64 (num_sequences, num_sizes), NEVER for a size that a sequence does not take; at least one size of
-            each is not. One that is no cheaper than a smaller one is not taken. The sum of the work is at most 2**62.
-        sizes: int64 (num_sizes,), ascending powers of two from 1, at most num_ranks.
+def solve_teams(table: Ints, sizes: Ints, num_ranks: int) -> tuple[Ints32, Ints32, Ints, int]:
+    """Return size and first rank of each sequence, loads and a lower bound. A size that is no cheaper than a smaller
+    one is not taken. Some size of each sequence is not NEVER; the sum of the work is at most 2**62.
     """
     num_sequences, table = table.shape[0], table.copy()
     for sequence in range(num_sequences):
@@ -226,13 +207,9 @@ def fill_micro_step(
     number: int,
     placed: Ints,
 ) -> None:
-    """Place sequences in micro-step `number` up to the load `aim`: write `cells` and `placed`.
-
-    Args:
-        cells: int64 (3, num_ranks), the load, tokens and counted samples of each rank; of zeros.
-        caps: int64 (2,), of tokens and of counted samples.
-        raised: teams are by one size larger than the cheapest, so that there is room for longer sequences.
-        placed: int64 (3, num_sequences), the size, first rank and micro-step of each; -1 for one that has none.
+    """Place sequences in micro-step `number` up to the load `aim`: write `cells`, (3, num_ranks), load, tokens and
+    counted samples, and `placed`, (3, num_sequences), size, first rank and micro-step or -1. `raised`: teams are one
+    size larger than the cheapest, so that longer sequences have room.
     """
     num_ranks, left = cells.shape[1], np.flatnonzero(placed[2] < 0)
     chosen = np.empty(left.shape[0], np.int64)
@@ -284,20 +261,10 @@ def fill_micro_steps(
     mixed: bool,
     rest: tuple[int, int],
 ) -> tuple[int, Ints, Ints]:
-    """Place sequences in as many micro-steps as they need, at most `most`, each filled so that ranks wait least.
-
-    Args:
-        table, slices: int64 (num_sequences, num_sizes), from the most costly sequence; at some size of each a slice is
-            within the cap, and at others its cost is NEVER.
-        caps: int64 (2,), of a rank in a micro-step: tokens, and counted samples.
-        targets: int64 (num_targets,), loads that a micro-step may be filled up to, if the longest sequence left costs
-            no more; or else
-        parts: int64 (num_parts,), up to so many `PARTS` of what that costs.
-        rest: cost and tokens of the sequences that are not placed: whole ones, which fill the gaps.
-
-    Returns:
-        (about what ranks wait for, or -1 if sequences are left; `placed`; the load that each micro-step is filled up
-        to).
+    """Place sequences, from the most costly, in at most `most` micro-steps, each filled so that ranks wait least: up to
+    one of `targets` if the longest sequence left costs no more, or to `parts` (of `PARTS`) of what that costs. `caps`:
+    of tokens and counted samples; `rest`: cost and tokens of whole sequences, which fill the gaps. Return (about what
+    ranks wait for, or -1 if sequences are left; `placed`; the load that each micro-step is filled up to).
     """
     num_sequences = table.shape[0]
     placed = np.full((3, num_sequences), -1)

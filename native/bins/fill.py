@@ -13,9 +13,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from orchdata.native.jit import kernel
+from orchdata.native.jit import Ints, Ints32, kernel
 
 TABLE_BITS = 16
 MISSES = 64  # Items that fit by their first size, to look at for one that fits by all.
@@ -26,9 +25,9 @@ class Items(NamedTuple):
     least as large as every size; costs int64 (num_items,).
     """
 
-    sizes: NDArray[np.int64]
-    caps: NDArray[np.int64]
-    costs: NDArray[np.int64]
+    sizes: Ints
+    caps: Ints
+    costs: Ints
 
 
 class Left(NamedTuple):
@@ -42,15 +41,15 @@ class Left(NamedTuple):
         shift: of sizes in the table.
     """
 
-    order: NDArray[np.int32]
-    sizes: NDArray[np.int64]
-    next: NDArray[np.int64]
-    table: NDArray[np.int64]
+    order: Ints32
+    sizes: Ints
+    next: Ints
+    table: Ints
     shift: int
 
 
 @kernel
-def all_left(order: NDArray[np.int32], first_sizes: NDArray[np.int64]) -> Left:
+def all_left(order: Ints32, first_sizes: Ints) -> Left:
     """Return the state without packed items; `first_sizes` int64 (num_items,) are by item."""
     num_items = order.shape[0]
     sizes = np.empty(num_items, np.int64)
@@ -92,7 +91,7 @@ def next_at_most(left: Left, room: int, position: int) -> int:
 
 
 @kernel
-def has_room(loads: NDArray[np.int64], sizes: NDArray[np.int64], limits: NDArray[np.int64]) -> bool:
+def has_room(loads: Ints, sizes: Ints, limits: Ints) -> bool:
     room = True
     for k in range(limits.shape[0]):
         room &= loads[k] + sizes[k] <= limits[k]
@@ -100,10 +99,9 @@ def has_room(loads: NDArray[np.int64], sizes: NDArray[np.int64], limits: NDArray
 
 
 @kernel
-def best_next(items: Items, left: Left, loads: NDArray[np.int64], limits: NDArray[np.int64], tries: int) -> int:
-    """Return the position of the item that a bin takes next, -1 for none.
-
-    Among `tries` sizes, from the largest that fits, it is the one that leaves least room with a second item.
+def best_next(items: Items, left: Left, loads: Ints, limits: Ints, tries: int) -> int:
+    """Return the position of the item that a bin takes next, -1 for none: among `tries` sizes, from the largest that
+    fits, the one that leaves least room with a second item.
     """
     num_items = left.order.shape[0]
     room = limits[0] - loads[0]
@@ -130,26 +128,9 @@ def best_next(items: Items, left: Left, loads: NDArray[np.int64], limits: NDArra
 
 
 @kernel
-def fill_bins(
-    items: Items,
-    left: Left,
-    limits: NDArray[np.int64],
-    turns: NDArray[np.int64],
-    tries: int,
-    bins: NDArray[np.int32],
-    loads: NDArray[np.int64],
-) -> int:
-    """Fill bins in the order of `turns` within `limits`, in place.
-
-    Args:
-        left: also changed.
-        limits: int64 (num_caps,), at most the caps.
-        tries: pairs to look at for each item.
-        bins: int32 (num_items,), written.
-        loads: int64 (num_bins, num_caps).
-
-    Returns:
-        The number of bins visited until no item was left; the number of all bins if items are left.
+def fill_bins(items: Items, left: Left, limits: Ints, turns: Ints, tries: int, bins: Ints32, loads: Ints) -> int:
+    """Fill bins in the order of `turns` within `limits`, at most the caps, in place. Return the number of bins visited
+    until no item was left, or that of all bins.
     """
     num_items = left.order.shape[0]
     for turn in range(turns.shape[0]):
@@ -165,7 +146,7 @@ def fill_bins(
 
 
 @kernel
-def put(items: Items, left: Left, position: int, b: int, bins: NDArray[np.int32], loads: NDArray[np.int64]) -> None:
+def put(items: Items, left: Left, position: int, b: int, bins: Ints32, loads: Ints) -> None:
     """Put the item at `position` into bin `b`."""
     item = left.order[position]
     bins[item] = b
@@ -179,7 +160,7 @@ PAIRS = 1 << 22  # The most pairs to look at.
 
 
 @kernel
-def waits(costs: NDArray[np.int64], bins: NDArray[np.int64], num_ranks: int) -> int:
+def waits(costs: Ints, bins: Ints, num_ranks: int) -> int:
     """Return the sum over micro-steps and phases of the largest cost, with bins in this order."""
     total = np.int64(0)
     for first in range(0, bins.shape[0], num_ranks):
@@ -192,9 +173,7 @@ def waits(costs: NDArray[np.int64], bins: NDArray[np.int64], num_ranks: int) -> 
 
 
 @kernel
-def peaks_without(
-    costs: NDArray[np.int64], bins: NDArray[np.int64], first: int, stop: int, position: int, added: int
-) -> int:
+def peaks_without(costs: Ints, bins: Ints, first: int, stop: int, position: int, added: int) -> int:
     """Return the sum over phases of the largest cost in a micro-step with one bin replaced by `added`."""
     total = np.int64(0)
     for p in range(costs.shape[1]):
@@ -207,15 +186,10 @@ def peaks_without(
 
 
 @kernel
-def deal(costs: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
-    """Return bins in an order in which those of a micro-step are alike: int64 (num_bins,).
-
-    Bins are sorted by descending cost. With several phases they are sorted by the sum of phases or by one phase: the
-    order in which ranks wait least is taken. Then the bin with the largest cost of a micro-step is exchanged with
-    another bin while ranks wait less after it. With one phase, ranks wait least in the sorted order.
-
-    Args:
-        costs: int64 (num_bins, num_phases), at least 0, with a sum of at most 2**62.
+def deal(costs: Ints, num_ranks: int) -> Ints:
+    """Return bins, (num_bins,), in an order in which those of a micro-step are alike. They are sorted by descending
+    cost; with several phases by their sum or by one: the order in which ranks wait least. Then the bin with the largest
+    cost of a micro-step is exchanged with another while ranks wait less.
     """
     num_bins, num_phases = costs.shape
     together = np.zeros(num_bins, np.int64)
@@ -234,7 +208,7 @@ def deal(costs: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
 
 
 @kernel
-def swapped(costs: NDArray[np.int64], bins: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
+def swapped(costs: Ints, bins: Ints, num_ranks: int) -> Ints:
     """Swap bins between micro-steps to lower what ranks wait for: the best swap of each peak, a few at most."""
     num_bins, num_phases = costs.shape
     room = np.int64(PAIRS)
@@ -272,14 +246,10 @@ MOST_PARTS = 16
 
 
 @kernel
-def martello_toth(sizes: NDArray[np.int64], capacity: int) -> int:
-    """Return the bound L2 of Martello and Toth (1990).
-
-    For each threshold: items that leave less room than it have a bin each, no two items above half share a bin, and the
-    other items of at least the threshold need further bins for what exceeds the room in those.
-
-    Args:
-        sizes: int64 (num_items,), descending, each at most `capacity`, with a sum of at most 2**62.
+def martello_toth(sizes: Ints, capacity: int) -> int:
+    """Return the bound L2 of Martello and Toth (1990) of descending sizes. For each threshold: items that leave less
+    room than it have a bin each, no two above half share a bin, and the other items of at least the threshold need
+    further bins for what exceeds the room in those.
     """
     num_items = sizes.shape[0]
     sums = np.zeros(num_items + 1, np.int64)
@@ -305,11 +275,9 @@ def martello_toth(sizes: NDArray[np.int64], capacity: int) -> int:
 
 
 @kernel
-def bins_bound(sizes: NDArray[np.int64], capacity: int) -> int:
-    """Return the larger of L2 and the bounds u(k) of Fekete and Schepers (2001): k items above 1/(k+1) fill a bin.
-
-    Args:
-        sizes: as in `martello_toth`, and `capacity` at most 2**57.
+def bins_bound(sizes: Ints, capacity: int) -> int:
+    """Return the larger of L2 and the bounds u(k) of Fekete and Schepers (2001): k items above 1/(k+1) fill a bin;
+    `capacity` is at most 2**57.
     """
     bound = martello_toth(sizes, capacity)
     for parts in range(1, MOST_PARTS + 1):

@@ -4,12 +4,9 @@ the costly part spread by cost, the small rest filled in --+
 all filled in, bin by bin (first-fit decreasing) ----------+-- settle: caps --> settle: costs --> the cheapest
 all spread by size ----------------------------------------+
 
-Sharing out two bins again: the excess of one, in size or cost, goes to another, until no bin can be helped.
-
-Spreading: items from the most costly -> the bin that costs least and has room, longest first (Graham 1969).
-
-Bins are grouped into levels by their room, each level a heap by cost: an item compares the tops of the levels with room
-for it.
+To settle, two bins share out their items again: the excess of one goes to another, until no bin can be helped. To
+spread, items go to the bin that costs least and has room, longest first (Graham 1969). Bins are then grouped into
+levels by their room, each a heap by cost: an item compares the tops of the levels with room for it.
 """
 
 from __future__ import annotations
@@ -17,10 +14,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from orchdata.native.bins.fill import Items, Left, all_left, fill_bins, has_room, next_left, put
-from orchdata.native.jit import kernel
+from orchdata.native.jit import Ints, Ints32, kernel
 from orchdata.native.sorting import descending_order
 
 # Share of the whole size, in thousandths, of the smallest items, which are filled in; and pairs to try for each.
@@ -30,14 +26,10 @@ BUDGET, BUDGET_AN_ITEM = 400_000, 16  # Ways to share out two bins, for all star
 
 
 @kernel
-def levels(keys: NDArray[np.int64], num_bins: int, num_ranks: int) -> NDArray[np.int64]:
-    """Return the least cost of the bins of each micro-step, the most costly first: int64 (num_micro_steps,).
-
-    A micro-step waits for its largest item, so the largest items meet in the first micro-steps, where other bins may
-    cost as much. The others are level.
-
-    Args:
-        keys: int64 (num_items,), costs in descending order.
+def levels(keys: Ints, num_bins: int, num_ranks: int) -> Ints:
+    """Return the least cost of the bins of each micro-step, the most costly first, of descending `keys`. A micro-step
+    waits for its largest item, so the largest meet in the first ones, where other bins may cost as much. The others are
+    level.
     """
     num_steps = -(-num_bins // num_ranks)
     step_costs = np.zeros(num_steps, np.int64)
@@ -53,10 +45,9 @@ def levels(keys: NDArray[np.int64], num_bins: int, num_ranks: int) -> NDArray[np
 
 
 @kernel
-def excess_costs(items: Items, left: Left, cut: int) -> NDArray[np.int64]:
-    """Return the costs of the items before `cut` above the average cost of the rest for that size, at least 0.
-
-    The fuller a bin is, the less it gets of the rest: balancing these costs makes full bins even.
+def excess_costs(items: Items, left: Left, cut: int) -> Ints:
+    """Return the costs of the items before `cut` above the average of the rest for that size, at least 0. The fuller a
+    bin is, the less it gets of the rest: balancing these costs makes full bins even.
     """
     num_items = left.order.shape[0]
     size, cost = np.int64(0), np.int64(0)
@@ -74,7 +65,7 @@ def excess_costs(items: Items, left: Left, cut: int) -> NDArray[np.int64]:
 
 
 @kernel
-def started(items: Items, left: Left, filled: int, tries: int, num_bins: int, num_ranks: int) -> NDArray[np.int32]:
+def started(items: Items, left: Left, filled: int, tries: int, num_bins: int, num_ranks: int) -> Ints32:
     """Return a first packing, which may be above the caps, by one of `STARTS`."""
     num_items, num_caps = items.sizes.shape
     total = left.sizes.sum()
@@ -124,7 +115,7 @@ def is_within(items: Items, at: Held) -> bool:
 
 
 @kernel
-def price_of(costs: NDArray[np.int64], num_ranks: int) -> int:
+def price_of(costs: Ints, num_ranks: int) -> int:
     """Return the sum over blocks of `num_ranks` bins of the largest cost, with bins from the most costly."""
     descending = -np.sort(-costs)
     total = np.int64(0)
@@ -134,15 +125,9 @@ def price_of(costs: NDArray[np.int64], num_ranks: int) -> int:
 
 
 @kernel
-def pack(items: Items, num_bins: int, num_ranks: int) -> tuple[NDArray[np.int32], bool]:
-    """Pack items into bins within the caps, so that bins which run at the same time cost about the same.
-
-    Args:
-        items: sums of sizes and costs at most 2**62.
-        num_ranks: bins that run at the same time.
-
-    Returns:
-        (bins int32 (num_items,), whether the caps are kept).
+def pack(items: Items, num_bins: int, num_ranks: int) -> tuple[Ints32, bool]:
+    """Pack items so that `num_ranks` bins, which run at the same time, cost about the same. Return (bins, whether caps
+    are kept).
     """
     num_items = items.sizes.shape[0]
     order = descending_order(items.sizes[:, 0].copy())
@@ -200,15 +185,15 @@ class Held(NamedTuple):
         first, next: int32 (num_bins,) and (num_items,), the first item of a bin and the one after each; -1 for none.
     """
 
-    bins: NDArray[np.int32]
-    loads: NDArray[np.int64]
-    costs: NDArray[np.int64]
-    first: NDArray[np.int32]
-    next: NDArray[np.int32]
+    bins: Ints32
+    loads: Ints
+    costs: Ints
+    first: Ints32
+    next: Ints32
 
 
 @kernel
-def contents_of(items: Items, bins: NDArray[np.int32], num_bins: int) -> Held:
+def contents_of(items: Items, bins: Ints32, num_bins: int) -> Held:
     num_items, num_caps = items.sizes.shape
     contents = Held(
         bins,
@@ -227,7 +212,7 @@ def contents_of(items: Items, bins: NDArray[np.int32], num_bins: int) -> Held:
 
 
 @kernel
-def excess(loads: NDArray[np.int64], caps: NDArray[np.int64]) -> int:
+def excess(loads: Ints, caps: Ints) -> int:
     """Return the load of a bin above its caps, summed over them."""
     above = np.int64(0)
     for k in range(caps.shape[0]):
@@ -236,7 +221,7 @@ def excess(loads: NDArray[np.int64], caps: NDArray[np.int64]) -> int:
 
 
 @kernel
-def pooled(items: Items, at: Held, one: int, other: int, pool: NDArray[np.int32]) -> int:
+def pooled(items: Items, at: Held, one: int, other: int, pool: Ints32) -> int:
     """Write the items of two bins from the most costly, ties by position. Return their number, -1 if above the pool."""
     count = 0
     for turn in range(2):
@@ -260,14 +245,10 @@ def pooled(items: Items, at: Held, one: int, other: int, pool: NDArray[np.int32]
 
 
 @kernel
-def resplit(items: Items, at: Held, one: int, other: int, goal: int, pool: NDArray[np.int32]) -> tuple[bool, int]:
-    """Share out the items of two bins again, so that less is above the caps, or else the larger cost is smaller.
-
-    All ways to share out `MOVABLE` of them, spread over their costs, are tried, up to the first within the caps and
-    `goal`. Ties: the first way.
-
-    Returns:
-        (whether one is better, the number of ways tried).
+def resplit(items: Items, at: Held, one: int, other: int, goal: int, pool: Ints32) -> tuple[bool, int]:
+    """Share out the items of two bins again, so that less is above the caps, or else the larger cost is smaller: all
+    ways for `MOVABLE` of them, spread over their costs, up to the first within the caps and `goal`. Return (whether one
+    is better, the number of ways tried).
     """
     count = pooled(items, at, one, other, pool)
     if count < 0:
@@ -352,17 +333,10 @@ def is_done(items: Items, at: Held, b: int, goal: int) -> bool:
 
 
 @kernel
-def settle(items: Items, at: Held, goals: NDArray[np.int64], num_ranks: int, budget: int) -> int:
-    """Lower the excess of bins, from the worst, with the help of the bins that have least, in place.
-
-    Args:
-        goals: int64, descending, the allowed cost of the most costly `num_ranks` bins, the next, and so on; all
-            ANY_COST to bring bins within their caps.
-        num_ranks: bins that run at the same time.
-        budget: ways of sharing out two bins to try.
-
-    Returns:
-        The rest of the budget.
+def settle(items: Items, at: Held, goals: Ints, num_ranks: int, budget: int) -> int:
+    """Lower the excess of bins, from the worst, with the help of the bins that have least, in place. Return the rest of
+    the budget. `goals`: the allowed cost of the most costly `num_ranks` bins, the next, and so on; all ANY_COST for the
+    caps.
     """
     num_bins, num_caps = at.loads.shape
     pool = np.empty(MOST_ITEMS, np.int32)
@@ -404,13 +378,13 @@ LEVELS = 32
 
 
 @kernel
-def less(costs: NDArray[np.int64], first: int, second: int) -> bool:
+def less(costs: Ints, first: int, second: int) -> bool:
     """Compare bins in their total order: by cost, then by number."""
     return costs[first] < costs[second] or (costs[first] == costs[second] and first < second)
 
 
 @kernel
-def push(heap: NDArray[np.int32], size: int, b: int, costs: NDArray[np.int64]) -> None:
+def push(heap: Ints32, size: int, b: int, costs: Ints) -> None:
     """Add a bin to a heap of `size` bins."""
     node = size
     while node > 0 and less(costs, b, heap[(node - 1) >> 1]):
@@ -420,7 +394,7 @@ def push(heap: NDArray[np.int32], size: int, b: int, costs: NDArray[np.int64]) -
 
 
 @kernel
-def pop(heap: NDArray[np.int32], size: int, costs: NDArray[np.int64]) -> None:
+def pop(heap: Ints32, size: int, costs: Ints) -> None:
     """Take the first bin off a heap of `size` bins."""
     last, node = heap[size - 1], 0
     while 2 * node + 1 < size - 1:
@@ -435,24 +409,9 @@ def pop(heap: NDArray[np.int32], size: int, costs: NDArray[np.int64]) -> None:
 
 
 @kernel
-def spread(
-    items: Items,
-    order: NDArray[np.int32],
-    keys: NDArray[np.int64],
-    work: NDArray[np.int64],
-    bins: NDArray[np.int32],
-    loads: NDArray[np.int64],
-) -> None:
-    """Put each item of `order` into the bin of least work that has room for it, in place.
-
-    If none has room, put it into the first bin of the emptiest level, above its caps.
-
-    Args:
-        order: int32, some of the items.
-        keys: int64 (num_items,), at least 0: work that each adds to its bin.
-        work: int64 (num_bins,), ascending, work of the bins at the start.
-        bins: int32 (num_items,), written.
-        loads: int64 (num_bins, num_caps), zeros.
+def spread(items: Items, order: Ints32, keys: Ints, work: Ints, bins: Ints32, loads: Ints) -> None:
+    """Put each item of `order` into the bin of least work that has room, else into the first of the emptiest level,
+    above its caps; in place. `keys`: the work that each item adds; `work`, ascending, is that of the bins at the start.
     """
     num_bins, num_caps = loads.shape
     units = np.empty(num_caps, np.int64)

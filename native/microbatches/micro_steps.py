@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.native.jit import kernel
+from orchdata.native.jit import Ints, Ints32, kernel
 from orchdata.native.sorting import descending_order
 
 KEY_BITS = 22  # Two passes of the radix sort.
@@ -22,7 +22,7 @@ LEVELS = 64  # Levels of the fullness of a rank.
 
 
 @kernel
-def descending_floats(values: NDArray[np.float64]) -> NDArray[np.int32]:
+def descending_floats(values: NDArray[np.float64]) -> Ints32:
     """Return indices of values, at least 0, from the largest; values within 2**-22 of the largest keep their order."""
     keys = np.empty(values.shape[0], np.int64)
     scale = np.float64(1 << KEY_BITS) - 1
@@ -33,11 +33,10 @@ def descending_floats(values: NDArray[np.float64]) -> NDArray[np.int32]:
 
 
 @kernel
-def packing_orders(costs: NDArray[np.int64], sizes: NDArray[np.int64], primary: int) -> NDArray[np.int32]:
-    """Orders in which items are packed: int32 (num_orders, num_items).
-
-    Large items of one phase first, then the rest by the primary phase, for each phase; all phases one after another,
-    those with the highest total cost first; by the largest share of a phase's total; and by cost for each unit of size.
+def packing_orders(costs: Ints, sizes: Ints, primary: int) -> Ints32:
+    """Return orders in which items are packed, int32 (num_orders, num_items): large items of one phase first, then the
+    rest by the primary phase, for each phase; all phases one after another, those with the highest total first; by the
+    largest share of a phase's total; and by cost for each unit of size.
     """
     num_items, num_phases = costs.shape
     totals = np.empty(num_phases, np.int64)
@@ -85,13 +84,7 @@ def packing_orders(costs: NDArray[np.int64], sizes: NDArray[np.int64], primary: 
 
 
 @kernel
-def first_fit(
-    order: NDArray[np.int32],
-    sizes: NDArray[np.int64],
-    limits: NDArray[np.int64],
-    num_bins: int,
-    bins: NDArray[np.int32],
-) -> None:
+def first_fit(order: Ints32, sizes: Ints, limits: Ints, num_bins: int, bins: Ints32) -> None:
     """Put each item, in `order`, into the first bin that has room below `limits`, else into the emptiest."""
     num_caps = sizes.shape[1]
     loads = np.zeros((num_bins, num_caps), np.int64)
@@ -124,7 +117,7 @@ def first_fit(
 
 
 @kernel
-def bins_cost(costs: NDArray[np.int64], bins: NDArray[np.int32], num_bins: int, ranks_per_bin: int) -> int:
+def bins_cost(costs: Ints, bins: Ints32, num_bins: int, ranks_per_bin: int) -> int:
     """Return a lower bound of what the bins take: in each phase the largest item, or an even share of all its items."""
     num_items, num_phases = costs.shape
     largest = np.zeros((num_bins, num_phases), np.int64)
@@ -141,9 +134,7 @@ def bins_cost(costs: NDArray[np.int64], bins: NDArray[np.int32], num_bins: int, 
 
 
 @kernel
-def relink(
-    heads: NDArray[np.int32], after: NDArray[np.int32], before: NDArray[np.int32], rank: int, old: int, new: int
-) -> None:
+def relink(heads: Ints32, after: Ints32, before: Ints32, rank: int, old: int, new: int) -> None:
     """Move a rank from the list of level `old` to the front of the list of level `new`."""
     if before[rank] >= 0:
         after[before[rank]] = after[rank]
@@ -160,31 +151,19 @@ def relink(
 
 @kernel
 def deal_cells(
-    order: NDArray[np.int32],
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
-    room: NDArray[np.int64],
+    order: Ints32,
+    sizes: Ints,
+    caps: Ints,
+    room: Ints,
     num_bins: int,
     num_ranks: int,
-    bins: NDArray[np.int32],
-    rank: NDArray[np.int32],
-    held: NDArray[np.int64] | None = None,
+    bins: Ints32,
+    rank: Ints32,
+    held: Ints | None = None,
 ) -> int:
-    """Put each item, in `order`, into the first bin in which a rank has room, and there on the fullest that has.
-
+    """Put each item, in `order`, into the first bin with `room` in which a rank has room within `caps`, and there on
+    the fullest that has, next to what is `held`. Write bins and ranks, -1 for no place. Return the number of these.
     Ranks are listed by levels of fullness, so a few steps find each: best fit up to the width of a level.
-
-    Args:
-        order: int32 (num_items,).
-        sizes: int64 (num_items, num_caps).
-        caps: int64 (num_caps,), of a rank in a bin.
-        room: int64 (num_caps,), of a bin: the sum over its ranks.
-        num_bins, num_ranks: at least 1; each bin has that many ranks.
-        bins, rank: int32 (num_items,), written; -1 for an item that does not fit anywhere.
-        held: int64 (num_bins, num_ranks, num_caps), what ranks hold in each bin besides the items.
-
-    Returns:
-        The number of items that do not fit anywhere.
     """
     num_caps = caps.shape[0]
     loads = np.zeros((num_bins, num_ranks, num_caps), np.int64) if held is None else held.copy()
@@ -235,18 +214,9 @@ def deal_cells(
 
 @kernel
 def pack_in_orders(
-    orders: NDArray[np.int32],
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    limits: NDArray[np.int64],
-    num_bins: int,
-    ranks_per_bin: int,
-) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """First fit in each of `orders`.
-
-    Returns:
-        (bins int32 (num_orders, num_items), int64 (num_orders,): `bins_cost` of each).
-    """
+    orders: Ints32, costs: Ints, sizes: Ints, limits: Ints, num_bins: int, ranks_per_bin: int
+) -> tuple[Ints32, Ints]:
+    """First fit in each of `orders`: (bins int32 (num_orders, num_items), `bins_cost` of each)."""
     num_orders, num_items = orders.shape
     bins = np.empty((num_orders, num_items), np.int32)
     prices = np.empty(num_orders, np.int64)
@@ -260,7 +230,7 @@ SEARCH_NODES = 20_000
 
 
 @kernel
-def fits(load: NDArray[np.int64], size: NDArray[np.int64], caps: NDArray[np.int64], empty: bool) -> bool:
+def fits(load: Ints, size: Ints, caps: Ints, empty: bool) -> bool:
     """Return whether an item may join a bin; an empty bin takes anything."""
     room = True
     for k in range(caps.shape[0]):
@@ -269,7 +239,7 @@ def fits(load: NDArray[np.int64], size: NDArray[np.int64], caps: NDArray[np.int6
 
 
 @kernel
-def fullness(load: NDArray[np.int64], caps: NDArray[np.int64]) -> float:
+def fullness(load: Ints, caps: Ints) -> float:
     """Return the largest share of a cap that a bin's load, or an item's size, takes."""
     share = 0.0
     for k in range(caps.shape[0]):
@@ -278,7 +248,7 @@ def fullness(load: NDArray[np.int64], caps: NDArray[np.int64]) -> float:
 
 
 @kernel
-def by_fullness(sizes: NDArray[np.int64], caps: NDArray[np.int64]) -> NDArray[np.int64]:
+def by_fullness(sizes: Ints, caps: Ints) -> Ints:
     """Return items from the one that takes the largest share of a cap; ties by position."""
     num_items = sizes.shape[0]
     shares = np.empty(num_items, np.float64)
@@ -288,10 +258,9 @@ def by_fullness(sizes: NDArray[np.int64], caps: NDArray[np.int64]) -> NDArray[np
 
 
 @kernel
-def bins_needed(sizes: NDArray[np.int64], caps: NDArray[np.int64]) -> int:
-    """Return a lower bound of the number of bins: oversize items have one each, the others share by each cap.
-
-    No two items above half of a cap share a bin.
+def bins_needed(sizes: Ints, caps: Ints) -> int:
+    """Return a lower bound of the number of bins: oversize items have one each, the others share by each cap, and no
+    two items above half of a cap share a bin.
     """
     num_items, num_caps = sizes.shape
     total = np.zeros(num_caps, np.int64)
@@ -316,9 +285,7 @@ def bins_needed(sizes: NDArray[np.int64], caps: NDArray[np.int64]) -> int:
 
 
 @kernel
-def hold(
-    held: NDArray[np.int64] | None, work: NDArray[np.int64], counts: NDArray[np.int32], loads: NDArray[np.int64]
-) -> None:
+def hold(held: Ints | None, work: Ints, counts: Ints32, loads: Ints) -> None:
     """Write the cost, number and sizes of what bins hold already."""
     if held is not None:
         for b in range(held.shape[0]):
@@ -328,18 +295,10 @@ def hold(
 
 @kernel
 def greedy_fit(
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
-    order: NDArray[np.int64],
-    num_bins: int,
-    fullest: bool,
-    bins: NDArray[np.int32],
-    held: NDArray[np.int64] | None,
+    costs: Ints, sizes: Ints, caps: Ints, order: Ints, num_bins: int, fullest: bool, bins: Ints32, held: Ints | None
 ) -> bool:
-    """Put each item, in `order`, into the fullest bin that has room (best fit), else into that of least cost (LPT).
-
-    Write `bins`. Return False if an item does not fit anywhere.
+    """Put each item, in `order`, into the fullest bin that has room (best fit), else into that of least cost (LPT):
+    write `bins`. Return False if an item does not fit anywhere.
     """
     loads = np.zeros((num_bins, caps.shape[0]), np.int64)
     counts = np.zeros(num_bins, np.int32)
@@ -366,17 +325,9 @@ def greedy_fit(
 
 
 @kernel
-def search_fit(
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
-    order: NDArray[np.int64],
-    num_bins: int,
-    bins: NDArray[np.int32],
-    held: NDArray[np.int64] | None,
-) -> bool:
-    """Search depth-first for a packing, in a bounded number of steps. Return False if none was found.
-
-    Only one of several empty bins is tried for an item, as they are equal.
+def search_fit(sizes: Ints, caps: Ints, order: Ints, num_bins: int, bins: Ints32, held: Ints | None) -> bool:
+    """Search depth-first for a packing, in a bounded number of steps. Return False if none was found. Only one of
+    several empty bins is tried for an item, as they are equal.
     """
     num_items = order.shape[0]
     loads = np.zeros((num_bins, caps.shape[0]), np.int64)
@@ -423,14 +374,7 @@ def search_fit(
 
 
 @kernel
-def level(
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
-    num_bins: int,
-    bins: NDArray[np.int32],
-    held: NDArray[np.int64] | None,
-) -> None:
+def level(costs: Ints, sizes: Ints, caps: Ints, num_bins: int, bins: Ints32, held: Ints | None) -> None:
     """Lower the most costly bin by moves and swaps that keep the caps, in place, until none helps."""
     num_items = costs.shape[0]
     loads = np.zeros((num_bins, caps.shape[0]), np.int64)
@@ -486,14 +430,7 @@ def level(
 
 
 @kernel
-def pack_rank(
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
-    num_bins: int,
-    bins: NDArray[np.int32],
-    held: NDArray[np.int64] | None,
-) -> bool:
+def pack_rank(costs: Ints, sizes: Ints, caps: Ints, num_bins: int, bins: Ints32, held: Ints | None) -> bool:
     """Pack one rank's samples, from the most costly, into `num_bins` microbatches. Return False if that fails."""
     if num_bins == 1 and held is None:
         bins[:] = 0
@@ -507,9 +444,7 @@ def pack_rank(
 
 
 @kernel
-def rename(
-    costs: NDArray[np.int64], samples: NDArray[np.int64], num_bins: int, bins: NDArray[np.int32], by_cost: bool
-) -> None:
+def rename(costs: Ints, samples: Ints, num_bins: int, bins: Ints32, by_cost: bool) -> None:
     """Number one rank's microbatches by descending cost, else by their first sample; empty ones last. In place."""
     work = np.zeros(num_bins, np.int64)
     first = np.full(num_bins, np.int64((1 << 63) - 1))

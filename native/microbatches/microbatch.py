@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.native.jit import kernel
+from orchdata.native.jit import Ints, Ints32, kernel
 from orchdata.native.microbatches.micro_steps import bins_needed, fits, hold, level, pack_rank, rename
 from orchdata.native.sorting import descending_order
 
@@ -22,9 +22,7 @@ TARGETS = (8, 3, 0)
 
 
 @kernel
-def cell_sums(
-    costs: NDArray[np.int64], rank: NDArray[np.int32], microbatch: NDArray[np.int32], num_ranks: int, num_bins: int
-) -> NDArray[np.int64]:
+def cell_sums(costs: Ints, rank: Ints32, microbatch: Ints32, num_ranks: int, num_bins: int) -> Ints:
     """Return the cost of each rank's microbatches, int64 (num_ranks, num_bins)."""
     cells = np.zeros((num_ranks, num_bins), np.int64)
     for sample in range(costs.shape[0]):
@@ -33,14 +31,9 @@ def cell_sums(
 
 
 @kernel
-def group_by_rank(
-    descending: NDArray[np.int32], rank: NDArray[np.int32], num_ranks: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Group samples by rank, in their order; those with rank -1 are left out.
-
-    Returns:
-        (offsets (num_ranks + 1,): rank r has the entries from offsets[r] to offsets[r + 1]; the sample of each entry;
-        the entries in the order of `descending`).
+def group_by_rank(descending: Ints32, rank: Ints32, num_ranks: int) -> tuple[Ints, Ints, Ints]:
+    """Group samples by rank, in their order; those with rank -1 are left out. Return (offsets (num_ranks + 1,) of the
+    entries of each rank; the sample of each entry; the entries in the order of `descending`).
     """
     offsets = np.zeros(num_ranks + 1, np.int64)
     for owner in rank:
@@ -63,13 +56,13 @@ def group_by_rank(
 
 
 @kernel
-def held_by(held: NDArray[np.int64] | None, rank: int) -> NDArray[np.int64] | None:
+def held_by(held: Ints | None, rank: int) -> Ints | None:
     """Return what the microbatches of one rank hold."""
     return None if held is None else held[rank]
 
 
 @kernel
-def held_peaks(held: NDArray[np.int64] | None, num_bins: int) -> NDArray[np.int64]:
+def held_peaks(held: Ints | None, num_bins: int) -> Ints:
     """Return the largest cost that a rank holds in each micro-step, int64 (num_bins,)."""
     peaks = np.zeros(num_bins, np.int64)
     if held is not None:
@@ -81,18 +74,10 @@ def held_peaks(held: NDArray[np.int64] | None, num_bins: int) -> NDArray[np.int6
 
 @kernel
 def rename_all(
-    costs: NDArray[np.int64],
-    samples: NDArray[np.int64],
-    offsets: NDArray[np.int64],
-    num_bins: int,
-    bins: NDArray[np.int32],
-    by_cost: bool,
-    held: NDArray[np.int64] | None,
+    costs: Ints, samples: Ints, offsets: Ints, num_bins: int, bins: Ints32, by_cost: bool, held: Ints | None
 ) -> None:
-    """Number the microbatches of each rank, as `rename` does. In place.
-
-    Those with pinned samples keep their number; others take the free numbers in turn, or by cost: those first of which
-    pinned samples of other ranks cost most.
+    """Number the microbatches of each rank, as `rename` does, in place. Those with pinned samples keep their number;
+    others take the free numbers in turn, or by cost: those first of which pinned samples of other ranks cost most.
     """
     if held is not None:
         turn = np.arange(num_bins).astype(np.int32)
@@ -114,18 +99,10 @@ def rename_all(
 
 @kernel
 def pack_ranks(
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    offsets: NDArray[np.int64],
-    caps: NDArray[np.int64],
-    num_microbatches: int,
-    bins: NDArray[np.int32],
-    held: NDArray[np.int64] | None,
+    costs: Ints, sizes: Ints, offsets: Ints, caps: Ints, num_microbatches: int, bins: Ints32, held: Ints | None
 ) -> int:
-    """Pack all ranks' samples into microbatches, level and number them; writes `bins`.
-
-    Returns:
-        The number of microbatches; if it is above a given `num_microbatches`, `bins` is undefined.
+    """Pack all ranks' samples into microbatches, level and number them; write `bins`. Return their number; if it is
+    above a given `num_microbatches`, `bins` is undefined.
     """
     num_ranks = offsets.shape[0] - 1
     count = np.int64(max(1, num_microbatches))
@@ -161,29 +138,19 @@ def pack_ranks(
 
 @kernel
 def deal(
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    owner: NDArray[np.int32],
-    entries: NDArray[np.int64],
-    caps: NDArray[np.int64],
-    targets: NDArray[np.int64],
+    costs: Ints,
+    sizes: Ints,
+    owner: Ints32,
+    entries: Ints,
+    caps: Ints,
+    targets: Ints,
     stuck: NDArray[np.bool_],
-    bins: NDArray[np.int32],
-    held: NDArray[np.int64] | None,
+    bins: Ints32,
+    held: Ints | None,
 ) -> None:
-    """Put each sample, in turn, into the microbatch of its rank that has most room below the target of its micro-step.
-
-    If a sample exceeds the target, the target rises for all ranks: later, smaller samples use the room.
-
-    Args:
-        costs: int64 (num_entries,).
-        sizes: int64 (num_entries, num_caps).
-        owner: int32 (num_entries,), the rank of each entry.
-        entries: int64 (num_entries,), from the most costly.
-        caps: int64 (num_caps,).
-        targets: int64 (num_bins,), largest cost in each micro-step, changed in place.
-        stuck: bool (num_ranks,): ranks to leave out; set if a sample of a rank does not fit anywhere.
-        bins: int32 (num_entries,), written for the ranks that are not stuck.
+    """Put each of `entries`, from the most costly, into the microbatch of its rank with most room below the target of
+    its micro-step. A sample that exceeds it raises the target for all ranks: later, smaller samples use the room.
+    `stuck` ranks are left out, and set where a sample fits nowhere.
     """
     num_ranks, num_bins = stuck.shape[0], targets.shape[0]
     work = np.zeros((num_ranks, num_bins), np.int64)
@@ -214,12 +181,7 @@ def deal(
 
 @kernel
 def step_peaks(
-    costs: NDArray[np.int64],
-    offsets: NDArray[np.int64],
-    included: NDArray[np.bool_],
-    bins: NDArray[np.int32],
-    peaks: NDArray[np.int64],
-    held: NDArray[np.int64] | None,
+    costs: Ints, offsets: Ints, included: NDArray[np.bool_], bins: Ints32, peaks: Ints, held: Ints | None
 ) -> int:
     """Raise `peaks` (num_bins,) to the largest cost of an included rank in each micro-step. Return their sum."""
     work = np.empty(peaks.shape[0], np.int64)
@@ -237,31 +199,20 @@ def step_peaks(
 
 @kernel
 def lower_peaks(
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    offsets: NDArray[np.int64],
-    entries: NDArray[np.int64],
-    caps: NDArray[np.int64],
+    costs: Ints,
+    sizes: Ints,
+    offsets: Ints,
+    entries: Ints,
+    caps: Ints,
     num_bins: int,
     fill_all: bool,
-    bins: NDArray[np.int32],
-    held: NDArray[np.int64] | None,
+    bins: Ints32,
+    held: Ints | None,
 ) -> None:
-    """Lower the sum over micro-steps of the largest cost of a rank, in place; it never rises.
-
-    Large samples force a high peak in a few micro-steps. Ranks without large samples should do more of their work in
-    those micro-steps, so microbatches of equal cost are not the goal. Deals from several first targets are tried; a
-    rank that exceeds the caps that way keeps its microbatches.
-
-    Args:
-        costs: int64 (num_entries,).
-        sizes: int64 (num_entries, num_caps).
-        offsets: int64 (num_ranks + 1,), the entries of each rank.
-        entries: int64 (num_entries,), from the most costly.
-        caps: int64 (num_caps,).
-        num_bins: microbatches of each rank.
-        fill_all: use all microbatches, although fewer would do.
-        bins: int32 (num_entries,), changed in place.
+    """Lower the sum over micro-steps of the largest cost of a rank, in place; it never rises. Large samples force a
+    high peak in a few micro-steps. Ranks without large samples should do more of their work in those, so microbatches
+    of equal cost are not the goal. Deals from several first targets are tried; a rank that exceeds the caps that way
+    keeps its microbatches. `fill_all`: use all microbatches, although fewer would do.
     """
     num_ranks = offsets.shape[0] - 1
     owner = np.empty(costs.shape[0], np.int32)
@@ -292,31 +243,19 @@ def lower_peaks(
 
 @kernel
 def split(
-    costs: NDArray[np.int64],
-    rank: NDArray[np.int32],
+    costs: Ints,
+    rank: Ints32,
     num_ranks: int,
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
+    sizes: Ints,
+    caps: Ints,
     num_microbatches: int,
     in_step: bool,
-    held: NDArray[np.int64] | None = None,
-) -> tuple[NDArray[np.int32], int]:
-    """Split each rank's samples into microbatches.
-
-    Args:
-        costs: int64 (num_samples,), at least 0, with a sum of at most 2**62.
-        rank: int32 (num_samples,), -1 for samples left out.
-        num_ranks: at least 1.
-        sizes: int64 (num_samples, num_caps), C-contiguous.
-        caps: int64 (num_caps,), at least 1.
-        num_microbatches: their number; 0 for the fewest that fit.
-        in_step: lower the sum over microbatches of the largest cost of a rank, and number by descending cost.
-        held: int64 (num_ranks, microbatches, 2 + num_caps), cost, number and sizes of pinned samples in each, which
-            have rank -1 here. None without any.
-
-    Returns:
-        (microbatch int32 (num_samples,), -1 where rank is -1; their number, at least 1). With num_microbatches given
-        and too small, the number needed is returned with an empty array.
+    held: Ints | None = None,
+) -> tuple[Ints32, int]:
+    """Split each rank's samples into microbatches: (microbatch, -1 where rank is -1; their number). 0 as
+    `num_microbatches` means the fewest that fit; if it is too small, the number needed comes with an empty array.
+    `in_step`: lower the sum over microbatches of the largest cost of a rank, and number by cost. `held`, (num_ranks,
+    microbatches, 2 + num_caps): cost, number and sizes of pinned samples, which have rank -1 here.
     """
     offsets, samples, entries = group_by_rank(descending_order(costs), rank, num_ranks)
     num_places, num_caps = samples.shape[0], caps.shape[0]
@@ -352,7 +291,7 @@ KICKS = 3  # Random swaps before the search begins again.
 
 
 @kernel
-def find_top(loads: NDArray[np.int64], m: int, top: NDArray[np.int64]) -> None:
+def find_top(loads: Ints, m: int, top: Ints) -> None:
     """Write the ranks with the largest loads in micro-step `m` into `top[m]`, for each phase; -1 for missing ones."""
     num_ranks, num_phases = loads.shape[1], loads.shape[2]
     for p in range(num_phases):
@@ -368,7 +307,7 @@ def find_top(loads: NDArray[np.int64], m: int, top: NDArray[np.int64]) -> None:
 
 
 @kernel
-def peak_without(loads: NDArray[np.int64], top: NDArray[np.int64], m: int, p: int, first: int, second: int) -> int:
+def peak_without(loads: Ints, top: Ints, m: int, p: int, first: int, second: int) -> int:
     """Return the largest load of a phase in a micro-step over all ranks but two; 0 if there are no others."""
     for t in range(TOP):
         r = top[m, p, t]
@@ -379,15 +318,7 @@ def peak_without(loads: NDArray[np.int64], top: NDArray[np.int64], m: int, p: in
 
 @kernel
 def change_of(
-    costs: NDArray[np.int64],
-    loads: NDArray[np.int64],
-    top: NDArray[np.int64],
-    m: int,
-    r: int,
-    given: int,
-    other_m: int,
-    other_r: int,
-    taken: int,
+    costs: Ints, loads: Ints, top: Ints, m: int, r: int, given: int, other_m: int, other_r: int, taken: int
 ) -> int:
     """Return by how much peaks rise if cell (m, r) gives a sample and takes another one, -1 for none, in return."""
     total = np.int64(0)
@@ -405,15 +336,7 @@ def change_of(
 
 @kernel
 def keeps_caps(
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
-    filled: NDArray[np.int64],
-    m: int,
-    r: int,
-    given: int,
-    other_m: int,
-    other_r: int,
-    taken: int,
+    sizes: Ints, caps: Ints, filled: Ints, m: int, r: int, given: int, other_m: int, other_r: int, taken: int
 ) -> bool:
     """Return whether both cells are within the caps after that exchange, or no further above one than before."""
     for k in range(caps.shape[0]):
@@ -427,13 +350,13 @@ def keeps_caps(
 
 @kernel
 def exchange(
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    rank: NDArray[np.int32],
-    microbatch: NDArray[np.int32],
-    loads: NDArray[np.int64],
-    filled: NDArray[np.int64],
-    top: NDArray[np.int64],
+    costs: Ints,
+    sizes: Ints,
+    rank: Ints32,
+    microbatch: Ints32,
+    loads: Ints,
+    filled: Ints,
+    top: Ints,
     given: int,
     taken: int,
     other_m: int,
@@ -459,24 +382,22 @@ def exchange(
 
 @kernel
 def best_exchange(
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
-    group: NDArray[np.int32],
-    rank: NDArray[np.int32],
-    microbatch: NDArray[np.int32],
-    loads: NDArray[np.int64],
-    filled: NDArray[np.int64],
-    top: NDArray[np.int64],
+    costs: Ints,
+    sizes: Ints,
+    caps: Ints,
+    group: Ints32,
+    rank: Ints32,
+    microbatch: Ints32,
+    loads: Ints,
+    filled: Ints,
+    top: Ints,
     may_move: bool,
     given: int,
     p: int,
 ) -> tuple[int, int, int, int, int]:
-    """Return the exchange of a sample that lowers peaks most, if it lowers the cell's load in phase `p`.
-
-    Returns:
-        (by how much peaks rise, below 0 if there is such an exchange; the sample taken or -1; the micro-step and rank
-        that get the sample; the exchanges looked at).
+    """Return the exchange of a sample that lowers peaks most, if it lowers the cell's load in phase `p`: (by how much
+    peaks rise, below 0 if there is one; the sample taken or -1; the micro-step and rank that get the sample; the
+    exchanges looked at).
     """
     m, r = np.int64(microbatch[given]), np.int64(rank[given])
     best, best_taken, best_m, best_r, pairs = np.int64(0), np.int64(-1), np.int64(-1), np.int64(-1), np.int64(0)
@@ -501,15 +422,15 @@ def best_exchange(
 
 @kernel
 def descend(
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
-    group: NDArray[np.int32],
-    rank: NDArray[np.int32],
-    microbatch: NDArray[np.int32],
-    loads: NDArray[np.int64],
-    filled: NDArray[np.int64],
-    top: NDArray[np.int64],
+    costs: Ints,
+    sizes: Ints,
+    caps: Ints,
+    group: Ints32,
+    rank: Ints32,
+    microbatch: Ints32,
+    loads: Ints,
+    filled: Ints,
+    top: Ints,
     may_move: bool,
     pairs: int,
 ) -> int:
@@ -534,15 +455,7 @@ def descend(
 
 
 @kernel
-def add_up(
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    rank: NDArray[np.int32],
-    microbatch: NDArray[np.int32],
-    loads: NDArray[np.int64],
-    filled: NDArray[np.int64],
-    top: NDArray[np.int64],
-) -> None:
+def add_up(costs: Ints, sizes: Ints, rank: Ints32, microbatch: Ints32, loads: Ints, filled: Ints, top: Ints) -> None:
     """Add the loads and sizes of samples to those of all cells, and write the ranks with the largest loads."""
     for sample in range(costs.shape[0]):
         m, r = microbatch[sample], rank[sample]
@@ -556,31 +469,21 @@ def add_up(
 
 @kernel
 def lower_all_peaks(
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
-    group: NDArray[np.int32],
+    costs: Ints,
+    sizes: Ints,
+    caps: Ints,
+    group: Ints32,
     num_micro_steps: int,
-    rank: NDArray[np.int32],
-    microbatch: NDArray[np.int32],
+    rank: Ints32,
+    microbatch: Ints32,
     may_move: bool,
     pairs: int,
-    pinned: NDArray[np.int32] | None = None,
+    pinned: Ints32 | None = None,
 ) -> None:
-    """Lower the sum of peaks, and write the result into `rank` and `microbatch`. It never rises.
-
-    Where no exchange helps, some samples are swapped at random, from a fixed seed, and the search begins again: it
-    returns to the best so far if that does not lead to less. The limit is work, not time: the result is the same on
-    every machine.
-
-    Args:
-        costs: int64 (num_samples, num_phases).
-        sizes, caps: int64 (num_samples, num_caps) and (num_caps,), of a cell.
-        group: int32 (num_ranks,); samples stay in the group of their rank.
-        rank, microbatch: int32 (num_samples,), changed.
-        may_move: whether a cell may give a sample without taking one.
-        pairs: exchanges to look at.
-        pinned: int32 (num_samples,), the rank of a sample that stays in its cell, as in `rank`, or -1.
+    """Lower the sum of peaks, in `rank` and `microbatch`; it never rises. Samples stay in the `group`, int32
+    (num_ranks,), of their rank. Where no exchange helps, some samples are swapped at random, from a fixed seed, and the
+    search begins again: it returns to the best so far if that does not lead to less. The limit is work, not time: the
+    result is the same on every machine.
     """
     held = np.zeros((num_micro_steps, group.shape[0], costs.shape[1]), np.int64)
     held_sizes = np.zeros((num_micro_steps, group.shape[0], caps.shape[0]), np.int64)
@@ -597,21 +500,19 @@ def lower_all_peaks(
 
 @kernel
 def search_swaps(
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
-    group: NDArray[np.int32],
-    rank: NDArray[np.int32],
-    microbatch: NDArray[np.int32],
+    costs: Ints,
+    sizes: Ints,
+    caps: Ints,
+    group: Ints32,
+    rank: Ints32,
+    microbatch: Ints32,
     may_move: bool,
     pairs: int,
-    held: NDArray[np.int64],
-    held_sizes: NDArray[np.int64],
+    held: Ints,
+    held_sizes: Ints,
 ) -> None:
-    """`lower_all_peaks` of samples that may move, next to what cells hold besides.
-
-    Args:
-        held, held_sizes: int64 (num_micro_steps, num_ranks, num_phases), and num_caps in place of phases.
+    """`lower_all_peaks` of samples that may move, next to what cells hold besides: (num_micro_steps,
+    num_ranks, ...).
     """
     num_samples = costs.shape[0]
     loads, filled = held.copy(), held_sizes.copy()
@@ -652,7 +553,7 @@ def search_swaps(
 
 
 @kernel
-def sum_of_tops(loads: NDArray[np.int64], top: NDArray[np.int64]) -> int:
+def sum_of_tops(loads: Ints, top: Ints) -> int:
     """Return the sum over micro-steps and phases of the largest load."""
     total = np.int64(0)
     for m in range(loads.shape[0]):

@@ -1,22 +1,14 @@
-"""1F1B kernels: times of each microbatch on each stage -> makespan of an order, bound of all, order after DistTrain.
+"""1F1B kernels: times of each microbatch on each stage -> makespan of an order, bound of all, a good order.
 
 Times are flat, float64 (num_microbatches * num_stages,), with adjacent stages of a microbatch; an order is int64
-(num_microbatches,), the microbatch at each position. All rounding has a fixed order, by operations that IEEE 754
-defines to the last bit: the result is the same on every machine.
+(num_microbatches,). All rounding has a fixed order, by operations that IEEE 754 defines to the last bit: the result is
+the same on every machine.
 
 With p stages, give forward j of stage s the slot 2j + s and backward j the slot 2j + 2p - 1 - s. Within a stage the
 slots then follow the 1F1B order, and an operation always waits for the last operation of its neighbour before the
-slot. So the state is one number a stage, the end of its last operation, and a slot pairs each
-stage that runs a backward with the next one, which runs a forward: both start at the later of their two ends.
-
-1F1B over modules with replicas of their own: times of each microbatch -> seconds until all have ended.
-
-Slots are those of `pipeline.py`: an operation waits for the last one of its neighbour in the slot before. Where two
-modules meet, it waits for all replicas of the neighbour, and for what travels.
-
-1F1B search kernel: times of each microbatch on each stage -> a good order.
-
-Times and orders are as in `orchdata.native.microbatches.pipeline`.
+slot. So the state is one number a stage, the end of its last operation, and a slot pairs each stage that runs a
+backward with the next one, which runs a forward: both start at the later of their two ends. Where two modules with
+replicas meet, an operation waits for all replicas of the neighbour, and for what travels.
 """
 
 from __future__ import annotations
@@ -24,18 +16,16 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.native.jit import kernel
+from orchdata.native.jit import Ints, kernel
 
 Times = NDArray[np.float64]
-Order = NDArray[np.int64]
+Order = Ints
 
 
 @kernel
 def run_slots(forward: Times, backward: Times, order: Order, first: int, stop: int, ends: Times) -> None:
-    """Run the slots first, ..., stop - 1 of the schedule, which has 2 * (num_microbatches + num_stages) - 2 slots.
-
-    Args:
-        ends: float64 (num_stages,), the time at which each stage ends the slots before `first`; updated.
+    """Run the slots first, ..., stop - 1 of the schedule, of 2 * (num_microbatches + num_stages) - 2. `ends`,
+    (num_stages,), are the times at which each stage ends the slots before; updated.
     """
     count, stages = order.shape[0], ends.shape[0]
     for slot in range(first, stop):
@@ -116,13 +106,11 @@ def largest_others(times: Times, count: int) -> Times:
 
 @kernel
 def lower_bound(forward: Times, backward: Times, num_stages: int) -> float:
-    """Return a lower bound of the makespan of any order.
-
-    A stage works for the sum of its times. Before that it waits until some microbatch a has reached it, and after that
-    until another, z, has returned from it to the first stage. It also waits in between: between its forward and
-    backward of a, a is on later stages, while the stage has at most as many forwards to do as its warm-up; the same
-    holds for z and backwards, and for any microbatch with both. The first two waits add up if the first backward comes
-    before the last forward.
+    """Return a lower bound of the makespan of any order. A stage works for the sum of its times. Before that it waits
+    until some microbatch a has reached it, and after that until another, z, has returned from it to the first stage. In
+    between, a is on later stages, while the stage has at most as many forwards to do as its warm-up; the same holds for
+    z and backwards, and for any microbatch with both. The first two waits add up if the first backward comes before the
+    last forward.
     """
     count = forward.shape[0] // num_stages
     down, up, later = np.zeros(count), np.zeros(count), np.zeros(count)
@@ -175,11 +163,7 @@ def closest(candidates: Order, count: int, forward: Times, num_stages: int, inte
 
 @kernel
 def fill_intervals(forward: Times, backward: Times, ascending: Order, num_stages: int) -> Order:
-    """Return an order: the smallest first, num_stages - 1 of the next smallest last, others by best fit (DistTrain).
-
-    Args:
-        ascending: int64 (num_microbatches,), microbatches from the smallest.
-    """
+    """Return an order: the smallest first, num_stages - 1 of the next smallest last, others by best fit (DistTrain)."""
     count = ascending.shape[0]
     tail = min(num_stages - 1, count - 1)
     order = ascending.copy()
@@ -214,11 +198,8 @@ def fill_intervals(forward: Times, backward: Times, ascending: Order, num_stages
 
 @kernel
 def slowest(first: Times, work: Times, num_stages: int) -> float:
-    """Return the longest makespan of several pipelines, each in the order after DistTrain.
-
-    Args:
-        first: float64 (num_pipelines, num_microbatches), time of each forward on stage 0.
-        work: float64 (num_pipelines, num_microbatches), the same on every other stage; backward takes twice as long.
+    """Return the longest makespan of several pipelines in the order after DistTrain, with float64 (num_pipelines,
+    num_microbatches) forwards on stage 0 and on each other stage; backward takes twice as long.
     """
     num_pipelines, count = work.shape
     longest = 0.0
@@ -233,28 +214,14 @@ def slowest(first: Times, work: Times, num_stages: int) -> float:
     return longest
 
 
-Counts = NDArray[np.int64]
-
-
 @kernel
 def run_modules(
-    forward: Times,
-    backward: Times,
-    travel: Times,
-    back: Times,
-    stages: Counts,
-    replicas: Counts,
-    meets: bool,
+    forward: Times, backward: Times, travel: Times, back: Times, stages: Ints, replicas: Ints, meets: bool
 ) -> float:
-    """Return the end of the last backward.
-
-    Args:
-        forward, backward: float64 (sum of replicas, num_microbatches), of a stage of each replica, module after module;
-            stages of a module take equal times.
-        travel, back: float64 (num_modules, num_microbatches), until features are at a module after the one before has
-            made them, and until their gradients are back.
-        stages, replicas: int64 (num_modules,).
-        meets: whether replicas wait for all of a module next to theirs; else modules have as many replicas each.
+    """Return the end of the last backward. Times are of a stage of each replica, (sum of replicas, num_microbatches),
+    module after module; `travel` and `back`, (num_modules, num_microbatches), until features are at a module after the
+    one before has made them, and their gradients are back. `meets`: replicas wait for all of a module next to theirs;
+    else modules have as many replicas each.
     """
     count, total = forward.shape[1], stages.sum()
     module, first = np.repeat(np.arange(len(stages)), stages), np.cumsum(replicas) - replicas
@@ -302,10 +269,9 @@ def draw(state: Order, below: int) -> int:
 
 @kernel
 def write_start(index: int, ascending: Order, num_stages: int, state: Order, out: Order) -> None:
-    """Write start number `index`: 0 ascending, 1 descending, 2 pyramid, 3 valley, then reserved tails, then random.
-
-    A reserved tail has the smallest first, the r next smallest last, and the others in between from the largest, for
-    r = 1, 2, ... up to the number of later stages.
+    """Write start number `index`: 0 ascending, 1 descending, 2 pyramid, 3 valley, then reserved tails (the smallest
+    first, the r next smallest last, others from the largest, r = 1, 2, ... up to the number of later stages), then
+    random.
     """
     count = ascending.shape[0]
     tail = min(index - 3, count - 1)
@@ -360,20 +326,10 @@ def insert(order: Order, source: int, target: int) -> None:
 def search(
     forward: Times, backward: Times, num_stages: int, num_starts: int, num_steps: int, heat: float, state: Order
 ) -> tuple[Order, float, float]:
-    """Return a good order: the best start, then threshold accepting (Dueck and Scheuer 1990) by swaps and insertions.
-
-    A step is kept if it lengthens the schedule by at most a share of the best makespan; the share falls from `heat` to
-    0 as a parabola. Unlike simulated annealing this needs no exponential, which differs in the last bit between
-    machines.
-
-    Args:
-        num_starts: number of starts in addition to the given order and the one after DistTrain.
-        num_steps: number of steps that follow; none once the lower bound is reached.
-        heat: first share of the makespan by which a step may be worse.
-        state: int64 (1,) in [1, 2**32), of the random numbers; updated.
-
-    Returns:
-        (order int64 (num_microbatches,), its makespan, lower bound).
+    """Return (a good order, its makespan, lower bound): the best of `num_starts` and two more, then threshold accepting
+    (Dueck and Scheuer 1990) by swaps and insertions. A step is kept if it lengthens the schedule by at most a share of
+    the best makespan, which falls from `heat` to 0 as a parabola. Unlike simulated annealing this needs no exponential,
+    which differs in the last bit between machines.
     """
     count = forward.shape[0] // num_stages
     ends = np.empty(num_stages)

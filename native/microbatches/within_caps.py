@@ -28,7 +28,7 @@ from orchdata.native.assign.phases import (
     sum_of_peaks,
 )
 from orchdata.native.assign.refine import bit_length
-from orchdata.native.jit import kernel
+from orchdata.native.jit import Ints, Ints32, kernel
 from orchdata.native.sorting import descending_order
 
 LARGE = (4, 8)  # Samples above this part of a cap come first; more of them if some find no room.
@@ -40,9 +40,7 @@ STEPS = 1 << 16  # Steps of a cap in which large sizes are ordered.
 
 
 @kernel
-def large_first(
-    order: NDArray[np.int32], sizes: NDArray[np.int64], caps: NDArray[np.int64], part: int
-) -> NDArray[np.int32]:
+def large_first(order: Ints32, sizes: Ints, caps: Ints, part: int) -> Ints32:
     """Return samples larger than 1 / `part` of a cap from the largest, then the others in `order`."""
     num_samples = order.shape[0]
     keys = np.zeros(num_samples, np.int64)
@@ -63,7 +61,7 @@ def large_first(
 
 
 @kernel
-def fits_into(room: NDArray[np.int64], size: NDArray[np.int64]) -> bool:
+def fits_into(room: Ints, size: Ints) -> bool:
     """Return whether the size fits into the room, by each cap."""
     fits = True
     for k in range(size.shape[0]):
@@ -72,16 +70,9 @@ def fits_into(room: NDArray[np.int64], size: NDArray[np.int64]) -> bool:
 
 
 @kernel
-def least_with_room(
-    loads: NDArray[np.int64], room: NDArray[np.int64], size: NDArray[np.int64], stack: NDArray[np.int64]
-) -> int:
+def least_with_room(loads: Ints, room: Ints, size: Ints, stack: Ints) -> int:
     """Return the leaf with the least load of the visited ones with room; else the one with most room by the first cap.
-
-    Args:
-        loads: int64 (2 * leaves,), a tree of minima.
-        room: int64 (num_caps, 2 * leaves), trees of maxima.
-        size: int64 (num_caps,).
-        stack: int64, scratch, at least twice as long as the trees are deep.
+    `loads` is a tree of minima, (2 * leaves,), `room` trees of maxima, `stack` scratch, twice as long as they are deep.
     """
     leaves = loads.shape[0] // 2
     best, least = np.int64(-1), np.int64((1 << 63) - 1)
@@ -110,25 +101,10 @@ def least_with_room(
 
 @kernel
 def longest_first_within(
-    costs: NDArray[np.int64],
-    order: NDArray[np.int32],
-    phase: NDArray[np.int32],
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
-    num_ranks: int,
-    pinned: NDArray[np.int32] | None = None,
-) -> tuple[NDArray[np.int32], int]:
-    """Give each sample, in `order`, to the rank with the least load in the sample's own phase that has room for it.
-
-    Args:
-        costs: int64 (num_samples, num_phases).
-        order, phase: int32 (num_samples,), the phase by which each is assigned.
-        sizes: int64 (num_samples, num_caps).
-        caps: int64 (num_caps,), most that the sizes of a rank may sum to.
-        pinned: int32 (num_samples,), the rank of a sample that stays there, or -1.
-
-    Returns:
-        (int32 (num_samples,), number of samples without room).
+    costs: Ints, order: Ints32, phase: Ints32, sizes: Ints, caps: Ints, num_ranks: int, pinned: Ints32 | None = None
+) -> tuple[Ints32, int]:
+    """Give each sample, in `order`, to the rank with the least load in the sample's own `phase`, int32 (num_samples,),
+    that has room for it. Return (rank of each, number of samples without room).
     """
     num_phases, num_caps = costs.shape[1], caps.shape[0]
     depth = bit_length(num_ranks - 1)
@@ -170,13 +146,7 @@ def longest_first_within(
 
 @kernel
 def brought_within(
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
-    rank: NDArray[np.int32],
-    num_ranks: int,
-    budget: int,
-    pinned: NDArray[np.int32] | None = None,
+    costs: Ints, sizes: Ints, caps: Ints, rank: Ints32, num_ranks: int, budget: int, pinned: Ints32 | None = None
 ) -> bool:
     """Move samples of ranks above caps, in place, with unchanged largest loads. Return whether the caps are kept."""
     if above_caps(sizes, caps, rank, num_ranks) == 0:
@@ -188,17 +158,10 @@ def brought_within(
 
 @kernel
 def start_within(
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
-    num_ranks: int,
-    primary: int,
-    budget: int,
-    pinned: NDArray[np.int32] | None = None,
-) -> tuple[NDArray[np.int32], bool]:
-    """Return an assignment, longest first, and whether it is within the caps; costs (num_samples, num_phases).
-
-    Exchanges make room for the few samples without, and look at `budget` pairs.
+    costs: Ints, sizes: Ints, caps: Ints, num_ranks: int, primary: int, budget: int, pinned: Ints32 | None = None
+) -> tuple[Ints32, bool]:
+    """Return an assignment, longest first, and whether it is within the caps. Exchanges make room for the few samples
+    without.
     """
     phase = dominant_phases(costs, primary)
     by_phase = order_by_phase(costs, phase, primary)
@@ -214,53 +177,21 @@ def start_within(
 
 
 @kernel
-def longest_first_above(
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
-    num_ranks: int,
-    primary: int,
-    pinned: NDArray[np.int32] | None = None,
-) -> int:
-    """Return by how much longest first, which ignores the caps, exceeds them, as in `above_caps`."""
-    phase = dominant_phases(costs, primary)
-    order = order_by_phase(costs, phase, primary)
-    rank = longest_first_by_phase(costs, order, phase, num_ranks, max(1, costs.shape[0]), 0, pinned)
-    return np.int64(above_caps(sizes, caps, rank, num_ranks))
-
-
-@kernel
 def solve_within(
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
-    given: NDArray[np.int32],
-    within: NDArray[np.int32],
-    offsets: NDArray[np.int64],
-    group_sizes: NDArray[np.int64],
+    costs: Ints,
+    sizes: Ints,
+    caps: Ints,
+    given: Ints32,
+    within: Ints32,
+    offsets: Ints,
+    group_sizes: Ints,
     primary: int,
     good_part: int,
     pairs: float,
-    pinned: NDArray[np.int32] | None = None,
-) -> NDArray[np.int32]:
+    pinned: Ints32 | None = None,
+) -> Ints32:
     """Return one rank for each sample within the caps: lower the sum over phases of the largest load, group by group.
-
-    Args:
-        costs: int64 (num_samples, num_phases), with adjacent samples of a group.
-        sizes: int64 (num_samples, num_caps).
-        caps: int64 (num_caps,), at least 1: most that the sizes of a rank may sum to.
-        given: int32 (num_samples,), an assignment to start from, above the caps or not.
-        within: int32 (num_samples,), one that keeps the caps.
-        offsets: int64 (num_groups + 1,), the samples of each group. Its ranks count from 0 in all assignments.
-        group_sizes: int64 (num_groups,), ranks of each.
-        primary: index of the phase that all samples take part in.
-        good_part: the search ends when peaks are at most this part above their bounds.
-        pairs: to look at, for each pair of samples that share a rank.
-        pinned: int32 (num_samples,), the rank of a sample that stays there, as in `given` and `within`, or -1; of a
-            single group.
-
-    Returns:
-        int32 (num_samples,).
+    `within` keeps the caps, `given` maybe not; the others as in `solve_joint`.
     """
     ranks = np.empty(costs.shape[0], np.int32)
     for group in range(group_sizes.shape[0]):
@@ -273,7 +204,11 @@ def solve_within(
         first, inside = given[start:stop].copy(), within[start:stop].copy()
         above = np.int64(0)
         if num_samples <= FEW * num_ranks:
-            above = longest_first_above(mine, weights, caps, num_ranks, primary, pinned)
+            # By how much longest first, which ignores the caps, exceeds them.
+            phase = dominant_phases(mine, primary)
+            order = order_by_phase(mine, phase, primary)
+            free = longest_first_by_phase(mine, order, phase, num_ranks, max(1, num_samples), 0, pinned)
+            above = np.int64(above_caps(weights, caps, free, num_ranks))
         rank, kept = inside, True
         if above <= BINDING * num_ranks:
             trial = solve_barrier(
@@ -296,24 +231,18 @@ def solve_within(
 
 @kernel
 def looked_peaks(
-    costs: NDArray[np.int64],
-    counted: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
-    bins: NDArray[np.int32],
-    rank: NDArray[np.int32],
+    costs: Ints,
+    counted: Ints,
+    sizes: Ints,
+    caps: Ints,
+    bins: Ints32,
+    rank: Ints32,
     num_bins: int,
     num_ranks: int,
     pairs: float,
 ) -> int:
-    """Return what ranks wait for in all bins, each balanced with little effort.
-
-    Args:
-        costs: int64 (num_items, num_phases), balanced; the last phase is the one that all items take part in.
-        counted: int64 (num_items, num_counted), of the phases that count.
-        sizes, caps: as in `solve_within`.
-        bins, rank: int32 (num_items,), which keep the caps.
-        pairs: as in `solve_within`.
+    """Return what ranks wait for in all bins, each balanced with little effort; `counted`, (num_items, num_counted),
+    are the costs of the phases that count. The last balanced phase is the one that all items take part in.
     """
     total = np.int64(0)
     offsets, items = items_of_bins(bins, num_bins)
@@ -344,7 +273,7 @@ def looked_peaks(
 
 
 @kernel
-def fits_alone(sizes: NDArray[np.int64], caps: NDArray[np.int64]) -> NDArray[np.bool_]:
+def fits_alone(sizes: Ints, caps: Ints) -> NDArray[np.bool_]:
     """Return the items next to which no other fits: bool (num_items,); sizes int64 (num_items, num_caps)."""
     alone = np.zeros(sizes.shape[0], np.bool_)
     for k in range(caps.shape[0] if sizes.shape[0] > 1 else 0):
@@ -359,7 +288,7 @@ def fits_alone(sizes: NDArray[np.int64], caps: NDArray[np.int64]) -> NDArray[np.
 
 
 @kernel
-def sum_with_alone(peaks: NDArray[np.int64], costs: NDArray[np.int64], alone: NDArray[np.bool_]) -> int:
+def sum_with_alone(peaks: Ints, costs: Ints, alone: NDArray[np.bool_]) -> int:
     """Return the sum over phases of the largest of `peaks`, int64 (num_phases,), and of the costs of items `alone`."""
     total = np.int64(0)
     for p in range(costs.shape[1]):
@@ -372,7 +301,7 @@ def sum_with_alone(peaks: NDArray[np.int64], costs: NDArray[np.int64], alone: ND
 
 
 @kernel
-def bin_bound(costs: NDArray[np.int64], alone: NDArray[np.bool_], num_ranks: int) -> int:
+def bin_bound(costs: Ints, alone: NDArray[np.bool_], num_ranks: int) -> int:
     """Return a lower bound of what ranks wait for, over all phases, if some items fill a rank alone."""
     others = costs[~alone]
     free = num_ranks - (costs.shape[0] - others.shape[0])
@@ -380,7 +309,7 @@ def bin_bound(costs: NDArray[np.int64], alone: NDArray[np.bool_], num_ranks: int
 
 
 @kernel
-def items_of_bins(bins: NDArray[np.int32], num_bins: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+def items_of_bins(bins: Ints32, num_bins: int) -> tuple[Ints, Ints32]:
     """Group items by bin, in their order: (offsets int64 (num_bins + 1,), items int32 (num_items,))."""
     offsets = np.zeros(num_bins + 1, np.int64)
     for chosen in bins:
@@ -397,23 +326,10 @@ def items_of_bins(bins: NDArray[np.int32], num_bins: int) -> tuple[NDArray[np.in
 
 @kernel
 def rough_peaks(
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
-    bins: NDArray[np.int32],
-    num_bins: int,
-    num_ranks: int,
-    primary: int,
+    costs: Ints, sizes: Ints, caps: Ints, bins: Ints32, num_bins: int, num_ranks: int, primary: int
 ) -> tuple[int, int]:
-    """Return what ranks wait for in all bins: a lower bound, and the result of longest first by phase.
-
-    Args:
-        costs: int64 (num_items, num_phases).
-        sizes: int64 (num_items, num_caps).
-        caps: int64 (num_caps,), of a rank; they count only for items that fill one.
-        bins: int32 (num_items,), from 0 to num_bins - 1.
-        num_ranks: that share the items of a bin.
-        primary: index of the phase that all items take part in.
+    """Return what ranks wait for in all bins: a lower bound, and the result of longest first by phase. Caps count only
+    for items that fill a rank.
     """
     low, high = np.int64(0), np.int64(0)
     offsets, items = items_of_bins(bins, num_bins)

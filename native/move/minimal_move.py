@@ -2,30 +2,22 @@
 
 Ranks above the target give up their excess, which fills the ranks below it, those of the same node first; exchanges do
 the rest. Where that stalls, more is released and wider targets are tried. Finally everything is dealt again, with the
-rank names that keep most samples home, if that pays.
+rank names that keep most samples home, if that pays. In an assignment, samples that move anyway are exchanged so that
+fewer leave their node.
 
 For a tolerance, the candidate within it that moves the least is chosen, or else the one with the least makespan. The
 candidates do not depend on the tolerance: a wider tolerance never moves more, and never has a lower makespan. Most need
 not be computed: once the narrowest is within its own tolerance, the others count only if they exceed the next narrower.
-
-Release kernels: the rank of each sample -> ranks above a load give up the excess, which goes to ranks below.
-
-Samples are numbered by their position in descending order of cost; a released one has owner -1.
-
-Node kernels: an assignment and the home rank of each sample -> one as balanced in which fewer leave their node.
-
-Samples that move anyway are exchanged; samples that stay do not change.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from orchdata.native.assign.bounds import common_divisor, strong_lower_bound
 from orchdata.native.assign.packed import longest_first, recount, replay, tournament, winner
 from orchdata.native.assign.refine import bit_length, list_members, lower_makespan, search_budget
-from orchdata.native.jit import kernel
+from orchdata.native.jit import Ints, Ints32, kernel
 from orchdata.native.move.phases import refine_with_few_moves
 from orchdata.native.sorting import descending_order, present_descending
 
@@ -41,7 +33,7 @@ def pays(reached: int, again: int, gain: int) -> bool:
 
 
 @kernel
-def relabel(sizes: NDArray[np.int64], home: NDArray[np.int32], owner: NDArray[np.int32], num_ranks: int) -> None:
+def relabel(sizes: Ints, home: Ints32, owner: Ints32, num_ranks: int) -> None:
     """Rename the ranks of an assignment greedily, so that many samples stay on their rank. In place."""
     counts = np.zeros(num_ranks, np.int32)
     for rank in owner:
@@ -82,26 +74,18 @@ def relabel(sizes: NDArray[np.int64], home: NDArray[np.int32], owner: NDArray[np
 
 @kernel
 def move_excess(
-    descending: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    home: NDArray[np.int32],
-    owner: NDArray[np.int32],
-    loads: NDArray[np.int64],
-    counts: NDArray[np.int32],
+    descending: Ints,
+    sizes: Ints,
+    home: Ints32,
+    owner: Ints32,
+    loads: Ints,
+    counts: Ints32,
     ranks_per_node: int,
     keep: int,
     target: int,
 ) -> None:
-    """Let ranks above the target give up their load above `keep`, assign it, and exchange until balanced.
-
-    Args:
-        descending: int64 (num_samples,), costs from the largest.
-        sizes: int64 (num_samples,), price of moving each.
-        home: int32 (num_samples,), the rank that has each.
-        owner, loads, counts: the new assignment, written.
-        ranks_per_node: consecutive ranks of a node; 1 if nodes do not matter.
-        keep: load that a rank keeps, at most the target.
-        target: makespan that is good enough.
+    """Let ranks above the target give up their load above `keep`, assign it, and exchange until balanced. `owner`,
+    `loads` and `counts` are written.
     """
     num_samples, num_ranks = descending.shape[0], loads.shape[0]
     owner[:] = home
@@ -120,20 +104,18 @@ def move_excess(
 
 @kernel
 def move_within(
-    descending: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    home: NDArray[np.int32],
-    owner: NDArray[np.int32],
-    loads: NDArray[np.int64],
-    counts: NDArray[np.int32],
+    descending: Ints,
+    sizes: Ints,
+    home: Ints32,
+    owner: Ints32,
+    loads: Ints,
+    counts: Ints32,
     ranks_per_node: int,
     target: int,
     slack: int,
 ) -> None:
-    """Compute the candidate of one tolerance: `move_excess`, releasing more where it stalls; arguments as there.
-
-    Args:
-        slack: what a later try, which moves more, must take off the makespan if the target is out of reach.
+    """Compute the candidate of one tolerance: `move_excess`, releasing more where it stalls. A later try, which moves
+    more, must take `slack` off the makespan if the target is out of reach.
     """
     trial, trial_loads = np.empty_like(owner), np.empty_like(loads)
     owner[:] = home
@@ -152,13 +134,7 @@ def move_within(
 
 @kernel
 def deal_again(
-    descending: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    home: NDArray[np.int32],
-    owner: NDArray[np.int32],
-    loads: NDArray[np.int64],
-    counts: NDArray[np.int32],
-    target: int,
+    descending: Ints, sizes: Ints, home: Ints32, owner: Ints32, loads: Ints, counts: Ints32, target: int
 ) -> None:
     """Assign everything longest first, with rank names that keep much home; arguments as in `move_excess`."""
     num_samples, num_ranks = descending.shape[0], loads.shape[0]
@@ -172,7 +148,7 @@ def deal_again(
 
 
 @kernel
-def moved_size(sizes: NDArray[np.int64], home: NDArray[np.int32], owner: NDArray[np.int32]) -> int:
+def moved_size(sizes: Ints, home: Ints32, owner: Ints32) -> int:
     """Return the size that an assignment moves."""
     total = np.int64(0)
     for position in range(sizes.shape[0]):
@@ -183,20 +159,9 @@ def moved_size(sizes: NDArray[np.int64], home: NDArray[np.int32], owner: NDArray
 
 @kernel
 def take_if_better(
-    sizes: NDArray[np.int64],
-    home: NDArray[np.int32],
-    owner: NDArray[np.int32],
-    loads: NDArray[np.int64],
-    best: NDArray[np.int32],
-    best_loads: NDArray[np.int64],
-    target: int,
+    sizes: Ints, home: Ints32, owner: Ints32, loads: Ints, best: Ints32, best_loads: Ints, target: int
 ) -> None:
-    """Take an assignment as the best if it is: within the target the one that moves least, else the lowest makespan.
-
-    Args:
-        owner, loads: the assignment.
-        best, best_loads: the best so far, changed in place; the others as in `move_excess`.
-    """
+    """Take an assignment as the best if it is: within the target the one that moves least, else the lowest makespan."""
     makespan, lowest = loads.max(), best_loads.max()
     moved, least = moved_size(sizes, home, owner), moved_size(sizes, home, best)
     if makespan <= target and lowest <= target:
@@ -210,27 +175,10 @@ def take_if_better(
 
 @kernel
 def solve_from(
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    home: NDArray[np.int32],
-    num_ranks: int,
-    ranks_per_node: int,
-    tolerance: float,
-    redeal_gain: int,
-) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
-    """Balance samples over ranks, starting from their home ranks.
-
-    Args:
-        costs: int64 (num_samples,), at least 0, with a sum of at most 2**62.
-        sizes: int64 (num_samples,), price of moving each, at least 0, with a sum of at most 2**62.
-        home: int32 (num_samples,), the rank that has each.
-        num_ranks: at least 1.
-        ranks_per_node: consecutive ranks of a node, inside which moves are preferred; 1 if nodes do not matter.
-        tolerance: relative distance to the lower bound that is good enough.
-        redeal_gain: everything is dealt again if that takes 1 / redeal_gain off the result of moving little.
-
-    Returns:
-        (rank int32 (num_samples,), -1 for a cost of 0; loads int64 (num_ranks,); lower bound).
+    costs: Ints, sizes: Ints, home: Ints32, num_ranks: int, ranks_per_node: int, tolerance: float, redeal_gain: int
+) -> tuple[Ints32, Ints, int]:
+    """Balance samples over ranks, starting from their home ranks. Everything is dealt again if that takes 1 /
+    redeal_gain off the result of moving little. Return (rank, -1 for a cost of 0; loads; lower bound).
     """
     order, descending = present_descending(costs)
     start, weights = home[order], sizes[order]
@@ -246,22 +194,18 @@ def solve_from(
 
 @kernel
 def improve(
-    descending: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    home: NDArray[np.int32],
-    best: NDArray[np.int32],
-    loads: NDArray[np.int64],
+    descending: Ints,
+    sizes: Ints,
+    home: Ints32,
+    best: Ints32,
+    loads: Ints,
     ranks_per_node: int,
     bound: int,
     tolerance: float,
     redeal_gain: int,
 ) -> None:
-    """Choose among the candidates of the module, one of which is to move nothing.
-
-    Args:
-        best, loads: the home rank of each sample, and the loads; replaced by the chosen candidate.
-        bound: lower bound of the makespan.
-        tolerance, redeal_gain: as in `solve_from`; the others as in `move_excess`.
+    """Choose among the candidates of the module, one of which is to move nothing: `best` and `loads` are replaced by
+    it.
     """
     divisor = common_divisor(descending)
     least = (bound + divisor - 1) // divisor * divisor  # No makespan is lower.
@@ -302,26 +246,10 @@ def improve(
 
 @kernel
 def solve_groups(
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    home: NDArray[np.int32],
-    offsets: NDArray[np.int64],
-    num_members: NDArray[np.int64],
-    tolerance: float,
-    redeal_gain: int,
-) -> tuple[NDArray[np.int32], int]:
-    """Run `solve_from` in each group separately.
-
-    Args:
-        costs: int64 (num_samples,), group after group.
-        sizes: int64 (num_samples,), price of moving each.
-        home: int32 (num_samples,), the member of its group that has each.
-        offsets: int64 (num_groups + 1,): the samples of group g are offsets[g] to offsets[g + 1].
-        num_members: int64 (num_groups,), ranks in each group.
-        tolerance, redeal_gain: as in `solve_from`.
-
-    Returns:
-        (member int32 (num_samples,), the largest of the groups' lower bounds).
+    costs: Ints, sizes: Ints, home: Ints32, offsets: Ints, num_members: Ints, tolerance: float, redeal_gain: int
+) -> tuple[Ints32, int]:
+    """Run `solve_from` in each group separately. Return (member of its group, int32 (num_samples,); largest lower
+    bound).
     """
     member = np.empty(costs.shape[0], np.int32)
     bound = np.int64(0)
@@ -340,17 +268,10 @@ MAX_SEARCHES = 128  # Searches for a rank that can make room, in one pass.
 
 
 @kernel
-def release(descending: NDArray[np.int64], owner: NDArray[np.int32], loads: NDArray[np.int64], keep: int) -> None:
-    """Take from each rank above `keep` the samples that bring it there: owner -1 for those. In place.
-
-    First the largest that fit into the rank's excess and into the mean room of the ranks below: larger ones would bring
-    those above the target. Then the smallest, until the excess is gone.
-
-    Args:
-        descending: int64 (num_samples,), costs from the largest.
-        owner: int32 (num_samples,), rank of each.
-        loads: int64 (num_ranks,).
-        keep: load that a rank may keep.
+def release(descending: Ints, owner: Ints32, loads: Ints, keep: int) -> None:
+    """Take from each rank above `keep` the samples that bring it there: owner -1 for those. In place. First the largest
+    that fit into the rank's excess and into the mean room of the ranks below: larger ones would bring those above the
+    target. Then the smallest, until the excess is gone.
     """
     room = np.int64(0)
     lighter = 0
@@ -373,11 +294,11 @@ def release(descending: NDArray[np.int64], owner: NDArray[np.int32], loads: NDAr
 
 @kernel
 def can_make_room(
-    descending: NDArray[np.int64],
-    owner: NDArray[np.int32],
-    loads: NDArray[np.int64],
-    offsets: NDArray[np.int64],
-    members: NDArray[np.int32],
+    descending: Ints,
+    owner: Ints32,
+    loads: Ints,
+    offsets: Ints,
+    members: Ints32,
     position: int,
     target: int,
     otherwise: int,
@@ -399,18 +320,9 @@ def can_make_room(
 
 
 @kernel
-def make_room(
-    descending: NDArray[np.int64],
-    owner: NDArray[np.int32],
-    loads: NDArray[np.int64],
-    samples: NDArray[np.int32],
-    position: int,
-    target: int,
-) -> None:
-    """Release the smallest samples of the new rank of `position`, down to the target; none larger than that sample.
-
-    Args:
-        samples: int32, positions of the samples that the rank had at first, ascending.
+def make_room(descending: Ints, owner: Ints32, loads: Ints, samples: Ints32, position: int, target: int) -> None:
+    """Release the smallest of `samples` of the new rank of `position`, down to the target; none larger than that
+    sample.
     """
     rank = owner[position]
     for other in samples[::-1]:
@@ -421,25 +333,11 @@ def make_room(
 
 @kernel
 def place_released(
-    descending: NDArray[np.int64],
-    home: NDArray[np.int32],
-    owner: NDArray[np.int32],
-    loads: NDArray[np.int64],
-    ranks_per_node: int,
-    target: int,
+    descending: Ints, home: Ints32, owner: Ints32, loads: Ints, ranks_per_node: int, target: int
 ) -> None:
     """Give each released sample, from the largest, to the least loaded rank of its node if it fits there, else of all.
-
-    If a sample brings even that rank far above the target, the rank releases its smallest ones in return, early enough
-    to assign them later in the same pass.
-
-    Args:
-        descending: int64 (num_samples,), costs from the largest.
-        home: int32 (num_samples,), the rank that has each.
-        owner: int32 (num_samples,), -1 for a released sample; changed in place.
-        loads: int64 (num_ranks,), without the released samples; changed in place.
-        ranks_per_node: consecutive ranks of a node; 1 if nodes do not matter.
-        target: load up to which a sample fits.
+    If it brings even that rank far above the target, the rank releases its smallest ones in return, early enough to
+    assign them later in the same pass.
     """
     num_ranks = loads.shape[0]
     rank_bits = bit_length(num_ranks - 1)
@@ -472,7 +370,7 @@ PASSES = 2
 
 
 @kernel
-def roomiest(loads: NDArray[np.int64], cost: int, ceiling: int, holder: int, first: int, stop: int) -> int:
+def roomiest(loads: Ints, cost: int, ceiling: int, holder: int, first: int, stop: int) -> int:
     """Return a rank with room for a sample: its holder, else the least loaded from `first` to `stop` - 1, else -1."""
     if loads[holder] + cost <= ceiling:
         return holder
@@ -485,26 +383,10 @@ def roomiest(loads: NDArray[np.int64], cost: int, ceiling: int, holder: int, fir
 
 @kernel
 def stay_on_nodes(
-    descending: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    home: NDArray[np.int32],
-    owner: NDArray[np.int32],
-    loads: NDArray[np.int64],
-    ranks_per_node: int,
-    ceiling: int,
+    descending: Ints, sizes: Ints, home: Ints32, owner: Ints32, loads: Ints, ranks_per_node: int, ceiling: int
 ) -> None:
-    """Bring samples that left their node back to it, if there is room or in exchange for another moved one. In place.
-
-    The total size that moves never grows.
-
-    Args:
-        descending: int64 (num_samples,), costs from the largest.
-        sizes: int64 (num_samples,), price of moving each.
-        home_node: int32 (num_samples,), the rank that has each.
-        owner: int32 (num_samples,), rank of each.
-        loads: int64 (num_ranks,).
-        ranks_per_node: consecutive ranks of a node.
-        ceiling: load that no rank may exceed.
+    """Bring samples that left their node back to it, if there is room below `ceiling` or in exchange for another moved
+    one. In place. The total size that moves never grows.
     """
     num_ranks = loads.shape[0]
     moved = np.flatnonzero(owner != home)

@@ -1,44 +1,29 @@
 """Minimal-move kernels of several phases: costs by phase and home ranks of samples -> little excess, few moves.
 
 A rank above the target of a phase gives up samples until it is not; each goes to the rank where it causes the least
-excess, and exchanges do the rest. The excess of a rank is its load above the targets, summed over phases.
+excess, and exchanges do the rest. The excess of a rank is its load above the targets, summed over phases. In a grid
+samples go to ranks of their node, then to those of its column (the ranks with the same number in every node); capped
+sizes are further columns after the costs.
 
-Refinement kernels that move little: an assignment and the home ranks of samples -> balanced with few more moves.
-
-Like `orchdata.native.assign.refine`, but among the exchanges that bring both ranks to the target it takes the one that
-moves the least in addition: exchanging samples that have left home already is free, and some return home.
+Refinement is as in `orchdata.native.assign.refine`, but of the exchanges that bring both ranks to the target it takes
+the one that moves the least in addition: exchanging samples that have left home already is free, and some return home.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from orchdata.native.assign.phase_refine import FIRST_PARTNERS, phase_loads, refine_phases
-from orchdata.native.assign.phases import QUICK_WINDOW, dominant_phases, order_by_phase
+from orchdata.native.assign.phases import QUICK_WINDOW, capped_columns, dominant_phases, order_by_phase
 from orchdata.native.assign.refine import SLACK, exchange, list_members, ranks_by_load
-from orchdata.native.jit import kernel
+from orchdata.native.jit import Ints, Ints32, kernel
 from orchdata.native.sorting import descending_order
 
 
 @kernel
-def release_by_phase(
-    costs: NDArray[np.int64],
-    owner: NDArray[np.int32],
-    loads: NDArray[np.int64],
-    targets: NDArray[np.int64],
-    phase: int,
-) -> None:
-    """Take from each rank above a phase's target the samples that bring it there: owner -1 for those. In place.
-
+def release_by_phase(costs: Ints, owner: Ints32, loads: Ints, targets: Ints, phase: int) -> None:
+    """Take from each rank above the target of `phase` the samples that bring it there: owner -1 for those. In place.
     The largest that fit into the rank's excess go first, then the smallest, until the excess is gone.
-
-    Args:
-        costs: int64 (num_samples, num_phases).
-        owner: int32 (num_samples,), rank of each.
-        loads: int64 (num_ranks, num_phases).
-        targets: int64 (num_phases,), loads that a rank may keep.
-        phase: the phase with the target that counts.
     """
     order = descending_order(np.ascontiguousarray(costs[:, phase]))
     for sample in order:
@@ -54,9 +39,7 @@ def release_by_phase(
 
 
 @kernel
-def excess_with(
-    costs: NDArray[np.int64], loads: NDArray[np.int64], targets: NDArray[np.int64], rank: int, sample: int
-) -> int:
+def excess_with(costs: Ints, loads: Ints, targets: Ints, rank: int, sample: int) -> int:
     """Return the excess of a rank with the sample added."""
     total = np.int64(0)
     for p in range(targets.shape[0]):
@@ -66,21 +49,17 @@ def excess_with(
 
 @kernel
 def least_excess(
-    costs: NDArray[np.int64],
-    loads: NDArray[np.int64],
-    targets: NDArray[np.int64],
-    sample: int,
-    phase: int,
-    first: int,
-    stop: int,
+    costs: Ints, loads: Ints, targets: Ints, sample: int, phase: int, first: int, stop: int, stride: int
 ) -> tuple[int, int]:
-    """Return, of the ranks from `first` to `stop` - 1, the one with the least excess with the sample, and that excess.
-
+    """Return, of the ranks from `first` in strides, the one with the least excess with the sample, and that excess.
     Ties go to the least load in `phase`, then to the lower rank.
     """
-    best = first
-    least = excess_with(costs, loads, targets, first, sample)
-    for rank in range(first + 1, stop):
+    best, least = first, excess_with(costs, loads, targets, first, sample)
+    for rank in range(first + stride, stop, stride):
+        # One column is enough to rule out most ranks.
+        over = loads[rank, phase] + costs[sample, phase] - targets[phase]
+        if over > least or (least == 0 and loads[rank, phase] >= loads[best, phase]):
+            continue
         reached = excess_with(costs, loads, targets, rank, sample)
         if reached < least or (reached == least and loads[rank, phase] < loads[best, phase]):
             best, least = rank, reached
@@ -89,24 +68,10 @@ def least_excess(
 
 @kernel
 def place_by_phase(
-    costs: NDArray[np.int64],
-    home: NDArray[np.int32],
-    owner: NDArray[np.int32],
-    loads: NDArray[np.int64],
-    targets: NDArray[np.int64],
-    ranks_per_node: int,
-    primary: int,
+    costs: Ints, home: Ints32, owner: Ints32, loads: Ints, targets: Ints, ranks_per_node: int, primary: int
 ) -> None:
     """Give each released sample to the rank where it causes the least excess: of its node if one has room, else any.
-
     Samples go by their dominant phase, `primary` last, from the largest. In place.
-
-    Args:
-        home: int32 (num_samples,), the rank that has each.
-        owner: int32 (num_samples,), -1 for a released sample.
-        loads: int64 (num_ranks, num_phases), without the released samples.
-        ranks_per_node: consecutive ranks of a node; 1 if nodes do not matter.
-        primary: index of the phase that all samples take part in; the others as in `release_by_phase`.
     """
     num_ranks = loads.shape[0]
     phase = dominant_phases(costs, primary)
@@ -115,37 +80,18 @@ def place_by_phase(
             continue
         first = home[sample] // ranks_per_node * ranks_per_node
         stop = min(first + ranks_per_node, num_ranks)
-        rank, excess = least_excess(costs, loads, targets, sample, phase[sample], first, stop)
+        rank, excess = least_excess(costs, loads, targets, sample, phase[sample], first, stop, 1)
         if excess > 0:
-            rank, _ = least_excess(costs, loads, targets, sample, phase[sample], 0, num_ranks)
+            rank, _ = least_excess(costs, loads, targets, sample, phase[sample], 0, num_ranks, 1)
         owner[sample] = rank
         loads[rank] += costs[sample]
 
 
 @kernel
 def move_by_phase(
-    costs: NDArray[np.int64],
-    home: NDArray[np.int32],
-    num_ranks: int,
-    ranks_per_node: int,
-    primary: int,
-    targets: NDArray[np.int64],
-    budget: int,
-) -> NDArray[np.int32]:
-    """Lower the sum over phases of the largest load, starting from the home ranks.
-
-    Args:
-        costs: int64 (num_samples, num_phases).
-        home: int32 (num_samples,), the rank that has each.
-        num_ranks: at least 1.
-        ranks_per_node: consecutive ranks of a node; 1 if nodes do not matter.
-        primary: index of the phase that all samples take part in.
-        targets: int64 (num_phases,), loads that are good enough.
-        budget: pairs of samples to look at.
-
-    Returns:
-        int32 (num_samples,): the rank of each sample.
-    """
+    costs: Ints, home: Ints32, num_ranks: int, ranks_per_node: int, primary: int, targets: Ints, budget: int
+) -> Ints32:
+    """Lower the sum over phases of the largest load, starting from the home ranks. Return the rank of each sample."""
     owner = home.copy()
     loads = phase_loads(costs, owner, num_ranks)
     for turn in range(targets.shape[0] + 1):
@@ -156,6 +102,76 @@ def move_by_phase(
     for window, raising in ((QUICK_WINDOW, True), (FIRST_PARTNERS, False)):
         budget = refine_phases(
             costs, num_phases, owner, num_ranks, targets.copy(), num_samples, window, raising, budget, None
+        )
+    return owner
+
+
+COLUMN = 256  # Ranks of a column of a grid to look at for a sample.
+
+
+@kernel
+def place_in_grid(
+    columns: Ints,
+    order: Ints32,
+    phase: Ints32,
+    home: Ints32,
+    owner: Ints32,
+    loads: Ints,
+    targets: Ints,
+    ranks_per_node: int,
+) -> None:
+    """Give each released sample, in `order`, to a rank of its node where it causes no excess, else to the rank of its
+    column or node where it causes the least. In place. Ties are broken by the column `phase` of each.
+    """
+    num_ranks = loads.shape[0]
+    for sample in order:
+        if owner[sample] >= 0:
+            continue
+        first_of_node = home[sample] // ranks_per_node * ranks_per_node
+        stop = min(first_of_node + ranks_per_node, num_ranks)
+        rank, excess = least_excess(columns, loads, targets, sample, phase[sample], first_of_node, stop, 1)
+        if excess > 0:
+            first = home[sample] - first_of_node
+            # With very many nodes only those around its own: the same number for each rank of the grid.
+            reach = COLUMN // 2 * ranks_per_node
+            begin = first + max(
+                0, min(first_of_node - reach, num_ranks - first - 2 * reach) // ranks_per_node * ranks_per_node
+            )
+            end = min(num_ranks, begin + 2 * reach)
+            other, less = least_excess(columns, loads, targets, sample, phase[sample], begin, end, ranks_per_node)
+            if less < excess:
+                rank = other
+        owner[sample] = rank
+        loads[rank] += columns[sample]
+
+
+@kernel
+def move_in_grid(
+    costs: Ints,
+    sizes: Ints,
+    caps: Ints,
+    home: Ints32,
+    num_ranks: int,
+    ranks_per_node: int,
+    primary: int,
+    targets: Ints,
+    budget: int,
+) -> Ints32:
+    """Return ranks of samples that bring all ranks to the targets and within the caps, as far as possible, moving
+    little.
+    """
+    num_samples, num_phases = costs.shape
+    columns, goals = capped_columns(costs, sizes, caps, targets)
+    owner = home.copy()
+    loads = phase_loads(columns, owner, num_ranks)
+    for turn in range(goals.shape[0] + 1):
+        if turn != primary:
+            release_by_phase(columns, owner, loads, goals, primary if turn == goals.shape[0] else turn)
+    phase = dominant_phases(costs, primary)
+    place_in_grid(columns, order_by_phase(costs, phase, primary), phase, home, owner, loads, goals, ranks_per_node)
+    for window, raising in ((QUICK_WINDOW, True), (FIRST_PARTNERS, False)):
+        budget = refine_phases(
+            columns, num_phases, owner, num_ranks, goals.copy(), num_samples, window, raising, budget, None
         )
     return owner
 
@@ -178,30 +194,19 @@ def extra_move(size: int, home: int, here: int, there: int) -> int:
 
 @kernel
 def cheapest_exchange(
-    descending: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    home: NDArray[np.int32],
+    descending: Ints,
+    sizes: Ints,
+    home: Ints32,
     heavy: int,
-    samples: NDArray[np.int32],
+    samples: Ints32,
     light: int,
-    offered: NDArray[np.int32],
+    offered: Ints32,
     least: int,
     most: int,
     may_move: bool,
 ) -> tuple[int, int, int]:
-    """Return the exchange that takes from `least` to `most` off the heavy rank and moves the least in addition.
-
-    Args:
-        descending: int64 (num_samples,), costs from the largest.
-        sizes: int64 (num_samples,), price of moving each.
-        home: int32 (num_samples,), the rank that had each sample at first.
-        heavy, light: the two ranks.
-        samples, offered: int32, positions of the samples of each, ascending.
-        least, most: bounds of what the heavy rank loses, above 0.
-        may_move: whether a sample may move without another in return.
-
-    Returns:
-        (size moved in addition, index in samples, index in offered or -1 for a move); NOTHING if no exchange fits.
+    """Return the exchange that takes from `least` to `most` off the heavy rank and moves the least in addition: (size
+    moved in addition, index in samples, index in offered or -1 for a move); NOTHING if no exchange fits.
     """
     best = np.int64(NOTHING)
     best_index = -1
@@ -227,21 +232,19 @@ def cheapest_exchange(
 
 @kernel
 def cheapest_partner(
-    descending: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    home: NDArray[np.int32],
-    loads: NDArray[np.int64],
-    counts: NDArray[np.int32],
-    offsets: NDArray[np.int64],
-    members: NDArray[np.int32],
+    descending: Ints,
+    sizes: Ints,
+    home: Ints32,
+    loads: Ints,
+    counts: Ints32,
+    offsets: Ints,
+    members: Ints32,
     heavy: int,
-    partners: NDArray[np.int64],
+    partners: Ints,
     target: int,
 ) -> tuple[int, int, int, int]:
-    """Return the cheapest exchange after which a heavy rank and one of `partners` are both at the target.
-
-    Returns:
-        (partner or -1, index in the samples of heavy, index in those of the partner or -1, samples looked at).
+    """Return the cheapest exchange after which a heavy rank and one of `partners` are both at the target: (partner or
+    -1, index in the samples of heavy, index in those of the partner or -1, samples looked at).
     """
     best = np.int64(NOTHING)
     chosen = np.int64(-1)
@@ -270,29 +273,10 @@ def cheapest_partner(
 
 @kernel
 def refine_with_few_moves(
-    descending: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    home: NDArray[np.int32],
-    owner: NDArray[np.int32],
-    loads: NDArray[np.int64],
-    counts: NDArray[np.int32],
-    target: int,
-    budget: int,
+    descending: Ints, sizes: Ints, home: Ints32, owner: Ints32, loads: Ints, counts: Ints32, target: int, budget: int
 ) -> int:
-    """Bring ranks above the target to it, each by one exchange at a time, in place; some may stay above.
-
-    Args:
-        descending: int64 (num_samples,), costs from the largest.
-        sizes: int64 (num_samples,), price of moving each.
-        home: int32 (num_samples,), the rank that had each sample at first.
-        owner: int32 (num_samples,), rank of each, changed in place.
-        loads: int64 (num_ranks,), changed in place.
-        counts: int32 (num_ranks,), changed in place.
-        target: load at which a rank needs no more help.
-        budget: samples to look at, about.
-
-    Returns:
-        The rest of the budget.
+    """Bring ranks above the target to it, each by one exchange at a time, in place; some may stay above. Return the
+    rest of the budget.
     """
     for turn in range(MAX_ROUNDS):
         offsets, members = list_members(owner, counts, SLACK)

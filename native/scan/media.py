@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.native.jit import kernel
+from orchdata.native.jit import Ints, kernel
 
 _LEAST_BYTES = 12
 _LEAST_FLAC_FRAME = 10  # bytes: header 6, subframe 2, checksum 2
@@ -222,21 +222,11 @@ def _flac(buffer: NDArray[np.uint8], start: int, end: int, whole: bool, size: in
 
 @kernel
 def scan_images(
-    buffer: NDArray[np.uint8],
-    starts: NDArray[np.int64],
-    available: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    status: NDArray[np.uint8],
-    facts: NDArray[np.int64],
+    buffer: NDArray[np.uint8], starts: Ints, available: Ints, sizes: Ints, status: NDArray[np.uint8], facts: Ints
 ) -> None:
-    """Write width and height, as displayed, of images with their first bytes in `buffer`.
-
-    Args:
-        buffer: uint8 (num_bytes,), read-only: writable arrays are another type for numba, which would compile twice.
-        starts, available, sizes: int64 (n,): start of each member's content in the buffer, the number of its bytes
-            there, and its size.
-        status: uint8 (n,), written: FOUND, MORE or UNUSUAL.
-        facts: int64 (n, 2), written where FOUND.
+    """Write width and height, as displayed, of images with their first bytes in `buffer`, which is read-only: writable
+    arrays are another type for numba, which would compile twice. (n,) each: start and number of bytes in the buffer,
+    and size of the member; `status`: FOUND (then `facts`, (n, 2), are written), MORE or UNUSUAL.
     """
     for i in range(starts.size):
         start, whole = starts[i], available[i] >= sizes[i]
@@ -256,12 +246,7 @@ def scan_images(
 
 @kernel
 def scan_audio(
-    buffer: NDArray[np.uint8],
-    starts: NDArray[np.int64],
-    available: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    status: NDArray[np.uint8],
-    facts: NDArray[np.int64],
+    buffer: NDArray[np.uint8], starts: Ints, available: Ints, sizes: Ints, status: NDArray[np.uint8], facts: Ints
 ) -> None:
     """As `scan_images`: write frames of a channel and rate of clips."""
     for i in range(starts.size):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.native.jit import kernel
+from orchdata.native.jit import Ints, kernel
 
 MORE, FULL, END, UNUSUAL = 0, 1, 2, 3
 HEADER_BYTES = 512
@@ -38,26 +38,15 @@ def scan_block(
     filled: int,
     position: int,
     last: bool,
-    members: NDArray[np.int64],
+    members: Ints,
     headers: NDArray[np.uint8],
     count: int,
 ) -> tuple[int, int, int]:
-    """Append the members with headers in a piece of an archive.
-
-    Args:
-        buffer: uint8 (num_bytes,), read-only or not.
-        start, filled: the piece: `filled` bytes from `start` on.
-        position: of the piece in the archive; it must be that of a header.
-        last: whether the archive ends with the piece.
-        members: int64 (capacity, NUM_COLUMNS), written from row `count` on. The name is prefix + "/" + name if the
-            prefix has a length. Directories are left out.
-        headers: uint8 (capacity, HEADER_BYTES), written in the same way.
-        count: rows in `members`.
-
-    Returns:
-        (count, position, state): new number of rows, position of the next header in the archive, and why the scan
-        ended: MORE (it is not in the piece, or too near its end), FULL, END (a zero block) or UNUSUAL (there, or
-        before).
+    """Append the members with headers in a piece of an archive: `filled` bytes from `start` on, at `position`, which
+    must be that of a header. Rows of `members`, (capacity, NUM_COLUMNS), and `headers` are written from `count` on; the
+    name is prefix + "/" + name if the prefix has a length. Directories are left out. Return (count, position of the
+    next header, why the scan ended: MORE (it is not in the piece, or too near its end), FULL, END (a zero block) or
+    UNUSUAL (there, or before)).
     """
     base = position
     while position + HEADER_BYTES <= base + filled and (

@@ -20,10 +20,8 @@ _SHOWN_FRAMES: Final = 8
 
 
 def kept(failure: DataError) -> DataError:
-    """Return a failure, to be listed, without its stack frames and those of its causes.
-
-    Frames refer to the bytes of the sample, which would stay in memory as long as the failure is listed. A note says
-    where a cause was raised.
+    """Return a failure, to be listed, without its stack frames and those of its causes: they refer to the bytes of the
+    sample, which would stay in memory as long as it is listed. A note says where a cause was raised.
     """
     error: BaseException | None = failure
     while error is not None:
@@ -36,12 +34,8 @@ def kept(failure: DataError) -> DataError:
 
 @dataclass
 class Assembled:
-    """A microbatch, its failures, and the time it took.
-
-    Attributes:
-        batch: the Batch, or the result of the user's collate_fn.
-        failures: of samples that could not be decoded, in planned order.
-        seconds: busy time by stage ("reading", "decoding", "packing"), summed over threads.
+    """A microbatch (a Batch, or the result of the user's collate_fn), its failures in planned order, and busy seconds
+    by stage ("reading", "decoding", "packing"), summed over threads.
     """
 
     batch: Any
@@ -51,12 +45,8 @@ class Assembled:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
-    """The samples of one rank in one microbatch of a step.
-
-    Attributes:
-        microbatch: its number in the plan.
-        index: its index among the microbatches that the rank delivers; a pipeline's order changes it.
-        peer: of the rank, whose parts are encoded.
+    """The samples of one rank in one microbatch of a step; `index` is its place among those that the rank delivers,
+    which a pipeline's order changes. `peer` is that of the rank whose parts are encoded.
     """
 
     plan: Plan

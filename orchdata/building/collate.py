@@ -220,12 +220,8 @@ _NOT_NOW = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class MapContent:
-    """Batches of a `collate_fn` (default: torch's) from the items of a map-style data set.
-
-    Attributes:
-        num_rows: the number of items when the spec was created.
-        batched: whether collate_fn gets a list; else one item.
-        skip_errors: whether an item that cannot be loaded is a failure, and its exception is not raised.
+    """Batches of a `collate_fn` (default: torch's) from the items of a map-style data set, `num_rows` when the spec was
+    made. With `skip_errors` an item that cannot be loaded is a failure, and its exception is not raised.
     """
 
     dataset: Any

@@ -1,9 +1,5 @@
-"""What batches of shards are made of, as values: the shards of an index, and a layout or a collate_fn.
-
-Windows of concatenated documents: threads write pieces of documents straight into the memory of a microbatch.
-
-A window has some tokens of each document, and a document is tokenized as a whole. The ids of a document that is cut are
-kept with the open shards, so that the windows after it need not read and tokenize it again.
+"""What batches of shards are made of, as values: the shards of an index, and a layout or a collate_fn; and batches of a
+layout: threads write samples, or pieces of documents, straight into the memory of a microbatch.
 """
 
 from __future__ import annotations
@@ -16,23 +12,23 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from orchdata.batch.batch import Batch, SampleId
-from orchdata.batch.tensors import IGNORE, LLMBatch, TextBatch
 from orchdata.building.assembler import Assembled, Assembler, Share, Task, kept
 from orchdata.building.collate import SampleAssembler
-from orchdata.building.media_pages import PageSource, cu_seqlens, recipe_of, starts_of
-from orchdata.building.memory import Memory, Reservation
-from orchdata.building.pages import SequenceArrays
-from orchdata.building.shard_content import PackedAssembler, located, out_of_memory, shard_loader, shard_refusal
-from orchdata.loaders.errors import DataError, StaleIndexError
+from orchdata.building.media_pages import MediaPages, MediaWork, PageSource, own_work, planned_work, recipe_of
+from orchdata.building.memory import Memory
+from orchdata.building.pages import Pages
+from orchdata.loaders.errors import DataError, FieldError, StaleIndexError
+from orchdata.loaders.failures import as_field_error
+from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample, Wanted, read_ahead
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_required
+from orchdata.loaders.samples.measure import MeasuredPart, decoded_bytes
 from orchdata.loaders.samples.members import KeptValue
+from orchdata.loaders.samples.sample import Sample
 from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage.cache import CacheFolder
@@ -40,21 +36,16 @@ from orchdata.loaders.storage.files import PLAIN_FILES, Files
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.storage import ReadBytes
 from orchdata.loaders.watch import Watch
-from orchdata.planning.layout import Layout, Packed, window_length
+from orchdata.planning.layout import Layout
+
+Ids = NDArray[np.int32]
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedShards:
-    """Shards as an index describes them.
-
-    Attributes:
-        index: pickles as its path.
-        build_id: of the index when the spec was created: a rebuilt one would result in other batches.
-        recipe, of_sources: as of `PageSource`.
-        seed: of the generators that decoding draws from.
-        containers: of the user's, which open shards, by identity; of all sources of a mixture together.
-        files: where the shards are.
-        blank: rows that are delivered as failed, and never read.
+    """Shards as an index describes them: `index` pickles as its path; `build_id` was its own when the spec was made, a
+    rebuilt one would give other batches. `containers` are of the user's, by identity, of all sources of a mixture
+    together; `blank` rows are delivered as failed, and never read. `recipe` and `of_sources` are as of `PageSource`.
     """
 
     index: Index
@@ -98,11 +89,7 @@ class IndexedShards:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardContent:
-    """Batches of shards, packed or padded, or windows of concatenated documents.
-
-    Attributes:
-        encoders: modalities that every batch has, if necessary as a dummy.
-    """
+    """Batches of shards in a layout. `encoders` are modalities that every batch has, if necessary as a dummy."""
 
     shards: IndexedShards
     layout: Layout
@@ -117,8 +104,6 @@ class ShardContent:
             layout=self.layout,
             encoders=self.encoders,
         )
-        if window_length(self.layout) is not None:
-            return WindowAssembler(source=pages, shards=shards, watch=watch)
         return PackedAssembler(source=pages, shards=shards, watch=watch, seed=self.shards.seed)
 
     def name_of(self, row: int) -> str:
@@ -154,24 +139,25 @@ class SampleContent:
         return self.shards.name_of(row)
 
 
-Ids = NDArray[np.int32]
-Ints = NDArray[np.int64]
-
-
 @dataclass(frozen=True, kw_only=True)
-class WindowAssembler:
-    """Builds windows from the documents of an index."""
+class PackedAssembler:
+    """Builds batches from an index's samples, or from windows of its documents: `source` has the layout."""
 
     source: PageSource
     shards: OpenShards
     watch: Watch
+    seed: int = 0
 
     @property
     def reads(self) -> ReadBytes:
         return self.shards.reads
 
-    def begin(self, share: Share) -> WindowAssembly:
-        return WindowAssembly(self, share)
+    def begin(self, share: Share) -> PackedAssembly:
+        indices = share.plan.places(share.rank, share.microbatch)
+        if share.plan.parts:
+            work = {name: planned_work(share, name) for name in self.source.encoders}
+            return PackedAssembly(self, share, indices, work)
+        return self.begin_with(share, indices)
 
     def read_ahead(self, wanted: Iterable[Wanted]) -> object:
         return read_ahead(self.source.index, self.shards, self.source.recipe_of, wanted)
@@ -180,228 +166,284 @@ class WindowAssembler:
         index = self.source.index
         self.watch.load(row, shard_loader(index, self.shards, self.source.recipe_of), shard_refusal(index))
 
+    def begin_with(self, share: Share, indices: NDArray[np.int64]) -> PackedAssembly:
+        """Begin with some of the rank's samples, by their index in the global batch. This rank encodes their parts."""
+        rows = share.plan.row[indices]
+        work = {name: own_work(self.source.index, rows, indices, name) for name in self.source.encoders}
+        return PackedAssembly(self, share, indices, work)
 
-class WindowAssembly:
-    """One window under construction. Pieces are identified by their number in the window.
 
-    Attributes:
-        num_bytes: memory that `fill` takes.
+@dataclass
+class _Wanted:
+    """What one stored sample gives a microbatch: its sequence, the `number`-th of the pages, and parts to encode.
+    `sample` reads it, if it was read ahead.
     """
 
-    def __init__(self, assembler: WindowAssembler, share: Share) -> None:
-        plan = share.plan
-        assert plan.ranges is not None
+    row: int
+    number: int | None = None
+    parts: list[tuple[MediaPages, int, int]] = field(default_factory=list)  # pages, number in them, part of the index
+    sample: StoredSample | None = None
+
+
+class PackedAssembly:
+    """One microbatch under construction. Samples are identified by their index in the global batch."""
+
+    def __init__(
+        self, assembler: PackedAssembler, share: Share, indices: NDArray[np.int64], work: Mapping[str, MediaWork]
+    ) -> None:
         self._assembler = assembler
         self._share = share
-        self._indices = plan.places(share.rank, share.microbatch)
-        self._rows = plan.row[self._indices]
-        self._first, self._tokens = plan.ranges.first[self._indices], plan.llm_positions[self._indices]
-        self._pages = WindowPages(assembler.source, self._rows, self._first, self._tokens)
+        self._indices = indices
+        rows = share.plan.row
+        self._pages = Pages(assembler.source, share, indices, work)
         self.num_bytes = sum(self._pages.num_bytes)
-        self._failures: dict[int, DataError] = {}
+        self._failures: dict[int, list[DataError]] = {}
         self._kept: dict[int, dict[str, KeptValue]] = {}
         self._seconds = {"reading": 0.0, "decoding": 0.0}
         self._lock = threading.Lock()
+        self._wanted = {at: _Wanted(int(rows[at]), number) for number, at in enumerate(indices.tolist())}
+        for name, media in self._pages.media.items():
+            encoded = zip(work[name].encoded.tolist(), work[name].encoded_sample.tolist(), strict=True)
+            for number, (part, at) in enumerate(encoded):
+                self._wanted.setdefault(at, _Wanted(int(rows[at]))).parts.append((media, number, part))
 
     def wanted(self) -> Iterator[Wanted]:
-        source, texts = self._assembler.source, self._assembler.shards.texts
-        for number, row in enumerate(self._rows.tolist()):
-            keeps = bool(source.recipe_of(row).keep)
-            is_known = self._is_cut(number) and texts.get(self._name(row)) is not None
-            if keeps or not is_known:
-                yield Wanted(row, not is_known, (), keeps)
+        source = self._assembler.source
+        for each in self._wanted.values():
+            text, parts, kept = self._needs(each, source.recipe_of(each.row), self._kept_ids(each))
+            if not (text or parts or kept):
+                continue
+            each.sample = StoredSample(source.index, self._assembler.shards, each.row)
+            yield Wanted(each.row, text, parts, kept, each.sample)
+
+    def _needs(self, wanted: _Wanted, recipe: Recipe, ids: Ids | None) -> tuple[bool, list[int], bool]:
+        """Return what is read of a sample: whether its text, which parts, and whether what is kept."""
+        is_here = wanted.number is not None
+        has_text = wanted.number is not None and self._pages.has_tokens(wanted.number) and ids is None
+        return has_text, [part for _, _, part in wanted.parts], is_here and bool(recipe.keep)
+
+    def _ids_name(self, wanted: _Wanted) -> tuple[str, str, str, int] | None:
+        """Return the name of the ids of a document that a window cuts, so that the next need not tokenize it; else
+        None.
+        """
+        plan, index = self._share.plan, self._assembler.source.index
+        if plan.ranges is None or wanted.number is None:
+            return None
+        is_cut = plan.llm_positions[self._indices[wanted.number]] < index.llm_tokens[wanted.row]
+        return ("token ids", index.fingerprint, index.build_id, wanted.row) if is_cut else None
+
+    def _kept_ids(self, wanted: _Wanted) -> Ids | None:
+        name = self._ids_name(wanted)
+        ids: Ids | None = None if name is None else self._assembler.shards.texts.get(name)
+        return ids
 
     def fill(self, memory: Memory) -> list[Task]:
-        """Lay the window out in memory; a task for each piece. Raises MemoryError, naming the largest documents."""
+        """Lay the batch out in memory; a task for each stored sample. Raises MemoryError, naming the largest."""
+        self._memory, source = memory, self._assembler.source
         try:
             self._pages.lay([memory.take(num_bytes) for num_bytes in self._pages.num_bytes])
         except MemoryError as error:
-            raise self._out_of_memory(error) from error
-        return [partial(self._fill, number) for number in range(len(self._rows))]
+            raise out_of_memory(error, source.index, source.recipe, self._share.plan.row[self._indices]) from error
+        return [partial(self._fill, at, wanted) for at, wanted in self._wanted.items()]
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether a failure must leave its memory as planned: other ranks wait for it, or it is in a full window."""
+        return self._share.plan.keeps_shapes or self._share.plan.ranges is not None
 
     def finish(self) -> Assembled:
+        failures = [failure for at in self._wanted for failure in self._failures.get(at, ())]
+        if failures and not self._is_awaited:
+            return self._without_failures(failures)
         started = time.perf_counter()
-        batch = self._pages.batch(self._share, self._indices, self._fields())
-        failures = [self._failures[number] for number in sorted(self._failures)]
+        batch = self._pages.batch(self._fields())
         return Assembled(batch, failures, {**self._seconds, "packing": time.perf_counter() - started})
 
     def _fields(self) -> dict[str, list[KeptValue]]:
-        """Return the kept fields: for each name a value of each piece, None where its document failed."""
-        pieces = [self._kept.get(number, {}) for number in range(len(self._rows))]
-        return {name: [piece.get(name) for piece in pieces] for name in self._assembler.source.kept}
+        """Return the kept fields: for each name a value of each sample, None for a sample that failed."""
+        names = self._assembler.source.kept
+        if not names:
+            return {}
+        samples = [self._kept.get(at, {}) if at not in self._failures else {} for at in self._indices.tolist()]
+        return {name: [sample.get(name) for sample in samples] for name in names}
 
-    def _fill(self, number: int) -> None:
-        row, watch = int(self._rows[number]), self._assembler.watch
-        known_crash = watch.begin(row)
+    def _fill(self, at: int, wanted: _Wanted) -> None:
+        watch = self._assembler.watch
+        known_crash = watch.begin(wanted.row)
         try:
-            self._read_and_write(number, row, known_crash)
+            self._read_and_decode(at, wanted, known_crash)
         except MemoryError as error:
-            raise self._out_of_memory(error, row) from error
+            source, rows = self._assembler.source, self._share.plan.row[self._indices]
+            raise out_of_memory(error, source.index, source.recipe, rows, wanted.row) from error
         watch.end()
 
-    def _read_and_write(self, number: int, row: int, known_crash: str | None) -> None:
+    def _read_and_decode(self, at: int, wanted: _Wanted, known_crash: str | None) -> None:
         started = time.perf_counter()
         source = self._assembler.source
-        sample, recipe = StoredSample(source.index, self._assembler.shards, row), source.recipe_of(row)
-        ids = self._assembler.shards.texts.get(self._name(row)) if self._is_cut(number) else None
+        sample, recipe = wanted.sample, source.recipe_of(wanted.row)
+        sample, wanted.sample = sample or StoredSample(source.index, self._assembler.shards, wanted.row), None
         try:
             if known_crash is not None:
                 raise DataError(sample.shard, sample.key, "*", f"its worker {known_crash}")
-            payloads: Mapping[int, bytes | memoryview] = {}
-            if ids is None or recipe.keep:
-                payloads = sample.read(recipe, text=ids is None, parts=(), kept=bool(recipe.keep))
+            ids = self._kept_ids(wanted)
+            text, parts, keeps = self._needs(wanted, recipe, ids)
+            is_known = ids is not None and not keeps
+            payloads = {} if is_known else sample.read(recipe, text=text, parts=parts, kept=keeps)
         except DataError as failure:
-            self._fail(number, failure)
-            return
-        read = time.perf_counter()
-        try:
-            ids = self._ids(number, sample, recipe, payloads) if ids is None else ids
-            values = sample.kept_values(recipe, payloads) if recipe.keep else {}
-        except Exception as error:  # noqa: BLE001 - tokenizers raise anything, and it fails the document
-            self._fail(number, located(error, sample))
-            return
-        first = int(self._first[number])
-        has_labels = int(source.index.loss_tokens[row]) > 0
-        self._pages.write(number, ids[first : first + int(self._tokens[number])], has_labels=has_labels)
+            failures = [kept(failure)]
+            if wanted.number is not None:
+                self._pages.blank(wanted.number, sample)
+            for media, number, _ in wanted.parts:
+                media.blank(number)
+        else:
+            read = time.perf_counter()
+            of = self._share.plan.pass_of(at, self._assembler.seed)
+            failures = self._decode(at, sample, recipe, wanted, payloads, of, ids)
         with self._lock:
-            self._kept[number] = values
+            if failures:
+                self._failures[at] = failures
+                return
             self._seconds["reading"] += read - started
             self._seconds["decoding"] += time.perf_counter() - read
 
-    def _ids(
-        self, number: int, sample: StoredSample, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]
-    ) -> Ids:
-        """Return the token ids of a whole document, and keep them if it is cut. Raises as `StoredSample.token_ids`."""
-        if not self._is_cut(number):
-            return sample.token_ids(recipe, payloads)
+    def _decode(
+        self,
+        at: int,
+        sample: StoredSample,
+        recipe: Recipe,
+        wanted: _Wanted,
+        payloads: Mapping[int, bytes | memoryview],
+        of: Pass,
+        ids: Ids | None,
+    ) -> list[DataError]:
+        """Write what was read into the pages, and return what failed; its memory is blank."""
+        failures: list[DataError] = []
 
-        def tokenized() -> tuple[Ids, int]:
-            ids = sample.token_ids(recipe, payloads)
-            return ids, ids.nbytes
+        def attempt(work: Callable[[], None], undo: Callable[[], None]) -> None:
+            if failures and not self._is_awaited:
+                return  # The whole sample is left out.
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - decoders raise anything, and it fails the sample
+                failures.append(kept(located(error, sample)))
+                undo()
 
-        ids: Ids = self._assembler.shards.texts.made(self._name(sample.row), tokenized)
-        return ids
+        pages, number = self._pages, wanted.number
+        if number is not None:
+            write = partial(self._write, at, wanted, sample, recipe, payloads, ids)
+            attempt(write, partial(pages.blank, number, sample))
+        for media, item, part in wanted.parts:
+            member = sample.member_of(part)
+            generator = partial(sample.generator, of, part - sample.parts.start)
+            decode = partial(media.decode, item, payloads[member], sample.members[member].field, recipe, generator)
+            attempt(decode, partial(media.blank, item))
+        if failures and number is not None and not self._share.plan.parts:
+            pages.blank(number, sample)  # It may stay, with a failed part, in a step that shares samples.
+        return failures
 
-    def _is_cut(self, number: int) -> bool:
-        return int(self._tokens[number]) < int(self._assembler.source.index.llm_tokens[int(self._rows[number])])
+    def _write(
+        self,
+        at: int,
+        wanted: _Wanted,
+        sample: StoredSample,
+        recipe: Recipe,
+        payloads: Mapping[int, bytes | memoryview],
+        ids: Ids | None,
+    ) -> None:
+        """Write a sample's sequence, or its piece in a window, and keep its fields."""
+        number, plan, texts = wanted.number, self._share.plan, self._assembler.shards.texts
+        assert number is not None
+        if plan.ranges is None:
+            self._pages.write(number, sample, payloads)
+        else:
 
-    def _name(self, row: int) -> tuple[str, str, str, int]:
-        index = self._assembler.source.index
-        return "token ids", index.fingerprint, index.build_id, row
+            def tokenized() -> tuple[Ids, int]:
+                made = sample.token_ids(recipe, payloads)
+                return made, made.nbytes
 
-    def _fail(self, number: int, failure: DataError) -> None:
-        self._pages.blank(number)
-        with self._lock:
-            self._failures[number] = kept(failure)
+            if ids is None:
+                name = self._ids_name(wanted)
+                ids = tokenized()[0] if name is None else texts.made(name, tokenized)
+            first, has_labels = (
+                int(plan.ranges.first[at]),
+                int(self._assembler.source.index.loss_tokens[wanted.row]) > 0,
+            )
+            self._pages.write_piece(number, ids[first : first + int(plan.llm_positions[at])], has_labels=has_labels)
+        if recipe.keep:
+            self._kept[at] = sample.kept_values(recipe, payloads)
 
-    def _out_of_memory(self, error: MemoryError, row: int | None = None) -> MemoryError:
-        source = self._assembler.source
-        return out_of_memory(error, source.index, source.recipe, self._rows, row)
+    def _without_failures(self, failures: Sequence[DataError]) -> Assembled:
+        """Build the microbatch again from the samples without failures: memory is laid out for all, and few fail."""
+        indices = self._indices[~np.isin(self._indices, list(self._failures))]
+        again = self._assembler.begin_with(self._share, indices)
+        for task in again.fill(self._memory):
+            task()
+        rest = again.finish()
+        return Assembled(rest.batch, [*failures, *rest.failures], rest.seconds)
 
 
-class WindowPages:
-    """The memory of one window. `lay` provides it, and must be called first.
+def located(error: Exception, sample: StoredSample) -> DataError:
+    """Return the failure of a sample that an exception is, its cause. Raises as `StoredSample.refuse_moved`."""
+    known = isinstance(error, FieldError)
+    if isinstance(error, FieldError):
+        sample.refuse_moved(error)
+    failure = as_field_error(error, "decoded").at(sample.shard, sample.key)
+    failure.__cause__ = error.__cause__ if known else error
+    return failure
 
-    Args:
-        rows: documents of its pieces, int64 (num_pieces,). A rank without a window has none: all is padding then.
-        first, tokens: int64 (num_pieces,), the first token of each piece in its document, and the number of tokens.
 
-    Attributes:
-        num_bytes: of each piece of memory that it needs.
-    """
+TOKEN_BYTES = 48
+"""A token of text: its id twice, its label, and three positions, int64 each."""
 
-    def __init__(self, source: PageSource, rows: Ints, first: Ints, tokens: Ints) -> None:
-        index, layout = source.index, source.layout
-        assert isinstance(layout, Packed)
-        assert layout.length is not None
-        self._layout = layout
-        self._length: int = layout.length
-        self._ids: tuple[SampleId, ...] = tuple((index.shard_of(int(row)).url, index.key(int(row))) for row in rows)
-        self._numbers = tuple(index.piece[rows].tolist())
-        self._ranges = tuple(zip(first.tolist(), (first + tokens).tolist(), strict=True))
-        self._starts = starts_of(tokens)
-        reserved = self._reserved = Reservation()
-        reserved.add("input_ids", (self._length,), np.int64)
-        reserved.add("labels", (self._length,), np.int64)
-        reserved.add("position_ids", (4 if layout.positions == "mrope" else 1, self._length), np.int64)
-        reserved.add("text_ids", (int(self._starts[-1]),), np.int64)
-        self.num_bytes = reserved.num_bytes
-        self._written = np.zeros(len(rows), np.bool_)
+_NAMED = 3
 
-    def lay(self, memory: Sequence[NDArray[np.uint8]]) -> None:
-        """Take pieces of memory of `num_bytes`, with any contents."""
-        arrays = self._reserved.lay(memory)
-        self._arrays = SequenceArrays(*(arrays[name] for name in SequenceArrays._fields))
-        if not len(self._ids):
-            self._arrays.blank(0, self._length)
 
-    def write(self, number: int, token_ids: NDArray[np.int32], *, has_labels: bool) -> None:
-        """Write the tokens of a piece, (tokens,). The first has no label: what precedes it is not in the window."""
-        start, stop = self._place(number)
-        arrays = self._arrays
-        arrays.input_ids[start:stop] = arrays.text_ids[start:stop] = token_ids
-        arrays.labels[start:stop] = token_ids if has_labels else IGNORE
-        arrays.labels[start] = IGNORE
-        arrays.position_ids[:, start:stop] = self._positions(start, stop)
-        self._written[number] = True
+def shard_loader(index: Index, shards: OpenShards, recipe_of: Callable[[int], Recipe]) -> Callable[..., Sample]:
+    """Return (row, of: Pass) -> decoded `Sample` of an index; `recipe_of` returns the recipe for a row."""
 
-    def blank(self, number: int) -> None:
-        """Write a piece of a document that failed: id 0, no labels."""
-        start, stop = self._place(number)
-        first = int(self._positions(start, stop)[0])
-        self._arrays.blank(start, stop, first, first)
-        self._arrays.text_ids[start:stop] = 0
-        self._written[number] = True
+    def load(row: int, of: Pass = Pass()) -> Sample:  # noqa: B008 - a frozen value
+        stored, recipe = StoredSample(index, shards, row), recipe_of(row)
+        try:
+            return stored.decode(recipe, of)
+        except FieldError as error:
+            stored.refuse_moved(error)
+            raise error.at(stored.shard, stored.key) from error.__cause__
+        except MemoryError as error:
+            raise out_of_memory(error, index, recipe, np.array([row]), row) from error
+        except DataError:
+            raise
+        except Exception as error:  # any exception of a decoder fails the sample
+            raise as_field_error(error, "decoded").at(stored.shard, stored.key) from error
 
-    def batch(self, share: Share, samples: Ints, fields: Mapping[str, list[KeptValue]]) -> Batch:
-        """Return the batch over this memory, of the pieces with these indices in the global batch. Raises RuntimeError
-        where a piece was not written.
-        """
-        if not self._written.all():
-            raise RuntimeError(f"pieces {np.flatnonzero(~self._written).tolist()} of a window were never written")
-        plan, arrays = share.plan, self._arrays
-        return Batch(
-            text=TextBatch(input_ids=torch.from_numpy(arrays.text_ids), cu_seqlens=cu_seqlens(self._starts)),
-            media={},
-            llm=self._llm(),
-            sample_ids=self._ids,
-            pieces=self._numbers,
-            token_ranges=self._ranges,
-            plan=plan,
-            step=plan.step,
-            microbatch=share.index,
-            num_microbatches=plan.num_microbatches,
-            dp_size=plan.num_ranks,
-            loss_tokens=int((arrays.labels != IGNORE).sum()),
-            global_loss_tokens=plan.global_loss_tokens,
-            sources=torch.from_numpy(plan.source[samples]) if plan.sources else None,
-            fields=fields,
-        )
+    return load
 
-    def _llm(self) -> LLMBatch:
-        arrays, is_padding = self._arrays, not len(self._ids)
-        starts = self._starts
-        if is_padding or self._layout.attention == "window":
-            starts = np.array([0, self._length])
-        restart, *_ = positions = torch.from_numpy(arrays.position_ids)
-        mrope = self._layout.positions == "mrope"
-        lengths = np.zeros(1, np.int32) if is_padding else np.diff(starts).astype(np.int32)
-        return LLMBatch(
-            input_ids=torch.from_numpy(arrays.input_ids),
-            position_ids=positions[1:] if mrope else restart,
-            labels=torch.from_numpy(arrays.labels),
-            cu_seqlens=cu_seqlens(starts),
-            lengths=torch.from_numpy(lengths),
-            max_seqlen=self._length,
-            restart_position_ids=restart if mrope else None,
-            media_positions={},
-            media_owners={},
-            dummies={},
-        )
 
-    def _place(self, number: int) -> tuple[int, int]:
-        start, stop = self._starts[number : number + 2].tolist()
-        return start, stop
+def shard_refusal(index: Index) -> Callable[[int, str], Exception]:
+    """Return (row of an index, reason) -> the failure of that sample."""
+    return lambda row, reason: DataError(index.shard_of(row).url, index.key(row), "*", f"its worker {reason}")
 
-    def _positions(self, start: int, stop: int) -> Ints:
-        return np.arange(start, stop) if self._layout.attention == "window" else np.arange(stop - start)
+
+def sample_bytes(index: Index, recipe: Recipe, row: int) -> int:
+    """Return the bytes that one sample takes in a batch and while it is decoded."""
+    numbers = index.part_range(row)
+    members = index.members(row)
+    parts = [
+        MeasuredPart(index.modality_of(part), index.member_of(part, len(members)), size)
+        for part, size in zip(numbers, index.sizes(numbers, recipe), strict=True)
+    ]
+    return decoded_bytes(parts, members, recipe) + TOKEN_BYTES * int(index.llm_tokens[row])
+
+
+def out_of_memory(
+    error: MemoryError, index: Index, recipe: Recipe, rows: NDArray[np.int64], row: int | None = None
+) -> MemoryError:
+    """Return an error with the largest samples of a microbatch, and the one that was being decoded."""
+    sizes = {int(each): sample_bytes(index, recipe, int(each)) for each in rows}
+    largest = sorted(sizes, key=lambda each: (-sizes[each], each))[:_NAMED]
+    named = "; ".join(f"{index.shard_of(each).url}: {index.called(each)}, {sizes[each]} bytes" for each in largest)
+    where = "" if row is None else f" at {index.called(row)} of {index.shard_of(row).url}"
+    return MemoryError(
+        f"not enough memory{where} for a microbatch of {len(sizes)} samples, {sum(sizes.values())} bytes by the index "
+        f"({error}); the largest: {named}. Lower batch_size, cap Balance(max_tokens=...), or leave such samples out "
+        "with Limits.sample_decoded_bytes or quarantine="
+    )

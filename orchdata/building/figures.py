@@ -29,12 +29,8 @@ STAGES = ("planning", "reading", "decoding", "packing", "handing_over")
 
 
 class PlannedShare:
-    """A plan made from `spec`, seen from one rank: the input of figures.
-
-    Attributes:
-        price: of the plan.
-        num_failures: samples and parts of the rank's share that failed.
-        is_alone: one rank has everything in one microbatch, so all loads are sums.
+    """A plan made from `spec`, seen from one rank: the input of figures. `is_alone`: one rank has everything in one
+    microbatch, so all loads are sums.
     """
 
     def __init__(self, spec: PlanSpec, plan: Plan, rank: int, num_failures: int = 0) -> None:
@@ -97,14 +93,8 @@ class PlannedShare:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure of `stats()`.
-
-    Attributes:
-        name: its key.
-        measure: its numbers in a step: a number, a tuple of them, or a mapping of those by name. None adds nothing.
-        show: (sum, number of steps) -> plain value.
-        start: the sum before the first step.
-        add: function that adds a number to a sum; or one function for each number of a tuple.
+    """A figure of `stats()`: its key; its numbers in a step (a number, a tuple, or a mapping of those by name; None
+    adds nothing); (sum, number of steps) -> plain value; the first sum; and what adds a number, or each of a tuple.
     """
 
     name: str

@@ -33,12 +33,8 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class PageSource:
-    """What pages are laid out from.
-
-    Attributes:
-        recipe: of all samples; in a mixture, the one that defines the tensors.
-        of_sources: in a mixture, the recipe of each source.
-        encoders: modalities that every batch has, as a dummy where no sample has them.
+    """What pages are laid out from. In a mixture `recipe` defines the tensors, and `of_sources` are those of each
+    source. `encoders` are modalities that every batch has, as a dummy where no sample has them.
     """
 
     index: Index
@@ -71,15 +67,10 @@ def recipe_of(index: Index, recipe: Recipe, of_sources: Sequence[Recipe], row: i
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MediaWork:
-    """One modality of a microbatch on one rank. Parts are numbers in the index.
-
-    Attributes:
-        encoded: int64 (num_encoded,), parts that it encodes, in that order.
-        encoded_sample: int64 (num_encoded,), index in the global batch of the sample of each.
-        arriving: int64 (num_arriving,), parts of its samples, in the order in which their features arrive.
-        owner: int64 (num_arriving,), number of the sample of each among the rank's samples.
-        route: the route between them; None where they are the same.
-        first, rows: int64 (num_arriving,), the segment of each that arrives; None where all rows do.
+    """One modality of a microbatch on one rank, parts as numbers in the index: those that it encodes, in that order,
+    and their samples in the global batch; parts of its samples, as their features arrive, and the `owner` of each among
+    the rank's samples; the route between them, None where they are the same; the segment of each that arrives, None for
+    all rows.
     """
 
     encoded: Ints
@@ -116,13 +107,8 @@ def planned_work(share: Share, modality: str) -> MediaWork:
 
 
 class MediaSlots:
-    """The positions of the tokens of one modality. Slots number the parts in the order in which they arrive.
-
-    Attributes:
-        owner: int64 (num_slots,), number of the sample of each in the microbatch.
-        positions: int64 (num_tokens,), once written; those of a dummy where there is no slot.
-        needed: int64 (num_tokens,), which of the rows that arrive have these positions; None: all. Of a slice some rows
-            are not.
+    """The positions of the tokens of one modality. Slots number the parts as they arrive; `owner` is the sample of
+    each. `needed` are the rows that arrive and have positions, None for all: of a slice some have none.
     """
 
     def __init__(self, source: PageSource, name: str, work: MediaWork, num_samples: int, reserved: Reservation) -> None:
@@ -187,10 +173,8 @@ class MediaSlots:
         return totals
 
     def put(self, slot: int, start: int, first: int, tokens: int, held: tuple[int, int] | None = None) -> None:
-        """Put `tokens` of its tokens, from its `first`, at `start`. A slot is written when its last token is.
-
-        Args:
-            held: the first position that this rank has, and the one after the last; None: it has all.
+        """Put `tokens` of its tokens, from its `first`, at `start`. A slot is written when its last token is. `held`:
+        the first position that this rank has, and the one after the last; None for all.
         """
         begin, end = self._starts[slot : slot + 2].tolist()
         shift = begin - int(self._rows_first[slot])  # of a row that arrives, from its number in the part

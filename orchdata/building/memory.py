@@ -91,10 +91,8 @@ class Returns(Generic[T]):
 
 
 class BufferPool:
-    """Allocates memory, and takes it back when the arrays over it are collected.
-
-    Args:
-        max_free_bytes: most unused memory to keep; returned memory above it is released at the next allocation.
+    """Allocates memory, and takes it back when the arrays over it are collected; above `max_free_bytes` of it are
+    released at the next allocation.
     """
 
     def __init__(self, max_free_bytes: int = 1 << 30) -> None:

@@ -41,19 +41,13 @@ from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.samples.compose import MediaSlot, TextSpan
 from orchdata.loaders.samples.members import KeptValue
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
-from orchdata.planning.layout import Padded, fixed_length, row_lengths
+from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, row_lengths
 from orchdata.planning.teams import JoinedSequences, joined_sequences
 
 
 class Pages:
-    """The memory of one microbatch. `lay` provides it, and must be called first.
-
-    Args:
-        samples: int64 (num_samples,), indices in the global batch, those of the largest teams first.
-
-    Attributes:
-        num_bytes: of each piece of memory that it needs.
-        media: modality -> the parts that are encoded here.
+    """The memory of one microbatch, of the samples with these indices in the global batch. `lay` provides it, and must
+    be called first: pieces of `num_bytes` each. `media` are the parts that are encoded here.
     """
 
     def __init__(
@@ -72,17 +66,21 @@ class Pages:
         self._dummies = {name: source.recipe.modalities[name].dummy() for name in missing}
 
         # Where each sequence starts: those of the samples, then that of the dummies, then padding to a fixed length.
-        self._lengths = index.llm_tokens[rows].astype(np.int64)
-        length = fixed_length(layout)
+        ranges, length = plan.ranges, fixed_length(layout)
+        self._lengths = index.llm_tokens[rows].astype(np.int64) if ranges is None else plan.llm_positions[samples]
         if layout.empty == "dummy" and (self._dummies or (not len(rows) and length is None)):
             last = sum(size.tokens for size in self._dummies.values())
             self._lengths = np.append(self._lengths, max(1, last))
-        self._first, self._held = np.zeros_like(self._lengths), self._lengths
+        self._first = np.zeros_like(self._lengths) if ranges is None else ranges.first[samples]
+        self._held, self._counts_from = self._lengths, self._first  # of positions, those of the first token
         self._joined: list[JoinedSequences] = []
-        if plan.joined_to is None:
+        if plan.joined_to is not None:
+            self._starts = self._cut(plan.team_size[samples], plan.joined_to)
+        elif ranges is None:
             self._starts = starts_of(row_lengths(layout, self._lengths))
         else:
-            self._starts = self._cut(plan.team_size[samples], plan.joined_to)
+            self._starts = starts_of(self._lengths)
+            self._counts_from = self._starts[:-1] if _is_one_sequence(layout) else np.zeros_like(self._lengths)
         if length is not None and length > self._starts[-1]:
             self._starts = np.append(self._starts, length)
 
@@ -109,10 +107,8 @@ class Pages:
         self._valid = np.ones(len(rows), np.bool_)
 
     def _cut(self, sizes: NDArray[np.int32], multiple_of: int) -> NDArray[np.int64]:
-        """Find which tokens of each sequence this rank has. Return where each starts; what pads a slice ends its last.
-
-        Args:
-            sizes: int32 (num_samples,), of their teams. A sequence of dummies is whole.
+        """Find which tokens of each sequence this rank has, by the sizes of their teams; that of dummies is whole.
+        Return where each starts; what pads a slice ends its last.
         """
         sizes = np.append(sizes, np.ones(len(self._lengths) - len(sizes), np.int32))
         self._joined = joined_sequences(sizes, self._lengths, multiple_of)
@@ -203,10 +199,19 @@ class Pages:
             self._put(number, arrays, is_text)
         self._written[number] = True
 
+    def write_piece(self, number: int, token_ids: NDArray[np.int32], *, has_labels: bool) -> None:
+        """Write the tokens of a piece of a document. The first has no label: what precedes it is not in the window."""
+        (start, stop), arrays = self._starts[number : number + 2].tolist(), self._arrays
+        arrays.input_ids[start:stop] = arrays.text_ids[start:stop] = token_ids
+        arrays.labels[start:stop] = token_ids if has_labels else IGNORE
+        arrays.labels[start] = IGNORE
+        arrays.position_ids[:, start:stop] = np.arange(stop - start) + self._counts_from[number]
+        self._written[number] = True
+
     def blank(self, number: int, sample: StoredSample) -> None:
         """Write a sequence without loss, as long as planned, for a sample that failed."""
         start, index = int(self._starts[number]), self._source.index
-        first, stop = int(self._first[number]), int(self._starts[number + 1])
+        first, stop = int(self._counts_from[number]), int(self._starts[number + 1])
         self._arrays.blank(start, start + int(self._held[number]) if self._joined else stop, first, first)
         self._arrays.text_ids[self._text_starts[number] : self._text_starts[number + 1]] = 0
         self._valid[number] = False
@@ -249,7 +254,7 @@ class Pages:
         return TextBatch(input_ids=torch.from_numpy(ids), cu_seqlens=cu_seqlens(starts_of(lengths)))
 
     def batch(self, fields: Mapping[str, list[KeptValue]] | None = None) -> Batch:
-        """Return the batch over this memory, with kept fields of its samples. Raises RuntimeError where a slice was not
+        """Return the batch over this memory, with kept fields of its samples. Raises RuntimeError where one was not
         written.
         """
         media = {name: pages.batch() for name, pages in self.media.items()}
@@ -269,7 +274,7 @@ class Pages:
             llm=llm,
             sample_ids=self._ids,
             pieces=self._pieces,
-            token_ranges=tuple(ranges)[: len(self._ids)] if self._joined else (),
+            token_ranges=tuple(ranges)[: len(self._ids)] if self._joined or plan.ranges is not None else (),
             plan=plan,
             step=plan.step,
             microbatch=share.index,
@@ -322,7 +327,9 @@ class Pages:
         )
 
     def _llm(self, *, per_phase: bool) -> LLMBatch:
-        starts, arrays = self._starts, self._arrays
+        starts, held, arrays = self._starts, self._held, self._arrays
+        if _is_one_sequence(self._source.layout):
+            starts, held = starts[[0, -1]], starts[-1:] if len(held) else held
         shape: tuple[int, ...] = (int(starts[-1]),)
         mask = None
         if isinstance(self._source.layout, Padded):
@@ -331,7 +338,7 @@ class Pages:
             starts = starts_of(self._lengths)
             mask = torch.from_numpy(row_mask(self._lengths, shape[1]))
         lengths = np.zeros(len(starts) - 1, np.int32)  # the padding of a fixed length is a sequence of 0 tokens
-        lengths[: len(self._held)] = self._held
+        lengths[: len(held)] = held
         labels, is_joined = torch.from_numpy(arrays.labels.reshape(shape)), self._share.plan.joined_to is not None
         mrope = self._source.layout.positions == "mrope"
         restart, *_ = positions = torch.from_numpy(arrays.position_ids.reshape(len(arrays.position_ids), *shape))
@@ -351,13 +358,14 @@ class Pages:
         )
 
 
-class SequenceArrays(NamedTuple):
-    """The sequences of a microbatch, one after another.
+def _is_one_sequence(layout: Layout) -> bool:
+    """Whether the documents of a window are one sequence."""
+    return isinstance(layout, Packed) and layout.attention == "window"
 
-    Attributes:
-        input_ids, labels: int64 (T,).
-        position_ids: int64 (1, T), restarting at each sample; under "mrope" (4, T), also time, height, width.
-        text_ids: int64 (num_text_tokens,), tokens of text alone.
+
+class SequenceArrays(NamedTuple):
+    """The sequences of a microbatch, one after another, int64 (T,). Positions are (1, T), restarting at each sample;
+    under "mrope" (4, T), also time, height, width. `text_ids` are the tokens of text alone.
     """
 
     input_ids: NDArray[np.int64]
@@ -378,13 +386,8 @@ class SequenceArrays(NamedTuple):
 
 
 class SequenceWriter:
-    """Writes one sample.
-
-    Args:
-        arrays: of the microbatch.
-        bounds: start and end of its sequence, and the end of its padding.
-        text_bounds: start and end of its text in `text_ids`.
-        text_field: the field in errors.
+    """Writes one sample. `bounds`: start and end of its sequence, and the end of its padding; `text_bounds`: of its
+    text in `text_ids`; `text_field`: the field in errors.
     """
 
     def __init__(
@@ -414,11 +417,9 @@ class SequenceWriter:
         self._text_cursor = text_stop
 
     def media(self, token_id: int, tokens: int, rope: NDArray[np.int64] | None, rope_span: int | None = None) -> int:
-        """Write the placeholder tokens of one part. Return the position of the first. Raises FieldError.
-
-        Args:
-            rope: under "mrope", positions of its tokens from 0, (3, tokens); None continues to count.
-            rope_span: positions from its first token to what follows it; None for one more than the largest.
+        """Write the placeholder tokens of one part. Return the position of the first. Raises FieldError. Under "mrope"
+        `rope` has positions of its tokens from 0, (3, tokens), None continues to count; `rope_span` those from its
+        first token to what follows it, None for one more than the largest.
         """
         start, stop = self._advance(tokens)
         arrays = self._arrays

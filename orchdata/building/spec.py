@@ -25,11 +25,7 @@ class Content(Protocol):
     """The data of batches, and how batches are made of it: a value."""
 
     def open(self, watch: Watch) -> Assembler:
-        """Return what makes batches in this process.
-
-        Args:
-            watch: records each sample while it is loaded.
-        """
+        """Return what makes batches in this process. `watch` records each sample while it is loaded."""
 
     def name_of(self, row: int) -> str:
         """Return a sample's name for messages."""
@@ -37,11 +33,7 @@ class Content(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class BuildSpec:
-    """Everything a rank's steps depend on, apart from their `StepTask`.
-
-    Attributes:
-        peer: of the rank, whose parts are encoded.
-    """
+    """Everything a rank's steps depend on, apart from their `StepTask`; `peer` of the rank has its parts encoded."""
 
     plan: PlanSpec
     rank: int
@@ -64,16 +56,9 @@ class BuildSpec:
         return self.shards is not None and bool(self.shards.any_remote)
 
     def open(self, *, watch: Watch | None = None, allocate: Callable[[StepTask], Memory] | None = None) -> Builder:
-        """Return the builder of steps in this process, one for all its threads.
-
-        Args:
-            watch: records each sample while it is loaded.
-            allocate: see `Builder`.
-
-        Raises:
-            StaleIndexError: the index was rebuilt after the spec was created.
-            PackageError: a package that the recipe needs is missing or broken.
-            StorageError: the index cannot be loaded now.
+        """Return the builder of steps in this process, one for all its threads. Raises StaleIndexError where the index
+        was rebuilt after the spec was created, PackageError for a package that the recipe needs, StorageError where the
+        index cannot be loaded now.
         """
         settle_first_calls()
         return Builder(self.plan, self.rank, self.content.open(watch or Watch()), allocate, peer=self.peer)

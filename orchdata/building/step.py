@@ -36,12 +36,9 @@ class BuiltStep:
 
 
 class Builder:
-    """Builds the steps of one rank: an opened `BuildSpec`, with open shards and counters.
-
-    One for all threads of a process; it does not pickle.
-
-    Args:
-        allocate: task -> memory for the batches of its step; default: a pool that reuses memory after its last use.
+    """Builds the steps of one rank: an opened `BuildSpec`, with open shards and counters; one for all threads of a
+    process. `allocate`: task -> memory for the batches of its step; default: a pool that reuses memory after its last
+    use.
     """
 
     def __init__(
@@ -86,12 +83,7 @@ class Builder:
 
 
 class StartedStep:
-    """A planned step; its tasks are ready to run.
-
-    Attributes:
-        plan: of all ranks.
-        num_bytes: memory that its batches take.
-    """
+    """A planned step; its tasks are ready to run. Its batches take `num_bytes` of memory."""
 
     def __init__(
         self, spec: PlanSpec, rank: int, peer: int, assembler: Assembler, task: StepTask, memory: Memory

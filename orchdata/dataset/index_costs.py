@@ -26,16 +26,10 @@ _ONE_A_POSITION: Coefficients = (1 << COST_SHIFT, 0, 0, np.empty((0, 2), np.int6
 
 @dataclass(frozen=True)
 class IndexCosts:
-    """Costs of an index's rows.
-
-    Args:
-        index: the samples.
-        model: cost model of the balanced phases; with None every phase that the samples have costs its positions.
-        multiple_of: LLM sequences are padded to a multiple of this; `llm` costs and positions count the padding.
-        rectangular: LLM batches are padded to their longest sample; a cost is then of a row as long as the sample.
-        length: of every LLM microbatch; None where lengths vary.
-        attention: of windows of concatenated documents; None where documents are not concatenated.
-        joins: sequences of a microbatch are joined before they are padded: costs and positions count no padding.
+    """Costs of an index's rows. Without a cost model every phase that the samples have costs its positions.
+    `multiple_of` is that of LLM sequences; with `joins` they are joined before they are padded, so costs count no
+    padding. `rectangular`: a cost is of a row as long as the sample. `length`: of every LLM microbatch; `attention`: of
+    windows; else None.
     """
 
     index: Index

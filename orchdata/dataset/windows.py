@@ -32,11 +32,7 @@ def check_windows(
     recipes: Sequence[Recipe],
     index: Index,
 ) -> None:
-    """Raise ValueError if a loader's arguments and data do not fit windows of `length` tokens; None for no windows.
-
-    Args:
-        size: the argument that says how large a step is.
-    """
+    """Raise ValueError if a loader's arguments and data do not fit windows of `length` tokens; None for no windows."""
     if length is None:
         return
     budgets = size.get("global_batch_tokens")
@@ -82,11 +78,7 @@ def check_accumulate(accumulate: int, windows: int, num_ranks: int) -> None:
 def windows_of(
     batches: Batches, length: int, order: Order | MixtureOrder, counts: TokenCounts, index: Index
 ) -> WindowBatches:
-    """Return the steps of windows of an order. Raises ValueError if an epoch has not enough tokens for a step.
-
-    Args:
-        batches: their size is in windows.
-    """
+    """Return the steps of windows of an order. Raises ValueError if an epoch has not enough tokens for a step."""
     assert isinstance(batches, GlobalBatches)
     windows = WindowBatches(
         size=batches.size,
@@ -130,12 +122,7 @@ def warn_of_windows(batches: WindowBatches, recipes: Sequence[Recipe], num_ranks
 
 
 def check_labels(length: int | None, index: Index, excluded: Ints) -> None:
-    """Raise ValueError if some tokens of a document have no label: a cut document's labels are then not known.
-
-    Args:
-        length: tokens of a window; None for no windows, which checks nothing.
-        excluded: rows that are left out, ascending.
-    """
+    """Raise ValueError if some tokens of a document have no label: a cut document's labels are then not known."""
     count, first = 0, -1
     if length is None:
         return

@@ -301,12 +301,7 @@ def in_pipeline(settings: Sequence[Any]) -> list[Any]:
 def gpu_bytes(
     kind: Kind, settings: Sequence[Setting], tokens: Numbers, memory: Memory, means: Means
 ) -> dict[str, Numbers]:
-    """Return bytes of the fullest GPU of each module that has its own; all others are with the LLM's.
-
-    Args:
-        settings: of encoders and generators, the LLM's last.
-        tokens: most LLM tokens of a microbatch.
-    """
+    """Return bytes of the fullest GPU of each module that has its own; all others are with the LLM's, which is last."""
     cluster, a, (*encoders, llm) = means.cluster, means.cluster.assumed, settings
     wide = a.feature_bytes * llm.module.cost.hidden
     features = wide * (1 + any(each.module.has_gradients for each in encoders)) * memory.rows

@@ -23,8 +23,8 @@ from orchdata.balancers.phases import assign_jointly, search_pairs
 from orchdata.native.assign.phase_refine import phase_peaks
 from orchdata.native.assign.phases import above_caps, sum_of_peaks
 from orchdata.native.microbatches.within_caps import fits_alone
-from orchdata.native.move.grid import move_in_grid
 from orchdata.native.move.minimal_move import relabel
+from orchdata.native.move.phases import move_in_grid
 from orchdata.planning.balance import Balance
 
 Ints = NDArray[np.int64]
@@ -35,9 +35,8 @@ _GAIN = 50  # Where the sum of peaks would be more than 1/50 above theirs, it ta
 
 
 class Limits(NamedTuple):
-    """Caps of a rank: its `sizes`, int64 (num_items, num_caps), sum to at most `caps`, int64 (num_caps,). `within` is
-    an assignment, int32 (num_items,), that keeps the caps and the scope; `pinned`, int32 (num_items,), has the rank in
-    it of an item that may not move, or -1.
+    """Caps of a rank: its `sizes`, int64 (num_items, num_caps), sum to at most `caps`, int64 (num_caps,). `within`,
+    int32 (num_items,), keeps the caps and the scope; `pinned` has the rank in it of an item that may not move, or -1.
     """
 
     sizes: Ints
@@ -47,14 +46,8 @@ class Limits(NamedTuple):
 
 
 def stream_ranks(stream: Ints, num_ranks: int) -> NDArray[np.int32]:
-    """Return the rank that owns the stream of each sample: ranks share the streams evenly, in order.
-
-    Args:
-        stream: int64 (num_samples,), the stream that each sample of the global batch is drawn from.
-        num_ranks: at least 1; their counts of samples differ by at most one.
-
-    Returns:
-        int32 (num_samples,), ascending over the samples sorted by stream.
+    """Return the rank that owns the stream of each sample, int32 (num_samples,): ranks share the streams evenly, in
+    order.
     """
     num_samples = len(stream)
     if num_ranks == 1:
@@ -79,24 +72,11 @@ def assign(
     ranks_per_node: int | None = None,
     limits: Limits | None = None,
 ) -> Ranks:
-    """Return the rank of each sample or part, for all phases.
-
-    Args:
-        costs: phase -> int64 (num_items,), the phases to balance; the last of them, `llm`, is at least 1.
-        balance: scope, objective and limits on counts; a group size where the scope needs one.
-        num_ranks: at least 1.
-        owner: int32 (num_items,), the rank that has each item, or the rank of its stream where nothing is loaded yet.
-        sizes: int64 (num_items,), what it takes to move each loaded item, without limits on counts; None where nothing
-            is loaded yet.
-        ranks_per_node: consecutive ranks of a node, inside which loaded items move if possible.
-        limits: caps that are kept, for items that are not loaded, under scope "grouped" or "global". Each phase is
-            then levelled, also where ranks do not wait after each phase.
-
-    Returns:
-        int32 (num_items,); `owner` itself where loaded items stay.
-
-    Raises:
-        ValueError: more items than the limits on counts allow.
+    """Return the rank of each sample or part, int32 (num_items,); `owner` itself where loaded items stay. `costs` are
+    of the phases to balance, `llm` last; `owner` is the rank that has each item, or that of its stream where nothing is
+    loaded yet. `sizes` are what it takes to move each loaded item; then counts have no limit, and moves stay inside of
+    nodes if possible. `limits`, for items that are not loaded, under scope "grouped" or "global", are kept, and each
+    phase is levelled. Raises ValueError for more items than the limits on counts allow.
     """
     loaded, group_size = sizes is not None, balance.group_size or num_ranks
     if balance.scope == "none" or num_ranks == 1:
@@ -165,12 +145,9 @@ def _within(costs: Mapping[str, Ints], balance: Balance, num_ranks: int, owner: 
 def stay_near(
     costs: Mapping[str, Ints], rank: Ranks, owner: Ranks, num_ranks: int, balance: Balance, limits: Limits
 ) -> tuple[Ranks, Ranks]:
-    """Return (an assignment with nearly the peaks of `rank` in which few samples leave their `owner`'s node and column,
-    `rank` with ranks named so that many samples stay). Both are the second where the first is not found.
-
-    Args:
-        costs: phase -> int64 (num_items,), `llm` last, of one micro-step; `rank`, int32 (num_items,), balances it.
-        limits: the caps.
+    """Return (an assignment with nearly the peaks of `rank`, which balances a micro-step, in which few samples leave
+    their `owner`'s node and column; `rank` with ranks named so that many stay). Both are the second where the first is
+    not found.
     """
     by_item = np.ascontiguousarray(np.stack(list(costs.values()), axis=1))
     peaks = phase_peaks(by_item, rank, num_ranks)

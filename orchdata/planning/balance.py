@@ -183,11 +183,8 @@ class StepPrice:
         return self.num_stages is None
 
     def of(self, cells: Sequence[Ints]) -> int:
-        """Return the cost of a step.
-
-        Args:
-            cells: loads of each phase that counts, encoders before `llm`: int64 (num_ranks, num_microbatches), or of
-                encoders (num_ranks, num_rounds).
+        """Return the cost of a step from the loads of each phase that counts, encoders before `llm`: int64 (num_ranks,
+        num_microbatches), or of encoders (num_ranks, num_rounds).
         """
         if self.meets_in_micro_steps:
             return sum(int(of_phase.max(axis=0).sum()) for of_phase in cells)
@@ -196,12 +193,8 @@ class StepPrice:
         return int(slowest(*_stages(cells, self.num_stages), self.num_stages))
 
     def of_even(self, means: Sequence[float], num_microbatches: int) -> float:
-        """Return the cost of a step in which all microbatches have the same load in each phase.
-
-        A pipeline can be a little cheaper: small microbatches at both ends fill it sooner.
-
-        Args:
-            means: mean load of a rank in each phase, in the order of `of`.
+        """Return the cost of a step in which all microbatches have the same load in each phase, with these mean loads
+        of a rank. A pipeline can be a little cheaper: small microbatches at both ends fill it sooner.
         """
         if self.num_stages is None:
             return sum(means)
@@ -209,11 +202,8 @@ class StepPrice:
         return float(slowest(*_stages(cells, self.num_stages), self.num_stages))
 
     def lower_bound(self, costs: Sequence[Ints], bounds: Sequence[int], num_ranks: int) -> int:
-        """Return a cost that no assignment of whole samples goes below, in any number of micro-steps.
-
-        Args:
-            costs: int64 (num_samples,) of each phase, in the order of `of`.
-            bounds: lower bound of the largest load of each phase.
+        """Return a cost that no assignment of whole samples goes below, in any number of micro-steps, from the costs of
+        each phase and the lower bounds of their largest loads.
         """
         if self.meets_in_micro_steps:
             return sum(bounds)

@@ -68,15 +68,10 @@ class SampleCosts(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSpec:
-    """Everything that a plan depends on, except its `StepTask`: a value that pickles.
-
-    Attributes:
-        ranks_per_node: where parts are assigned separately, consecutive ranks of a node, inside which features travel
-            if possible; None if not known. The samples of a step do not depend on it.
-        num_peers: GPUs of a rank that encode, where parts are assigned separately. Samples do not depend on it.
-        accumulate: micro-steps of every step, over which samples are spread; 1: as many as the caps need.
-        evens_tail: whether the last step of an epoch has as many samples on each rank, with repeats on the last ones.
-            Of map-style data alone, which has no parts that peers could share.
+    """Everything that a plan depends on, except its `StepTask`: a value that pickles. `ranks_per_node` (None if not
+    known) and `num_peers` are of parts that are assigned separately; samples do not depend on them. `accumulate`:
+    micro-steps of every step; 1: as many as the caps need. `evens_tail`: the last step of an epoch has as many samples
+    on each rank, with repeats on the last ones; of map-style data alone.
     """
 
     costs: SampleCosts
@@ -259,12 +254,8 @@ class _GlobalBatch:
         caps: Sequence[str] | None = None,
         num_microbatches: int | None = None,
     ) -> Shares:
-        """Return ranks and microbatches of whole samples.
-
-        Args:
-            phases: to balance, `llm` last; by default all that are balanced.
-            caps: phases with caps to keep; by default all that have one.
-            num_microbatches: by default the fewest, or `PlanSpec.accumulate` of them.
+        """Return ranks and microbatches of whole samples, by all balanced phases and within all caps, or by some of
+        them; in the fewest microbatches, or `PlanSpec.accumulate` of them.
         """
         spec, step = self.spec, self.samples(phases, caps)
         if spec.balance.teams is not None:

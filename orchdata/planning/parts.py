@@ -69,10 +69,7 @@ class Parts:
 @dataclass(frozen=True, slots=True)
 class Encoders:
     """What encodes parts: `num_peers` GPUs of each of `num_ranks` ranks. While parts are shared out, their `rank` is
-    the number of a GPU, rank * num_peers + peer; `named` gives them both.
-
-    Attributes:
-        ranks_per_node: consecutive ranks of a node, inside which features travel if possible; None if not known.
+    the number of a GPU, rank * num_peers + peer; `named` gives them both. `ranks_per_node` is None if not known.
     """
 
     balance: Balance
@@ -91,7 +88,7 @@ class Encoders:
 
     def home(self, parts: Parts, shares: Shares, weights: Ints | None = None) -> Ranks:
         """Return the GPU of each part if it stays with its sample, int32 (num_parts,): peers share what their rank has
-        in a micro-step by `weights`, int64 (num_parts,); by default the costs.
+        in a micro-step by `weights`; by default the costs.
         """
         home = shares.rank[parts.sample]
         if self.num_peers == 1:
@@ -127,13 +124,9 @@ class Encoders:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnParts:
-    """What one rank, or a peer of it, has of `Parts`: for each micro-step, int64 indices of parts.
-
-    Attributes:
-        encoded: what it encodes, grouped by the first rank that needs it: rows that one rank needs are sent without a
-            copy.
-        arriving: the parts of the rank's samples, grouped by the peer and then the rank that encodes them: the order in
-            which they arrive.
+    """What a peer of a rank has of `Parts`, for each micro-step, int64 indices: what it encodes, grouped by the first
+    rank that needs it, so rows are sent without a copy; and parts of the rank's samples, in the order in which they
+    arrive, by peer, then rank that encodes them.
     """
 
     encoded: list[Ints]
@@ -152,10 +145,8 @@ def share_out_parts(parts: Parts, shares: Shares, encoders: Encoders) -> Parts:
 
 
 def fit_parts(parts: Parts, cap: int, shares: Shares, encoders: Encoders, *, or_home: bool = False) -> Parts | None:
-    """`share_out_parts` with at most `cap` positions on a GPU in a micro-step. Where that is not possible, return
-    None, or with `or_home` leave the parts of that micro-step with their samples.
-
-    A part above the cap is the only one of its GPU in its micro-step.
+    """`share_out_parts` with at most `cap` positions on a GPU in a micro-step, but for a single part. Where that is not
+    possible, return None, or with `or_home` leave the parts of that micro-step with their samples.
     """
     shared = share_out_parts(parts, shares, encoders)
     home, step = encoders.home(parts, shares, parts.positions), shares.microbatch[parts.sample]
@@ -181,17 +172,9 @@ def by_rounds(shares: Shares, rounds: Ranks) -> Shares:
 def share_out_in_rounds(
     parts: Mapping[str, Parts], shares: Shares, encoders: Encoders, *, stays: bool = False
 ) -> tuple[Ranks, dict[str, Parts]]:
-    """Cut micro-steps into rounds, and decide which GPU encodes each part of a round.
-
-    A round has as many micro-steps as `balance.encode` and the caps allow, and at least one: of that one, phases with a
-    cap keep their ranks.
-
-    Args:
-        parts: encoder phase -> its parts, with GPUs in phases that have a cap.
-        stays: parts have the ranks of their samples, and keep them.
-
-    Returns:
-        int32 (num_microbatches,), the round of each micro-step, ascending from 0; and the parts.
+    """Return int32 (num_microbatches,), the round of each micro-step, ascending from 0, and which GPU encodes each
+    part. A round has as many micro-steps as `balance.encode` and the caps allow, and at least one: of that one, phases
+    with a cap keep their ranks. With `stays` parts keep the ranks of their samples.
     """
     number, balance = shares.num_microbatches, encoders.balance
     most = number if balance.encode == "step" else max(1, int(balance.encode))
@@ -227,9 +210,7 @@ def share_out_in_rounds(
 
 
 def _held(parts: Parts, cap: int, shares: Shares) -> Ints:
-    """Return the positions before each micro-step and in all, int64 (num_microbatches + 1,); a part above the cap fills
-    a GPU.
-    """
+    """Return the positions before each micro-step and in all; a part above the cap fills a GPU."""
     held = np.zeros(shares.num_microbatches + 1, np.int64)
     np.add.at(held, shares.microbatch[parts.sample] + 1, np.minimum(parts.positions, cap))
     return np.cumsum(held)
@@ -238,8 +219,8 @@ def _held(parts: Parts, cap: int, shares: Shares) -> Ints:
 def _fit_round(
     parts: Parts, cap: int, shares: Shares, micro_steps: range, encoders: Encoders, stays: bool
 ) -> tuple[Ints, Ranks] | None:
-    """Return the parts of a round and their GPUs within the cap; None where that is not possible. One micro-step is
-    returned as it is.
+    """Return the parts of a round and their GPUs within the cap; None where there are none. One micro-step stays as it
+    is.
     """
     step = shares.microbatch[parts.sample]
     members = np.flatnonzero((step >= micro_steps.start) & (step < micro_steps.stop))
@@ -283,11 +264,8 @@ def route_of_parts(
     peer: int = 0,
     num_peers: int = 1,
 ) -> Route:
-    """Return the route of the features of `parts` in a micro-step, seen from `peer` of `rank`.
-
-    Args:
-        home: int32 (num_samples,), the rank of each sample.
-        encoded, arriving: indices of parts, as `OwnParts` has them for the micro-step.
+    """Return the route of the features of `parts` in a micro-step, seen from `peer` of `rank`; `home` is the rank of
+    each sample, the others as `OwnParts` has them.
     """
     return grouped_route(
         rank,

@@ -29,7 +29,7 @@ from orchdata.planning.parts import OwnParts, Parts, by_rounds, own_parts, route
 from orchdata.planning.route import Route, grouped_route, in_segments
 from orchdata.planning.sharing.packed import NO_PADDING, NoPadding
 from orchdata.planning.sharing.shares import Padding, Shares
-from orchdata.planning.teams import StepTeams, joined_sequences
+from orchdata.planning.teams import StepTeams
 from orchdata.planning.windows import TokenRanges
 
 if TYPE_CHECKING:
@@ -216,15 +216,40 @@ class Plan:
         samples: all, or where it has a slice those that may be in it.
         """
         parts = self.parts[phase]
+        sample, tokens = parts.sample[part], parts.tokens[part]
         if self.teams is None or self.joined_to is None:
-            return np.zeros_like(part), parts.tokens[part]
-        place = (rank - self.rank[parts.sample[part]]).astype(np.int64)
-        return rows_held(parts, part, place, self._joined_places, self.llm_positions)
+            return np.zeros_like(part), tokens
+        # Rows of the modality before each part in its sample, and the sample's tokens that are not of the modality.
+        ends = np.cumsum(parts.tokens)
+        of_sample = np.searchsorted(parts.sample, sample), np.searchsorted(parts.sample, sample, "right")
+        first, stop = (np.append(0, ends)[at] for at in of_sample)
+        lengths = self.llm_positions[sample]
+        before, others = ends[part] - tokens - first, lengths - (stop - first)
+        # Its slice of the sample, from a token to before another.
+        starts, slice_tokens = (column[sample] for column in self._slices)
+        begin = (rank - self.rank[sample]).astype(np.int64) * slice_tokens - starts
+        end, begin = np.clip(begin + slice_tokens, 0, lengths), np.clip(begin, 0, lengths)
+        low, high = np.clip(begin - others - before, 0, tokens), np.clip(end - before, 0, tokens)
+        return low, np.where(end > begin, np.maximum(high - low, 0), 0)
 
     @cached_property
-    def _joined_places(self) -> JoinedPlaces:
+    def _slices(self) -> tuple[Ints, Ints]:
+        """Where each sequence begins among those of its team, joined, and the tokens of a member's slice, int64 (n,)
+        each, as `joined_sequences` has them; 0 and its length where it is whole.
+        """
         assert self.teams is not None and self.joined_to is not None
-        return joined_places(self.teams, self.rank, self.microbatch, self.llm_positions, self.joined_to)
+        lengths, size = self.llm_positions, self.teams.size
+        start, tokens, shared = np.zeros_like(lengths), lengths.copy(), np.flatnonzero(size > 1)
+        if len(shared):
+            keys = np.stack([self.microbatch, self.rank, size])
+            shared = shared[np.lexsort(keys[:, shared])]  # stable: samples of a team stay in their order
+            begins = np.flatnonzero(np.diff(keys[:, shared], axis=1, prepend=-1).any(axis=0))
+            team = np.repeat(np.arange(len(begins)), np.diff(np.append(begins, len(shared))))
+            before = np.cumsum(lengths[shared]) - lengths[shared]
+            start[shared] = before - before[begins][team]
+            pieces = size[shared[begins]].astype(np.int64) * self.joined_to
+            tokens[shared] = (-(-np.add.reduceat(lengths[shared], begins) // pieces) * self.joined_to)[team]
+        return start, tokens
 
     def feature_rows(self, phase: str) -> Ints:
         """Count the rows of `phase`'s features over all ranks: int64 (3,), those that stay on their rank, move inside a
@@ -323,10 +348,8 @@ class Plan:
         return self._padding(phase).lower_bound(self.costs[phase], self.llm_positions, *sizes)
 
     def cost(self, price: StepPrice, phases: Sequence[str]) -> int:
-        """Return the cost of the step, by `waits`.
-
-        Args:
-            phases: those that count, `SampleCosts.balanced`; other phases have units of their own.
+        """Return the cost of the step, by `waits` in these phases, `SampleCosts.balanced`; others have units of their
+        own.
         """
         return price.of([self.waits(phase) for phase in phases])
 
@@ -361,16 +384,11 @@ class Plan:
     def tokenized(self) -> int:
         """LLM tokens that ranks read and tokenize: a member does all of each sequence of which it has a part."""
         size, lengths = self.team_size.astype(np.int64), self.llm_positions
-        if self.joined_to is None:
+        if self.teams is None or self.joined_to is None:
             return int((lengths * size).sum())
-        total, shared = int(lengths[size == 1].sum()), np.flatnonzero(size > 1)
-        keys = np.stack([size[shared], self.rank[shared], self.microbatch[shared]])
-        for key in np.unique(keys, axis=1).T:
-            at = shared[(keys == key[:, None]).all(axis=0)]
-            (team,) = joined_sequences(size[at], lengths[at], self.joined_to)
-            members = -(-team.borders[1:] // team.tokens) - team.borders[:-1] // team.tokens
-            total += int((lengths[at] * members).sum())
-        return total
+        start, tokens = self._slices
+        tokens = np.maximum(tokens, 1)
+        return int((lengths * (-(-(start + lengths) // tokens) - start // tokens)).sum())
 
     @property
     def filled(self) -> tuple[int, int] | None:
@@ -421,55 +439,3 @@ class Plan:
         for column in columns:
             digest.update(column.astype(column.dtype.newbyteorder("<"), copy=False).tobytes())
         return digest.hexdigest()
-
-
-Ranks = NDArray[np.int32]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class JoinedPlaces:
-    """Where whole sequences begin among those of their teams, joined, and the tokens of a slice: int64 (n,) each."""
-
-    start: Ints
-    slice_tokens: Ints
-
-
-def joined_places(teams: StepTeams, rank: Ranks, microbatch: Ranks, lengths: Ints, multiple_of: int) -> JoinedPlaces:
-    """Return the places of shared samples, those of `joined_sequences`; whole samples have slices of their length."""
-    start, tokens = np.zeros_like(lengths), lengths.copy()
-    shared = np.flatnonzero(teams.size > 1)
-    keys = np.stack([microbatch, rank, teams.size])[:, shared]
-    shared = shared[np.lexsort(keys)]  # stable: samples of a team stay in their order
-    if len(shared):
-        keys = np.stack([microbatch, rank, teams.size])[:, shared]
-        begins = np.flatnonzero(np.diff(keys, axis=1, prepend=-1).any(axis=0))
-        team = np.repeat(np.arange(len(begins)), np.diff(np.append(begins, len(shared))))
-        before = np.cumsum(lengths[shared]) - lengths[shared]
-        start[shared] = before - before[begins][team]
-        pieces = teams.size[shared[begins]].astype(np.int64) * multiple_of
-        tokens[shared] = (-(-np.add.reduceat(lengths[shared], begins) // pieces) * multiple_of)[team]
-    return JoinedPlaces(start, tokens)
-
-
-def rows_held(
-    parts: Parts, part: Ints, member: NDArray[np.int64], places: JoinedPlaces, lengths: Ints
-) -> tuple[Ints, Ints]:
-    """Return the first row, and the number of rows, that a member of the team of a part's sample may have in its slice.
-
-    Args:
-        part: int64 (n,), indices of parts.
-        member: int64 (n,), the place of a member in the team of the part's sample.
-        lengths: int64, the tokens of each sample.
-    """
-    sample, tokens = parts.sample[part], parts.tokens[part]
-    # Rows of the modality before each part in its sample, and the sample's tokens that are not of the modality.
-    ends = np.cumsum(parts.tokens)
-    of_sample = np.searchsorted(parts.sample, sample), np.searchsorted(parts.sample, sample, "right")
-    first, stop = (np.append(0, ends)[at] for at in of_sample)
-    before, others = ends[part] - tokens - first, lengths[sample] - (stop - first)
-    # Its slice of the sample, from a token to before another.
-    begin = member * places.slice_tokens[sample] - places.start[sample]
-    end = np.clip(begin + places.slice_tokens[sample], 0, lengths[sample])
-    begin = np.clip(begin, 0, lengths[sample])
-    low, high = np.clip(begin - others - before, 0, tokens), np.clip(end - before, 0, tokens)
-    return low, np.where(end > begin, np.maximum(high - low, 0), 0)

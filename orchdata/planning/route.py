@@ -11,7 +11,7 @@ communication.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -103,17 +103,7 @@ class Route:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Route):
             return NotImplemented
-        return (
-            (self.rank, self.num_ranks, self.label, self.peer) == (other.rank, other.num_ranks, other.label, other.peer)
-            and (self.num_rows, self.adds) == (other.num_rows, other.adds)
-            and np.array_equal(self.send_rows, other.send_rows)
-            and np.array_equal(self.receive_rows, other.receive_rows)
-            and _same(self.send_order, other.send_order)
-            and _same(self.receive_order, other.receive_order)
-            and _same(self.zeroed, other.zeroed)
-            and _same(self.peer_rows, other.peer_rows)
-            and self.part_route == other.part_route
-        )
+        return all(np.array_equal(getattr(self, each.name), getattr(other, each.name)) for each in fields(self))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -191,13 +181,9 @@ def make_route(
 
 
 def in_segments(route: Route, sizes: Ints, part: Ints, first: Ints, rows: Ints, *, as_parts: bool = False) -> Route:
-    """Return a grouped route with the order in which a rank sends segments of what it encodes.
-
-    Args:
-        sizes: int64 (num_encoded,), rows of the parts that the rank encodes, in that order.
-        part, first, rows: int64 (num_segments,), what it sends, grouped by receiver: number in `sizes`, first row and
-            number of rows.
-        as_parts: each part is one segment.
+    """Return a grouped route with the order in which a rank sends segments of what it encodes: `sizes` are the rows of
+    its parts; `part` (number in them), `first` row and `rows` are of segments, grouped by receiver. With `as_parts`
+    each is a part.
     """
     if as_parts and np.array_equal(part, np.arange(len(sizes))):
         return route
@@ -221,12 +207,8 @@ def grouped_route(
     arriving_peers: Ranks | None = None,
 ) -> Route:
     """Return the route of parts that are grouped by receiver and expected by sender: no row is copied to order it.
-
-    Args:
-        receivers, sent: (num_encoded,), the rank that needs each part that `rank` encodes, and the rows of the part; of
-            several peers, what `peer` of `rank` encodes.
-        senders, received: (num_expected,), the rank that encodes each part that `rank` expects, and its rows.
-        arriving_peers: (num_expected,), ascending, the peer that encodes each of these; None with one peer.
+    Given are the rank that needs each part that (`peer` of) `rank` encodes, and its rows; the rank that encodes each
+    expected part, its rows and, with several, its peer, ascending.
     """
 
     def by(rows_sent: Ints, rows_received: Ints, part_route: Route | None) -> Route:
@@ -272,12 +254,6 @@ def _inverse(order: Ints | None) -> Ints | None:
     inverse = np.empty_like(order)
     inverse[order] = np.arange(len(order))
     return inverse
-
-
-def _same(first: Ints | None, second: Ints | None) -> bool:
-    if first is None or second is None:
-        return first is second
-    return np.array_equal(first, second)
 
 
 def _integers(values: ArrayLike, name: str, count: int, limit: int | None) -> Ints:

@@ -89,11 +89,8 @@ class Teams:
         return np.array([size for size in sizes if self.cost is None or size in (1, *self.cost)], np.int64)
 
     def member_costs(self, costs: Ints, tokens: Ints, sizes: Ints, exponent: int) -> Ints:
-        """Return what a member pays for each sequence, in the unit of `costs`: int64 (n, num_sizes).
-
-        Args:
-            costs, tokens: int64 (n,), of `llm`.
-            exponent: costs are those of the model times 2**exponent.
+        """Return what a member pays for each sequence at each size, int64 (n, num_sizes), in the unit of `costs`: that
+        of the model times 2**exponent.
         """
         table = np.empty((len(costs), len(sizes)), np.int64)
         for column, size in enumerate(sizes.tolist()):
@@ -112,13 +109,9 @@ class Teams:
 
 @dataclass(frozen=True, eq=False)
 class StepTeams:
-    """The teams of one step.
-
-    Attributes:
-        size: int32 (n,), the ranks that share each sample, from its first member `Plan.rank` on.
-        sizes: int64 (num_sizes,), those that were possible.
-        table: int64 (n, num_sizes), the cost of a member in `llm` at each; `NEVER` for a size that a sample cannot
-            take.
+    """The teams of one step: `size`, int32 (n,), the ranks that share each sample, from `Plan.rank` on; the possible
+    `sizes`; and `table`, int64 (n, num_sizes), the cost of a member in `llm` at each; `NEVER` where a sample cannot
+    take it.
     """
 
     size: Ranks
@@ -142,8 +135,8 @@ class StepTeams:
         return sample, (rank[sample] + place).astype(np.int32)
 
     def lower_bound(self, num_ranks: int, encoders: Sequence[Ints] = ()) -> int:
-        """Return a bound: no choice of teams has a smaller largest load. `encoders`, int64 (n,) each: costs of other
-        phases, which add up with `llm` on whole samples.
+        """Return a bound: no choice of teams has a smaller largest load. Costs of `encoders` add up with `llm` on whole
+        samples.
         """
         table = self.table
         if encoders:
@@ -161,13 +154,9 @@ class StepTeams:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JoinedSequences:
-    """The sequences of one team in a microbatch, joined and padded once, and the slice of each member.
-
-    Attributes:
-        size: ranks of the team.
-        at: of the sequences in the microbatch, int64 (num_sequences,), consecutive.
-        borders: int64 (num_sequences + 1,), of whole sequences; padding follows the last.
-        tokens: of a slice.
+    """The sequences of one team of `size` ranks in a microbatch, joined and padded once: `at`, consecutive, which they
+    are in it; `borders`, int64 (num_sequences + 1,), of whole sequences, before padding; `tokens` of each member's
+    slice.
     """
 
     size: int
@@ -182,11 +171,8 @@ class JoinedSequences:
 
 
 def joined_sequences(sizes: Ranks, lengths: Ints, multiple_of: int) -> list[JoinedSequences]:
-    """Return the sequences of one rank's microbatch by their teams, the largest first.
-
-    Args:
-        sizes, lengths: (num_sequences,), the size of each one's team, descending, and its tokens.
-        multiple_of: of which the length of a slice is a multiple.
+    """Return the sequences of one rank's microbatch by their teams, the largest first. `sizes` are those of their
+    teams, descending; the length of a slice is a multiple of `multiple_of`.
     """
     joined = []
     for size in np.unique(sizes)[::-1].tolist():

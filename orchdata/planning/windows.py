@@ -40,13 +40,9 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenRanges:
-    """The tokens that the n pieces of a step have of their documents. Their numbers are `Plan.llm_positions`.
-
-    Attributes:
-        first: int64 (n,), the first token of the piece in its document.
-        epoch: int64 (n,), the epoch whose pass through the documents the piece belongs to: that of the step, or the one
-            before for its rest.
-        loss_tokens: int64 (n,), labels other than -100.
+    """The tokens that the n pieces of a step have of their documents, as many as `Plan.llm_positions`: the first; the
+    epoch whose pass through the documents the piece belongs to, that of the step or the one before; and labels other
+    than -100.
     """
 
     first: Ints
@@ -55,14 +51,9 @@ class TokenRanges:
 
 
 class Pieces(NamedTuple):
-    """The pieces of a step, in the order of their windows; all arrays have n items.
-
-    Attributes:
-        source, row: the document, as `SampleOrder.rows` gives it.
-        stream: the stream that the document is drawn from.
-        passes: of a mixture, the pass through its source; else None.
-        tokens: number of tokens, at least 1.
-        first, epoch: see `TokenRanges`.
+    """The pieces of a step, in the order of their windows: the document, as `SampleOrder.rows` gives it; the stream
+    that it is drawn from; of a mixture, the pass through its source; the number of tokens, at least 1; `first` and
+    `epoch` of `TokenRanges`.
     """
 
     source: NDArray[np.int32]
@@ -76,16 +67,9 @@ class Pieces(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowBatches:
-    """An order cut into global batches of windows. It pickles.
-
-    Attributes:
-        size: windows of a global batch, over all ranks.
-        length: tokens of a window.
-        drop_last: whether an epoch begins with its first document, and its rest is left out.
-        order: of the documents.
-        sums: tokens along the order.
-        counts: tokens of documents.
-        index: names documents for states: an index of shards.
+    """An order of documents cut into global batches of `size` windows of `length` tokens. It pickles. With `drop_last`
+    an epoch begins with its first document, and its rest is left out. `sums` are of tokens along the order, `counts` of
+    tokens of documents; `index` names documents for states.
     """
 
     size: int
@@ -108,8 +92,8 @@ class WindowBatches:
         return until // self.step_tokens - self._steps_before(epoch)
 
     def bounds(self, step: int, num_positions: int, epoch: int = 0, begin: Begin | None = None) -> tuple[int, int]:
-        """Return the positions of the epoch whose documents the step has tokens of. Its rest of the epoch before is not
-        among them. Raises IndexError outside the epoch.
+        """Return the positions of the epoch whose documents the step has tokens of, without its rest of the epoch
+        before. Raises IndexError outside the epoch.
         """
         if not 0 <= step < (count := self.count(num_positions, epoch)):
             raise IndexError(f"step {step} is outside the epoch of {count} steps")
@@ -201,23 +185,15 @@ class WindowBatches:
 
 
 def piece_labels(tokens: Ints, document_labels: Ints) -> Ints:
-    """Return the labels of pieces, int64 (n,): of all tokens but the first, or of none (see `check_labels`).
-
-    Args:
-        tokens: int64 (n,), of the pieces.
-        document_labels: int64 (n,), labels of their whole documents.
-    """
+    """Return the labels of pieces, int64 (n,): of all tokens but the first, or of none, as of their documents."""
     return np.where(document_labels > 0, tokens - 1, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WindowCost(FixedCost):
-    """The length of windows, and what a sequence costs, as `CostModel.coefficients` gives it.
-
-    The pieces of a step are in the order of its windows, and fill them: so positions alone say where windows begin.
-
-    Attributes:
-        attention: "document": each piece is a sequence. "window": each window is one.
+    """The length of windows, and what a sequence costs, as `CostModel.coefficients` gives it: each piece is a sequence,
+    or with attention "window" each window. The pieces of a step are in the order of its windows, and fill them: so
+    positions alone say where windows begin.
     """
 
     attention: Attention
@@ -245,8 +221,8 @@ class WindowCost(FixedCost):
         return before // self.length
 
     def share_out(self, step: StepSamples, num_microbatches: int | None = None) -> Shares:
-        """Return ranks and microbatches of the pieces. The windows of a step that its ranks cannot share evenly leave
-        some ranks without a window in the last micro-step.
+        """Return ranks and microbatches of the pieces. Windows that ranks cannot share evenly leave some without one at
+        the end.
         """
         window = self.windows_of(step.positions)
         costs = _sums(step.costs["llm"], window)

@@ -45,10 +45,8 @@ _numbers: WeakKeyDictionary[Any, dict[str, tuple[int, int]]] = WeakKeyDictionary
 
 
 class Agreement:
-    """Makes a loader, and compares it with the other ranks' loaders of the same number.
-
-    Attributes:
-        made: the post of the loader's description, the first of `num_posts`.
+    """Makes a loader, and compares it with the other ranks' loaders of the same number. `made` is the post of the
+    loader's description, the first of `num_posts`.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -100,10 +98,8 @@ class Agreement:
         return self._job is not None
 
     def begin(self, epoch: int, step: int, failed: Beginning | None = None) -> Beginning:
-        """Begin an iteration at a step.
-
-        Args:
-            failed: of the iteration that this one continues: for the other ranks, which had no error, both are one.
+        """Begin an iteration at a step, or go on with the one that `failed` here: for other ranks, without an error,
+        both are one.
         """
         return Beginning(self, epoch, step) if failed is None or failed.refused else failed
 
@@ -116,11 +112,8 @@ class Agreement:
 
 class Beginning:
     """The step at which an iteration of a loader begins, which must be the same on all ranks: they must iterate equally
-    often, or one rank's epoch would be another's next.
-
-    Attributes:
-        step: at which it began on all ranks; a rank that continues a failed iteration begins at a later one.
-        refused: whether ranks differ; the next try then is a new iteration.
+    often, or one rank's epoch would be another's next. A rank that continues a failed iteration begins at a later one.
+    If ranks differ (`refused`), the next try is a new iteration.
     """
 
     def __init__(self, agreement: Agreement, epoch: int, step: int) -> None:
@@ -132,11 +125,9 @@ class Beginning:
         self._agreed: list[Value | None] = []
 
     def agree(self, draw: Callable[[], Value | None]) -> Value | None:
-        """Return what `draw` returned on the first rank, once all are known to be equal; once in an iteration.
-
-        Raises:
-            ValueError: ranks differ in the loader, or in where they begin; names them, and both values.
-            RuntimeError: a rank could not make the loader; or ranks are missing at the process group's timeout.
+        """Return what `draw` returned on the first rank, once all are known to be equal; once in an iteration. Raises
+        ValueError, which names ranks that differ and both values; RuntimeError for a rank that could not make the
+        loader, or is missing at the process group's timeout.
         """
         if not self._agreed and not self._agreement.reaches_all:
             self._agreed = [draw()]
@@ -186,9 +177,8 @@ class _Post:
         self._ask(post)
 
     def wait(self, late_seconds: float) -> None:
-        """Wait until all ranks have posted the same; a warning names those that are missing after some seconds.
-
-        Raises as `check_accounts`, or RuntimeError for ranks that are missing at the timeout.
+        """Wait until all ranks have posted the same; a warning names those that are missing after some seconds. Raises
+        as `check_accounts`, or RuntimeError for ranks that are missing at the timeout.
         """
         started, pause, warned = time.monotonic(), 0.002, False
         num_ranks, timeout = len(self._keys), self._timeout

@@ -16,17 +16,10 @@ PATIENCE_SECONDS = 120.0
 
 
 def done_by_first(name: str, work: Callable[[], Any]) -> Any:
-    """Return the result of `work()`, done by the first rank of the job that requests this name, once in a job.
-
-    A rank does not wait for ranks that never request the work, so a loader on one rank alone does not hang. Without
-    torch.distributed, or a store, every process does the work. Errors of `work` are raised on the first rank; then the
-    other ranks do the work themselves.
-
-    Args:
-        name: of the work; the same work has the same name on all ranks.
-        work: returns a JSON value; it may be done twice.
-
-    Raises RuntimeError if the store of the job does not answer.
+    """Return the result of `work()`, a JSON value, done by the first rank of the job that requests this name; maybe
+    twice. A rank does not wait for ranks that never request it, so a loader on one rank alone does not hang. Without
+    torch.distributed, or a store, every process does it. Where `work` raises on the first rank, others do it
+    themselves. Raises RuntimeError if the store of the job does not answer.
     """
     job, key = _job(), f"first/{name}/result"
     if job is None:
@@ -52,9 +45,8 @@ def done_by_first(name: str, work: Callable[[], Any]) -> Any:
 
 
 def is_first(name: str) -> bool:
-    """Return whether this rank is the first of the job that asks for this name. Raises RuntimeError as `done_by_first`.
-
-    Without torch.distributed, or a store, every process is.
+    """Return whether this rank, or every process without a store, is the first of the job that asks for this name.
+    Raises RuntimeError as `done_by_first`.
     """
     job = _job()
     return job is None or job.ask(lambda store: store.add(f"first/{name}/askers", 1)) == 1

@@ -16,7 +16,6 @@ from orchdata.ranks.wire import WireError
 
 def gather(value: Any, groups: Sequence[Any]) -> dict[int, Any]:
     """Return the `value` of every rank that `groups` reach, by global rank: tuples become lists, keys of mappings str.
-
     A collective over each group in turn. Raises WireError, with the rank, if a message is not JSON.
     """
     entries = [[dist.get_rank() if groups else 0, value]]

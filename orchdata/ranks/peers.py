@@ -121,9 +121,8 @@ class Links:
 
     def combined(self, gradient: Tensor, route: Route, place: Place, name: str) -> Tensor:
         """Return the gradient of this peer's own rows from that of all rows, as its encoder's averaging needs it.
-
-        Raises ValueError, with the same message on every rank, if a dim's gradients are equal on some ranks and partial
-        on others, or not as they were or as `DataParallel.gradients` says.
+        Raises ValueError, the same on every rank, if a dim's gradients are equal on some ranks and partial on others,
+        or not as they were or as `DataParallel.gradients` says.
         """
         calls, number = place
         calls.has_run = True

@@ -45,12 +45,8 @@ class WireError(OrchdataError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A sample ready to be written; its buffers still belong to the sample, and are copied only when written.
-
-    Attributes:
-        header: JSON, UTF-8.
-        buffers: in the order of the tree.
-        num_bytes: of the whole message, a multiple of 16.
+    """A sample ready to be written: a header of JSON, and buffers, in the order of the tree, which still belong to the
+    sample and are copied only when written; `num_bytes` in all, a multiple of 16.
     """
 
     header: bytes

@@ -142,12 +142,12 @@ def test_a_transformer_is_a_cost_and_any_integers_will_do() -> None:
             {"lengths": [1] * 7, "max_samples": 3},
             "max_samples=3 on 2 ranks allows 6 samples, but there are 7: raise it to at least 4",
         ),
-        ({"lengths": [1, 2**40]}, r"lengths\[1\] is 1099511627776, above 2147483647, .*: limit the positions"),
+        ({"lengths": [1, 2**40]}, "a sequence is too long for its cost to fit into int64"),
+        ({"lengths": [1, 2**31 - 4], "multiple_of": 8}, "a sequence is too long for its cost to fit into int64"),
         (
-            {"lengths": [1, 2**31 - 4], "multiple_of": 8},
-            r"lengths\[1\] is 2147483644, 2147483648 as a multiple of 8, above 2147483647",
+            {"lengths": [1, 2**21 + 1], "cost": PhaseCost(0.0, 1.0)},
+            "a sequence is too long for its cost to fit into int64",
         ),
-        ({"lengths": [1, 2**21 + 1], "cost": PhaseCost(0.0, 1.0)}, r"lengths\[1\] is 2097153, above 2097152,"),
         (
             {"lengths": np.r_[1 << 21, np.ones(1 << 20, np.int64)], "cost": PhaseCost(0.0, 1.0)},
             r"1048577 samples padded to lengths\[0\] = 2097152 cost \d+ together, above the limit of 2\*\*62",

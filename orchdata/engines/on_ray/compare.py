@@ -20,8 +20,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from orchdata.building.contents import IndexedShards
-from orchdata.building.shard_content import shard_loader
+from orchdata.building.contents import IndexedShards, shard_loader
 from orchdata.loaders.environment import OWN, distribution_of
 from orchdata.loaders.errors import DataError, ShardError, StaleIndexError, StorageError
 from orchdata.loaders.generators import Pass

@@ -42,10 +42,8 @@ _MOST_PAIRS = 2_000_000
 
 def share_out_in(step: StepSamples, padding: Padding, number: int) -> Shares:
     """Return the cheapest way found into exactly `number` micro-steps, none of which has more samples on a rank than an
-    even share, rounded up. Micro-steps of small steps may be empty.
-
-    Raises:
-        ValueError: caps that need more micro-steps.
+    even share, rounded up. Micro-steps of small steps may be empty. Raises ValueError for caps that need more
+    micro-steps.
     """
     own, is_padded = counted(step, number), isinstance(padding, PaddedCost)
     if step.balance.scope == "none" and _keeps_caps(own, in_turn := _in_turn(own, number), is_padded):
@@ -199,9 +197,8 @@ def better_budget(budget: int, length: int, num_ranks: int) -> int | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FixedCost(Padding):
-    """The length of every `llm` microbatch, and what a sequence costs, as `CostModel.coefficients` gives it.
-
-    `llm` is among the capped phases, and no sample is above a cap.
+    """The length of every `llm` microbatch, and what a sequence costs, as `CostModel.coefficients` gives it. `llm` is
+    among the capped phases, and no sample is above a cap.
     """
 
     length: int

@@ -42,14 +42,9 @@ _MOST_SEARCHED = 65_536  # of which no more samples count in full.
 def balanced_packings(
     step: StepSamples, num_microbatches: int, below: int | None = None, priced: StepSamples | None = None
 ) -> list[Shares]:
-    """Pack samples into micro-steps and balance each of them; return an empty list if no packing keeps the caps.
-
-    Args:
-        below: only a lower price is of use; bounds rule out the rest early.
-        priced: the same samples with the phases that count, if these are not the balanced ones.
-
-    Returns:
-        Each costs less than those before it.
+    """Pack samples into micro-steps and balance each of them. Return ways of which each costs less than those before
+    it, none if no packing keeps the caps. Only a price lower than `below` is of use; `priced` are the same samples with
+    the phases that count, if these are not the balanced ones.
     """
     columns, caps = step.capped
     groups = step.groups
@@ -89,16 +84,9 @@ def balanced_inside(
     priced: StepSamples | None = None,
     pinned: Ranks | None = None,
 ) -> Shares | None:
-    """Balance each micro-step of `dealt`, which keeps the caps, by itself. Number them from the most costly: the one
-    that takes most memory comes first.
-
-    Args:
-        capped: sizes and caps, by default `step.capped`.
-        below, priced: as in `balanced_packings`.
-        pinned: int32 (n,), the rank in `dealt` of a sample that may not move, or -1.
-
-    Returns:
-        None if the bounds of the remaining micro-steps show that it costs no less than `below`.
+    """Balance each micro-step of `dealt`, which keeps the caps (`capped`, by default of `step`), by itself. Number them
+    from the most costly: the one that takes most memory comes first. None if bounds show that it costs no less than
+    `below`.
     """
     sizes, caps = capped or step.capped
     balance, counted, num_ranks = step.over_all_ranks().balance, (priced or step).by_sample, step.num_ranks
@@ -125,9 +113,8 @@ def balanced_inside(
 
 
 def _evened(rank: Ranks, samples_of_rank: Ints, balance: Balance, num_ranks: int) -> Ranks:
-    """Rename ranks inside each group: the rank with the fewest samples so far gets the most. Add to `samples_of_rank`.
-
-    Ranks are interchangeable in a micro-step. Counts that differ by at most one in each of them then do so over all.
+    """Rename ranks inside each group, in place of counts: the rank with the fewest samples so far gets the most. Ranks
+    are interchangeable in a micro-step. Counts that differ by at most one in each then do so over all.
     """
     counts = np.bincount(rank, minlength=num_ranks)
     name = np.empty(num_ranks, np.int32)
@@ -148,12 +135,8 @@ def _from_the_most_costly(shares: Shares, waits: Ints) -> Shares:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Samples sorted and cut into micro-steps.
-
-    Attributes:
-        microbatch: int32 (n,).
-        order: indices of the samples as they were sorted.
-        bounds: lower bound of what ranks wait for in each micro-step.
+    """Samples sorted and cut into micro-steps: of each sample its micro-step, the order, and bounds of what ranks wait
+    for.
     """
 
     microbatch: Ranks
@@ -163,9 +146,7 @@ class _Cut:
 
 def sorted_and_cut(step: StepSamples, num_microbatches: int, below: int) -> list[Shares]:
     """Sort samples by a phase, or by all, cut them into micro-steps of equal positions, and balance each in the caps.
-
-    Returns:
-        Ways that cost less than `below`, which bounds mostly rule out; the cheapest last.
+    Return ways that cost less than `below`, which bounds mostly rule out; the cheapest last.
     """
     columns, caps = step.capped
     positions = np.ascontiguousarray(columns[:, 0])
@@ -230,11 +211,7 @@ def _price_of_some(
 
 
 def _balanced_as_phases(step: StepSamples, cut: _Cut, below: int) -> Shares | None:
-    """Balance each micro-step of `cut` as `balance_phases` does with samples in that order.
-
-    Returns:
-        None if that is above the caps, or not below `below`.
-    """
+    """Balance each micro-step of `cut` as `balance_phases` does; None above the caps, or if not below `below`."""
     (columns, caps), by_sample = step.capped, step.by_sample
     rank, price = np.empty_like(cut.microbatch), sum(cut.bounds)
     if step.balance.equal_count or step.balance.max_samples is not None:
@@ -275,9 +252,7 @@ def _dealt_inside(
 
 
 def in_scope(step: StepSamples, shares: Shares) -> Shares:
-    """Return `shares`, balanced over all ranks; on a grid with samples near their streams, and micro-steps
-    renumbered.
-    """
+    """Return `shares`, which balances all ranks; on a grid with samples near their streams, and renumbered."""
     if step.balance.scope != "grid":
         return shares
     near = near_streams(step, shares)
@@ -287,9 +262,8 @@ def in_scope(step: StepSamples, shares: Shares) -> Shares:
 
 def near_streams(step: StepSamples, shares: Shares) -> Shares:
     """Move most samples of each micro-step near the ranks that they are drawn for; `shares` is balanced over all ranks.
-
-    If that costs less than `shares`, the search over all ranks missed something. Then return `shares` with ranks
-    renamed so that most samples stay: a grid never costs less than "global".
+    If that costs less, the search over all ranks missed something. Then return `shares` with ranks renamed so that most
+    samples stay: a grid never costs less than "global".
     """
     columns, caps = step.capped
     near, named = shares.rank.copy(), shares.rank.copy()

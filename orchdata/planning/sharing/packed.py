@@ -48,21 +48,16 @@ _NEARLY = 19, 20  # full micro-steps: one more may cost less.
 
 @dataclass(frozen=True, slots=True)
 class NoPadding(Padding):
-    """Sequences one after another: a microbatch costs what its samples cost together.
-
-    Attributes:
-        joined_to: sequences of a microbatch are joined, and padded once to a multiple of this; None where each sequence
-            has padding of its own.
+    """Sequences one after another: a microbatch costs what its samples cost together. With `joined_to` its sequences
+    are joined, and padded once to a multiple of this; None where each has padding of its own.
     """
 
     adds_up: ClassVar[bool] = True
     joined_to: int | None = None
 
     def share_out(self, step: StepSamples, num_microbatches: int | None = None) -> Shares:
-        """The cheapest of the candidates above.
-
-        None of them has more micro-steps than the split of ranks by all phases. Ties: fewer micro-steps, then the first
-        found.
+        """The cheapest of the candidates above, none with more micro-steps than the split of ranks by all phases. Ties:
+        fewer micro-steps, then the first found.
         """
         shares = _cheapest(step, num_microbatches)
         return shares if num_microbatches is not None else _without_empty(shares)
@@ -174,8 +169,8 @@ def _add_balanced(ways: _Candidates, most: int, num_microbatches: int | None) ->
 
 
 def _add_dealt(ways: _Candidates, most: int, *, or_fewer: bool) -> None:
-    """Add packings into `most` micro-steps, and into fewer while these are enough; then cuts into as many as the
-    cheapest so far has.
+    """Add packings into `most` micro-steps, or fewer while these are enough; then cuts into as many as the cheapest
+    has.
     """
     step, number = ways.step, most
     ways.add(balanced_packings(step, number))
@@ -203,13 +198,9 @@ def _may_hold(step: StepSamples, num_microbatches: int) -> bool:
 
 
 def _micro_steps_first(step: StepSamples) -> Shares | None:
-    """Pack very many samples into the fewest micro-steps with room for them, or one more if those are nearly full.
-
-    Splits of whole ranks take as long as all micro-steps together: they are made only where a split of some ranks,
-    without a search, says that they may cost less.
-
-    Returns:
-        None if one micro-step may be enough, or no packing exists within the caps.
+    """Pack very many samples into the fewest micro-steps with room, or one more if those are nearly full; None if one
+    may be enough, or no packing exists. Splits of whole ranks take as long as all micro-steps together: they are made
+    only where a split of some ranks, without a search, says that they may cost less.
     """
     columns, caps = step.capped
     sums, room = columns.sum(axis=0), caps * step.num_ranks
@@ -234,9 +225,7 @@ def _micro_steps_first(step: StepSamples) -> Shares | None:
 
 def _add_simple(ways: _Candidates, rough: int) -> None:
     """Add what may be cheaper than the packings so far: cuts, splits of whole ranks, and ways by the backbone alone.
-
-    Args:
-        rough: what some ranks wait for after a split.
+    Some ranks wait for `rough` after a split.
     """
     step, least = ways.step, ways.least
     numbers = [shares.num_microbatches for _, shares in ways.priced]
@@ -303,24 +292,17 @@ Ranks = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class PaddedCost(Padding):
-    """`llm` batches padded to their longest sample: what a row costs, and the multiple to which its length is aligned.
-
-    `StepSamples.costs["llm"]` is then the cost of a row as long as the sample, aligned; positions are aligned and at
-    least 1. The cap of `llm` counts rows times the longest.
+    """`llm` batches padded to their longest sample: what a row costs, and the multiple of its length. `StepSamples` has
+    costs of rows as long as each sample; positions are aligned and at least 1. The cap counts rows times the longest.
     """
 
     cost: PhaseCost
     multiple_of: int = 1
 
     def share_out(self, step: StepSamples, num_microbatches: int | None = None) -> Shares:
-        """The cheapest of the candidates above.
-
-        None of them has more micro-steps than the split of ranks that packed balancing gives. Ties: fewer micro-steps,
-        then the first found, as packed balancing keeps samples where they were. Only packed balancing is tried where
-        samples may not go to any rank (scope "grouped" or "grid"), or nothing is balanced.
-
-        Args:
-            num_microbatches: or fewer, where this number is not found; by default at most what packed balancing gives.
+        """The cheapest of the candidates above, none with more micro-steps than packed balancing, which alone is tried
+        where samples may not go to any rank, or nothing is balanced. Ties: fewer micro-steps, then the first, as packed
+        balancing keeps samples where they were.
         """
         balance, num_ranks, positions = step.balance, step.num_ranks, step.positions
         ranks = [step.assign()]
@@ -368,9 +350,8 @@ class PaddedCost(Padding):
 
 
 def assign_blocks(positions: Ints, num_ranks: int) -> Ranks:
-    """Equal counts, give or take one: rank 0 gets the longest samples, the last rank the shortest; int32 (n,).
-
-    No other assignment of these counts has smaller loads: see `balance_padded`. Ranks of short samples take one more.
+    """Equal counts, give or take one: rank 0 gets the longest samples, the last rank the shortest. No other assignment
+    of these counts has smaller loads: see `balance_padded`. Ranks of short samples take one more.
     """
     few, rest = divmod(len(positions), num_ranks)
     counts = np.full(num_ranks, few)
@@ -381,14 +362,9 @@ def assign_blocks(positions: Ints, num_ranks: int) -> Ranks:
 
 
 def split_padded(step: StepSamples, rank: Ranks) -> Shares:
-    """Cut each rank's samples, from the longest, into as few microbatches as the caps allow.
-
-    A microbatch holds neighbours in length, as many as fit: rows times its longest within the cap of `llm`, and sums
-    within those of other phases. Without other caps none is cut into fewer. The m-th microbatches of all ranks, which
-    run in step, then have about the same length.
-
-    Raises:
-        ValueError: a sample above a cap, unless `balance.oversize` is "own".
+    """Cut each rank's samples, from the longest, into as few microbatches as the caps allow: neighbours in length, so
+    the m-th of all ranks, which run in step, have about the same length. Raises ValueError for a sample above a cap,
+    unless `balance.oversize` is "own".
     """
     sizes, caps = step.sizes, step.balance.caps
     if not sizes:
@@ -409,7 +385,6 @@ def split_padded(step: StepSamples, rank: Ranks) -> Shares:
 
 def _in_blocks(step: StepSamples, most: int, wanted: int | None) -> Iterator[Shares]:
     """All samples from the longest, cut into cells within the caps; `num_ranks` consecutive cells are a micro-step.
-
     Cells as large as caps allow give the fewest micro-steps; of that number, or the number that is wanted, cells with
     the smallest largest cost give the cheapest. Without those that break a limit on counts, or need more than `most`.
     """
@@ -451,11 +426,8 @@ class _Cutter:
         ]
 
     def cut(self, most_rows: Ints | None = None, enough: int | None = None) -> list[int]:
-        """Where microbatches begin, and the end.
-
-        Args:
-            most_rows: int64 (n,), of a microbatch that begins with each sample.
-            enough: number of microbatches after which the rest does not matter.
+        """Where microbatches begin, and the end. `most_rows` are of one that begins with each sample; after `enough`
+        microbatches the rest does not matter.
         """
         rows = self._rows if most_rows is None else np.minimum(self._rows, most_rows)
         cuts = [0]

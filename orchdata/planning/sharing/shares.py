@@ -28,9 +28,7 @@ Ranks = NDArray[np.int32]
 @dataclass(frozen=True, slots=True)
 class Shares:
     """The rank and microbatch of each sample, int32 (num_samples,); all ranks have the same number of microbatches.
-
-    Attributes:
-        teams: of samples that several ranks share, from `rank` on; None where all are whole.
+    Samples of `teams` are shared by several ranks, from `rank` on; None where all are whole.
     """
 
     rank: Ranks
@@ -53,13 +51,9 @@ def one_microbatch(rank: Ranks) -> Shares:
 
 @dataclass(frozen=True, eq=False)
 class StepSamples:
-    """The samples of one step, and how they may be shared out.
-
-    Attributes:
-        costs: balanced phase -> int64 (n,), `llm` last.
-        sizes: capped phase -> int64 (n,), its positions; without any, a step is one microbatch.
-        positions: int64 (n,), of `llm`, aligned.
-        stream_rank: int32 (n,), the rank from whose streams each sample is drawn.
+    """The samples of one step, and how they may be shared out: costs of balanced phases, `llm` last; sizes (positions)
+    of capped phases, without any a step is one microbatch; `llm` positions, aligned; the rank from whose streams each
+    is drawn.
     """
 
     costs: Mapping[str, Ints]
@@ -138,13 +132,8 @@ class StepSamples:
         return assign(self.costs, self.balance, self.num_ranks, self.stream_rank)
 
     def split(self, rank: Ranks, num_microbatches: int | None = None) -> Shares:
-        """Split each rank's samples into microbatches within the caps, level in the sum of their costs.
-
-        Args:
-            num_microbatches: by default the fewest.
-
-        Raises:
-            ValueError: a sample above a cap, unless `balance.oversize` is "own", or too few microbatches.
+        """Split each rank's samples into microbatches within the caps, level in the sum of their costs; by default the
+        fewest. Raises ValueError for a sample above a cap, unless `balance.oversize` is "own", or too few microbatches.
         """
         columns = list(self.sizes.values()) or [np.zeros(len(rank), np.int64)]
         microbatch, number = split_microbatches(
@@ -160,11 +149,7 @@ class StepSamples:
         return Shares(rank, microbatch, number)
 
     def price(self, shares: Shares, llm_loads: Ints | None = None) -> int:
-        """Return what ranks wait for.
-
-        Args:
-            llm_loads: cost of `llm` with its padding, int64 (num_ranks, num_microbatches); None for sums of costs.
-        """
+        """Return what ranks wait for, maybe with `llm` loads that have its padding."""
         loads = [shares.loads(column, self.num_ranks) for phase, column in self.costs.items() if phase != "llm"]
         own = shares.loads(self.costs["llm"], self.num_ranks) if llm_loads is None else llm_loads
         return self.balance.price.of([*loads, own])
@@ -179,10 +164,8 @@ class StepSamples:
 
 
 class Padding(ABC):
-    """How `llm` microbatches are padded, and what that costs: a value that pickles.
-
-    Attributes:
-        adds_up: a microbatch costs the sum of its samples' costs.
+    """How `llm` microbatches are padded, and what that costs: a value that pickles. Costs and positions are of `llm`.
+    `adds_up`: a microbatch costs the sum of its samples' costs.
     """
 
     __slots__ = ()
@@ -190,27 +173,19 @@ class Padding(ABC):
 
     @abstractmethod
     def share_out(self, step: StepSamples, num_microbatches: int | None = None) -> Shares:
-        """Assign samples to ranks and microbatches so that a step takes the least time, of the ways that are tried.
-
-        Args:
-            num_microbatches: by default the fewest.
-
-        Raises:
-            ValueError: a sample above a cap, unless `balance.oversize` is "own", or too few microbatches.
+        """Assign samples to ranks and microbatches, by default the fewest, so that a step takes the least time of the
+        ways that are tried. Raises ValueError for a sample above a cap, unless `balance.oversize` is "own", or too few
+        microbatches.
         """
 
     @abstractmethod
     def loads(self, costs: Ints, positions: Ints, shares: Shares, num_ranks: int) -> Ints:
-        """Return the cost of each rank's `llm` microbatches with padding, int64 (num_ranks, num_microbatches).
-
-        Args:
-            costs, positions: int64 (n,), of `llm`.
-        """
+        """Return the cost of each rank's `llm` microbatches with padding, int64 (num_ranks, num_microbatches)."""
 
     @abstractmethod
     def cells_in_turn(self, costs: Ints, positions: Ints, num_ranks: int, num_microbatches: int) -> Ints:
-        """Return what `loads` would be with samples dealt out in turn, and those of a rank cut into as many
-        microbatches, without regard to caps: int64 (num_ranks, num_microbatches).
+        """Return what `loads` would be with samples dealt out in turn, and cut into as many microbatches, without
+        regard to caps.
         """
 
     def lower_bound(self, costs: Ints, positions: Ints, num_ranks: int, num_microbatches: int) -> int:

@@ -52,15 +52,8 @@ def share_in_teams(
     multiple_of: int = 1,
 ) -> Shares:
     """Return ranks and microbatches, with teams where these lower the price by `Teams.gain` or a sample is above a cap.
-
-    Args:
-        exponent: costs are those of the model times 2**exponent.
-        accumulate: micro-steps; 1: as many as the caps need.
-        may_share: bool (n,), samples that ranks may share: without media where these are encoded with their sample.
-        multiple_of: joined slices of a microbatch are padded to a multiple of this, within the cap.
-
-    Raises:
-        ValueError: a sample that no team of so many ranks holds within its cap, or too few micro-steps.
+    `may_share`: samples without media where these are encoded with their sample. Slices are padded to `multiple_of`.
+    Raises ValueError for a sample that no team holds within its cap, or too few micro-steps.
     """
 
     def whole() -> Shares:
@@ -93,9 +86,8 @@ def without_teams(balance: Balance, multiple_of: int) -> Balance:
 
 
 class _Ways:
-    """Ways to share out a step in teams.
-
-    `step` has the samples as if all were whole, and where the number of micro-steps is given, a cap on those of a cell.
+    """Ways to share out a step in teams. `step` has the samples as if all were whole, and where the number of
+    micro-steps is given, a cap on those of a cell.
     """
 
     def __init__(
@@ -258,10 +250,8 @@ class _Ways:
     def _dealt(
         self, step: StepSamples, owner: Ranks, pinned: Ranks, stay: Ranks, aims: Ints, number: int
     ) -> tuple[Shares | None, bool]:
-        """Deal members that have no micro-step, -1 in `stay`, within the caps and if possible up to the aims; balance.
-
-        Returns:
-            (ranks and micro-steps, None if the caps are not kept; whether some do not fit within the aims).
+        """Deal members without a micro-step, -1 in `stay`, within the caps and if possible up to the aims; balance.
+        Return (shares, None if the caps are not kept; whether some do not fit within the aims).
         """
         columns, caps = self._columns(step, pinned, stay)
         free, at = np.flatnonzero(stay < 0), np.flatnonzero(stay >= 0)
@@ -293,8 +283,8 @@ class _Ways:
         return best and balanced_inside(step, best, (columns, caps), pinned=pinned), is_late
 
     def _members(self, size: Ranks, rank: Ranks) -> tuple[StepSamples, Ranks, Ranks]:
-        """Return the members of all teams as a step in which nothing is shared, each one's rank, and the rank of those
-        that may not move, or -1.
+        """Return the members of all teams as a step in which nothing is shared, their ranks, and those of which may not
+        move, or -1.
         """
         step, of = self.step, self._teams(size)
         sample, owner = of.members(rank)
