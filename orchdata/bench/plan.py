@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers import CostModel, TransformerCost, balance_phases
-from orchdata.bench.harness import Result, interleave, work_folder
+from orchdata.bench.harness import PlanBench, Result, interleave, work_folder
 from orchdata.loaders.index.index import Index, digest
 from orchdata.loaders.index.joined import RecipeIdentity, merge_tables
 from orchdata.loaders.index.table import Columns, TableSize, body_bytes, offsets_of, pack, views
@@ -39,24 +39,12 @@ LLM = TransformerCost(hidden=4096, layers=32, ffn=14_336, heads=32, kv_heads=8, 
 OMNI_COST = CostModel(image=ENCODER, audio=ENCODER, llm=LLM)
 
 MAX_IMAGES = 6
+_MAX_TOKENS = 8_192
 FIELDS = ("json", *(f"{number}.jpg" for number in range(MAX_IMAGES)), "flac")
 _JSON, _FIRST_IMAGE, _FLAC = 0, 1, 1 + MAX_IMAGES
 
 # Images and audio clips of a sample, and how often: text, one image, several images, speech, image and speech.
 _MIX = ((0, 0, 0.38), (1, 0, 0.32), (3, 0, 0.10), (0, 1, 0.15), (1, 1, 0.05))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanBench:
-    """What to measure: `repeats` steps, all different. The index in `folder` takes about 170 bytes a sample."""
-
-    ranks: int = 2_560
-    samples_per_rank: int = 16
-    samples: int = 10_000_000
-    max_tokens: int = 8_192
-    repeats: int = 30
-    seed: int = 0
-    folder: str | None = None
 
 
 def run(config: PlanBench) -> list[Result]:
@@ -70,8 +58,8 @@ def run(config: PlanBench) -> list[Result]:
 
 
 def _planning(index: Index, config: PlanBench) -> list[Result]:
-    capped = Balance(max_tokens=config.max_tokens, oversize="own")
-    words = f"microbatches of {config.max_tokens:,} tokens"
+    capped = Balance(max_tokens=_MAX_TOKENS, oversize="own")
+    words = f"microbatches of {_MAX_TOKENS:,} tokens"
     specs = {
         name: PlanSpec(
             costs=IndexCosts(index, OMNI_COST),

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from orchdata.cli.command import Kind, check_name, load_object
+from orchdata.cli.command import Data, Kind, check_name, load_object, recipe_named
 from orchdata.dataset.mixture import Mixture, Source
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.collector import leave_out_what_is_loaded
@@ -63,30 +63,22 @@ _OF_ONE_SOURCE: Final = {
 """Keyword of ShardDataset -> the option, and what sources in the file of a mixture have for it."""
 
 
-def indexed(
-    paths: list[str],
-    recipe: Recipe,
-    options: dict[str, Any],
-    expression: str | None,
-    *,
-    allow_recipes: bool,
-) -> tuple[ShardDataset | Mixture, Index]:
-    """Return the data set that a command's paths name, shards or a mixture, and its index, built where it is missing.
-
-    `allow_recipes` is as in `read_mixture`.
-    """
-    if not is_mixture_file(paths):
-        dataset = ShardDataset(paths, recipe, **options)
-        if expression is not None:
-            dataset = dataset.filter(expression)  # before anything is indexed: it may be none
+def indexed(data: Data) -> tuple[ShardDataset | Mixture, Index]:
+    """Return the data set of a command, shards or a mixture, and its index, built where it is missing."""
+    if not is_mixture_file(data.paths):
+        dataset = data.dataset()
+        if data.expression is not None:
+            dataset = dataset.filter(data.expression)  # before anything is indexed: it may be none
         return dataset, build_of(dataset)
-    of_one_source = {**options, "filter": expression, "key": options["key"] or None}
+    options = data.options()
+    of_one_source = {**options, "filter": data.expression}
     for name, (option, field) in _OF_ONE_SOURCE.items():
-        if of_one_source[name] not in (None, (), {}):
-            raise ValueError(f"{option} is of one data set: give the sources in {paths[0]} {field} each")
+        if of_one_source[name]:
+            raise ValueError(f"{option} is of one data set: give the sources in {data.paths[0]} {field} each")
     from orchdata.dataset.mixed import joined_index  # which imports torch
 
-    mixture = read_mixture(paths[0], recipe, allow_recipes=allow_recipes, containers=options["containers"])
+    given: dict[str, Any] = {"allow_recipes": data.allow_recipes, "containers": options["containers"]}
+    mixture = read_mixture(data.paths[0], recipe_named(data.recipe), **given)
     leaves = [leaf.dataset for leaf in mixture.leaves]
     built = [build_of(dataset) for dataset in leaves]
     return mixture, joined_index(mixture, built)
