@@ -43,14 +43,6 @@ _LEAF = (
     *("paths", "media_root", "columns", "containers", "index_fields", "recipe", "filter", *_WEIGHTS),
     *("key", "storage_options", "index_file"),
 )
-_KINDS: Final[Mapping[str, tuple[Any, str]]] = {
-    "media_root": (str, "be a folder, got {!r}"),
-    "columns": (Mapping, "map old names to new ones, got {!r}"),
-    "filter": (str, 'be an expression, as in "tokens < 4096", got {!r}'),
-    "storage_options": (Mapping, "map names of options to values"),  # which are secret, and in no error
-    "index_file": (str, "be a path or a URL, got {!r:.80}"),
-}
-"""Field of a source -> the type of its value, and what the value must be."""
 _OF_ONE_SOURCE: Final = {
     "filter": ("--filter", "a `filter:`"),
     "media_root": ("--media-root", "a `media_root:`"),
@@ -185,15 +177,13 @@ class _File:
             raise ValueError(f"{field}: {error}") from error
 
     def shards(self, fields: dict[str, Any], field: str) -> ShardDataset:
-        for name, (kind, words) in _KINDS.items():
-            if not isinstance(value := fields.get(name), kind | None):
-                raise ValueError(f"{field}.{name} must {words.format(value)}")
+        for name in ("media_root", "filter", "index_file"):
+            if not isinstance(value := fields.get(name), str | None):
+                raise ValueError(f"{field}.{name} must be a text, got {value!r:.80}")
         paths, expression = fields.pop("paths", None), fields.pop("filter", None)
         listed = [paths] if isinstance(paths, str) else paths
-        if not _are_texts(listed) or not listed:
+        if not listed or not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
             raise ValueError(f"{field}.paths must be a path, or a list of paths, of shards, got {paths!r}")
-        if not _are_texts(own := fields.get("index_fields", [])):
-            raise ValueError(f"{field}.index_fields must be a list of names, got {own!r}")
         urls = [self.relative(each) for each in listed]
 
         # What a source does not name is that of the command.
@@ -210,7 +200,10 @@ class _File:
             fields["media_root"] = str(self.folder / root)
         if (file := fields.get("index_file")) is not None:
             fields["index_file"] = self.relative(file)
-        dataset = ShardDataset(urls, recipe, containers=containers, **fields)
+        try:
+            dataset = ShardDataset(urls, recipe, containers=containers, **fields)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{field}: {error}") from error
         return dataset if expression is None else dataset.filter(expression)
 
     def relative(self, path: str) -> str:
@@ -224,10 +217,6 @@ class _File:
                 f"you trust this file and the module, or take the {option} out of the file and give --{option}"
             )
         return load_object(name, kind, field)
-
-
-def _are_texts(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(value, str) for value in values)
 
 
 def _fields(content: Any, field: str, known: tuple[str, ...]) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""post_balance: wraps a loader of one rank, and balances each of its steps over all ranks.
-
-Builds steps of post_balance in a thread, a few ahead of the training loop.
-"""
+"""post_balance: wraps a loader of one rank, and balances each of its steps over all ranks, in a thread, a few ahead."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ from orchdata.balancers.assignment import loads_of, lower_bound
 from orchdata.balancers.placement import renamed
 from orchdata.planning.assign import assign
 from orchdata.planning.balance import Balance
-from orchdata.planning.parts import Encoders, OwnParts, Parts, own_parts, route_of_parts, share_out_parts
-from orchdata.planning.route import Route
+from orchdata.planning.parts import Encoders, Parts, share_out_parts
 from orchdata.planning.sharing.shares import one_microbatch
 
 Ints = NDArray[np.int64]
@@ -118,15 +117,6 @@ class PostPlan:
     def moved(self) -> Ints:
         """Objects that change their rank."""
         return np.flatnonzero(self.object_rank != self.object_owner)
-
-    def own_parts(self, phase: str, rank: int) -> OwnParts:
-        """Return what `rank` encodes, and the parts of its samples in order of arrival, in one micro-step."""
-        return own_parts(self.parts[phase], rank, 0, one_microbatch(self.rank))
-
-    def route(self, phase: str, rank: int, own: OwnParts, label: str) -> Route:
-        """Return the route of a phase's features, seen from `rank`, which has `own` parts."""
-        (encoded,), (arriving,) = own.encoded, own.arriving
-        return route_of_parts(self.parts[phase], self.rank, encoded, arriving, rank, self.num_ranks, label=label)
 
 
 def make_post_plan(

@@ -1,4 +1,4 @@
-"""Image processors of Hugging Face as text, and what runs from it.
+"""Processors of Hugging Face as text, and what runs from it: of images here, their classes, outputs and text of all.
 
 processor --source_of--> JSON --running--> the same again, without a tokenizer, one a thread
 """
@@ -7,16 +7,80 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from importlib import import_module
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 
-from orchdata.hf.image.sizes import Outputs, Settings, rule_of
-from orchdata.hf.processor_parts import OwnByThread, class_at, path_of, placeholder_of
+from orchdata.hf.image_rules import Outputs, Settings, family_of
 from orchdata.loaders.modalities.image_decode import pass_order
+
+Built = TypeVar("Built")
+
+
+class OwnByThread(threading.local, Generic[Built]):
+    """What JSON describes, built once a thread: several decode at once, and not every class says that it can be shared.
+
+    Args:
+        build: makes it of what the JSON holds.
+    """
+
+    def __init__(self, build: Callable[[Mapping[str, Any]], Built]) -> None:
+        self._build = build
+        self._built: dict[str, Built] = {}
+
+    def __call__(self, source: str) -> Built:
+        built = self._built.get(source)
+        if built is None:
+            built = self._built[source] = self._build(json.loads(source))
+        return built
+
+
+def path_of(value: Any) -> list[str]:
+    """Module and name of its class. Raises ValueError where other processes could not import it by them."""
+    kind = type(value)
+    if getattr(import_module(kind.__module__), kind.__qualname__, None) is not kind:
+        raise ValueError(
+            f"{kind.__qualname__} cannot be imported from {kind.__module__}, as other processes do: define it in a file"
+        )
+    return [kind.__module__, kind.__qualname__]
+
+
+def class_at(path: Sequence[str]) -> Any:
+    module, name = path
+    return getattr(import_module(module), name)
+
+
+def as_array(value: Any) -> np.ndarray[Any, Any]:
+    """One output, as NumPy has it."""
+    if hasattr(value, "detach"):
+        return np.asarray(value.detach().cpu().numpy())
+    return np.asarray(value)
+
+
+def placeholder_of(processor: Any) -> str:
+    """Return the text that a processor expects for an image; "" if it names none."""
+    marks = (getattr(processor, name, None) for name in ("image_placeholder_token", "image_token"))
+    return next((str(mark) for mark in marks if mark), "")
+
+
+def runs(text: str, mark: str) -> tuple[str | int, ...]:
+    """Text with marks in it -> strings, and numbers of marks in a row."""
+    pieces: list[str | int] = []
+    for at, piece in enumerate(text.split(mark)):
+        if at:
+            if pieces and isinstance(pieces[-1], int):
+                pieces[-1] += 1
+            else:
+                pieces.append(1)
+        if piece:
+            pieces.append(piece)
+    return tuple(pieces)
+
 
 _ITEMS: Final = "items by number"
 # Parts of a processor that are not its settings; none of them changes images.
@@ -130,10 +194,7 @@ class Running:
 
     def ruled(self, width: int, height: int) -> tuple[Outputs, str | None]:
         """Return what `outputs` does, by the rule of the class. Raises what the rule raises."""
-        rule = rule_of(self.image_processor)
-        if rule is None:
-            raise LookupError(f"no rule for {type(self.image_processor).__name__}")
-        arrays = rule(self.settings, width, height)
+        arrays = family_of(self.settings)[0](self.settings, width, height)
         return arrays, self.text(arrays)
 
     def measured(self, width: int, height: int) -> tuple[Outputs, str | None]:
