@@ -56,6 +56,7 @@ _ROWS_AT_ONCE = 64
 _QUEUED = 2
 FREE_BYTES = 2 << 30
 """Memory that a sample may take in addition to twice its size by the index."""
+_LIMIT = f"{FREE_BYTES} bytes of memory and twice what the index says it takes"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +165,14 @@ def _checked(
         opened.enter_context(closing(engine))
         stretches = opened.enter_context(closing(_stretches(index, recipe, jobs, containers, files)))
         for row, built in _built(engine, jobs, stretches):
-            yield row, [_worded(failure) for failure in built.failures]
+            # With a loader's message, except for the limit, which is this module's.
+            yield (
+                row,
+                [
+                    DataError(each.shard, each.key, each.field, each.reason.replace("worker_memory", _LIMIT))
+                    for each in built.failures
+                ],
+            )
 
 
 def _stretches(
@@ -226,19 +234,10 @@ def _built(engine: WorkerEngine, jobs: int, stretches: Iterator[NDArray[np.int64
             yield row, future.result()
 
 
-def _worded(failure: DataError) -> DataError:
-    """Return the failure with a loader's message, except for the limit, which is this module's."""
-    limit = f"{FREE_BYTES} bytes of memory and twice what the index says it takes"
-    return DataError(failure.shard, failure.key, failure.field, failure.reason.replace("worker_memory", limit))
-
-
 @dataclass(frozen=True, kw_only=True)
 class CheckedContent:
-    """Steps of one sample each, given by its first row, with all its modalities and pieces decoded. They have failures
-    and no batch.
-
-    Attributes:
-        plan: a plan of one rank.
+    """Steps of one sample each, given by its first row, with all its modalities and pieces decoded: failures, and no
+    batch. `plan` is of one rank.
     """
 
     plan: PlanSpec

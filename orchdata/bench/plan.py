@@ -146,17 +146,12 @@ def _milliseconds(name: str, seconds: tuple[float, ...], demand: float | None = 
 
 
 def synthetic_index(path: str | Path, num_samples: int, seed: int, *, num_shards: int | None = None) -> Index:
-    """Write an index of made-up samples, and open it.
+    """Write an index of `num_samples` made-up samples in `num_shards` equal shards (default one for 10,000), and open
+    it.
 
     Text has a log-normal length (median 180 tokens), images a log-normal area (median 0.6 megapixels: 770 merged
     tokens) and aspect, audio 1 to 30 seconds with a few of up to ten minutes; patch 14, merge 2, 25 tokens a second.
     The same arguments give the same content. Memory is bounded by one shard.
-
-    Args:
-        path: where to write.
-        num_samples: rows, at least 1.
-        seed: of the content.
-        num_shards: made-up shards, of equal size give or take one; default one for 10,000 samples.
     """
     if num_samples < 1:
         raise ValueError(f"num_samples must be at least 1, got {num_samples}")

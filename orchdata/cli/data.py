@@ -122,7 +122,12 @@ def index(
         named.write(built, share or "")
         where["out"] = named.url
     if not dataset.recipe.text.learns_end:
-        _warn_of_unended(dataset, built)
+        from orchdata.building.contents import IndexedShards
+        from orchdata.loaders.shards.open import by_identity
+        from orchdata.unended_chats import warn_of_unended
+
+        given = {"recipe": dataset.recipe, "containers": by_identity(dataset.containers), "files": dataset.files}
+        warn_of_unended(IndexedShards(index=built, build_id=built.build_id, **given))  # type: ignore[arg-type]
     report = (
         index_report(dataset, built, scanned, time.perf_counter() - start)
         | ({"index_fields": own} if own else {})
@@ -333,7 +338,11 @@ def verify(
     if as_json:
         print_json(report)
     else:
-        print_verified(report)
+        samples, shards = counted(report["samples"], "good sample"), counted(report["shards"], "shard")
+        typer.echo(f"{samples} in {shards}, in {report['seconds']:.1f} s")
+        _print_bad(report)
+        if out is not None:
+            typer.echo(f"quarantine: {out}")
     if verification.failures:
         raise typer.Exit(1)
 
@@ -360,22 +369,6 @@ def _ranks_list(text: str) -> tuple[int, ...]:
     if min(ranks) < 1:
         raise ValueError(f"--ranks must be at least 1, got {min(ranks)}")
     return ranks
-
-
-def _warn_of_unended(dataset: ShardDataset, index: Index) -> None:
-    from orchdata.building.contents import IndexedShards
-    from orchdata.loaders.shards.open import by_identity
-    from orchdata.unended_chats import warn_of_unended
-
-    warn_of_unended(
-        IndexedShards(
-            index=index,
-            build_id=index.build_id,
-            recipe=dataset.recipe,
-            containers=by_identity(dataset.containers),
-            files=dataset.files,
-        )
-    )
 
 
 def index_report(dataset: ShardDataset, index: Index, scanned: int, seconds: float) -> dict[str, Any]:
@@ -489,15 +482,6 @@ def print_unread(dataset: ShardDataset | Mixture, index: Index) -> None:
 
     if message := unread_in_words(dataset, index):
         typer.echo(f"orchdata: {message}", err=True)
-
-
-def print_verified(report: dict[str, Any]) -> None:
-    """Print what `verify` found."""
-    samples, shards = counted(report["samples"], "good sample"), counted(report["shards"], "shard")
-    typer.echo(f"{samples} in {shards}, in {report['seconds']:.1f} s")
-    _print_bad(report)
-    if report["quarantine"] is not None:
-        typer.echo(f"quarantine: {report['quarantine']}")
 
 
 def _print_bad(report: dict[str, Any]) -> None:

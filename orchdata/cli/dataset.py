@@ -57,7 +57,7 @@ _OF_ONE_SOURCE: Final = {
 
 def indexed(data: Data) -> tuple[ShardDataset | Mixture, Index]:
     """Return the data set of a command, shards or a mixture, and its index, built where it is missing."""
-    if not is_mixture_file(data.paths):
+    if not (len(data.paths) == 1 and data.paths[0].lower().endswith(SUFFIXES)):
         dataset = data.dataset()
         if data.expression is not None:
             dataset = dataset.filter(data.expression)  # before anything is indexed: it may be none
@@ -116,24 +116,15 @@ def build(
         return index, scanned
 
 
-def is_mixture_file(paths: list[str]) -> bool:
-    """Whether a command's paths are a mixture, and not shards."""
-    return len(paths) == 1 and paths[0].lower().endswith(SUFFIXES)
-
-
 def read_mixture(
     path: str | Path, recipe: Recipe, *, allow_recipes: bool = False, containers: tuple[Container, ...] = ()
 ) -> Mixture:
-    """The mixture that a file describes.
+    """Return the mixture that a file describes. Sources that name no recipe have `recipe`; those that name no
+    containers have those of `containers` that claim one of their paths; `allow_recipes`: modules that the file names
+    may be imported.
 
-    Args:
-        recipe: of sources that name none.
-        containers: of sources that name none; each source takes those that claim one of its paths.
-        allow_recipes: whether modules that the file names may be imported.
-
-    Raises:
-        FileNotFoundError: no such file, or a source without shards.
-        ValueError: what is no mixture: names the file and the field.
+    Raises FileNotFoundError for no such file, or a source without shards; ValueError, which names the file and the
+    field.
     """
     file = Path(path)
     content = read_yaml(file)

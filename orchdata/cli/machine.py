@@ -171,8 +171,9 @@ def cache(context: typer.Context, folder: _CacheOption = None, as_json: JsonOpti
         table = plain_table(str(root.root), "folder", "content", "files", "size", "last used")
         table.columns[1].justify = "left"
         for name, amount in amounts.items():
-            size = human_bytes(amount.bytes)
-            table.add_row(name, KINDS[name].content, f"{amount.files:,}", size, _ago(last_used[name]))
+            seconds, size = time.time() - last_used[name], human_bytes(amount.bytes)
+            agos = (f"{seconds // unit:,.0f} {units} ago" for least, unit, units in _UNITS if seconds >= least)
+            table.add_row(name, KINDS[name].content, f"{amount.files:,}", size, next(agos, "just now"))
         print_table(table)
     else:
         typer.echo(f"nothing is kept in {root.root}")
@@ -224,14 +225,6 @@ def _amount(amount: Amount) -> str:
 
 def _files(count: int) -> str:
     return f"{count:,} file{'' if count == 1 else 's'}"
-
-
-def _ago(then: float) -> str:
-    seconds = time.time() - then
-    for least, unit, name in _UNITS:
-        if seconds >= least:
-            return f"{seconds // unit:,.0f} {name} ago"
-    return "just now"
 
 
 @bench_app.command()

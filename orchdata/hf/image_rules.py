@@ -334,14 +334,9 @@ def family_of(settings: Settings) -> _Family:
 
 
 def write_rows(settings: Settings, image: Canvas, rows: NDArray[np.float32]) -> None:
-    """Write an image (height, width, 3) as the processor of these settings would.
+    """Write an image (height, width, 3) as the processor of these settings would, into all rows of its one array.
 
-    Args:
-        rows: of its one array, C-contiguous, written in whole.
-
-    Raises:
-        LookupError: a class or setting that this does not know.
-        ValueError: of another number of rows.
+    Raises LookupError for a class or setting that this does not know, ValueError for another number of rows.
     """
     _, canvases, cut_of = family_of(settings)
     if canvases is None or cut_of is None or not settings.do_resize:
@@ -359,13 +354,8 @@ def write_rows(settings: Settings, image: Canvas, rows: NDArray[np.float32]) -> 
 def picture_of_rows(settings: Settings, rows: NDArray[np.float32], grid: tuple[int, int] | None) -> NDArray[np.uint8]:
     """Return the picture that rows were made of, tiles side by side. uint8 (height, width, 3).
 
-    Args:
-        settings: of the processor.
-        rows: (num_tiles, 3, height, width); with a grid (grid_h * grid_w, 3 * times * side * side).
-        grid: patches along height and width, in blocks of merged tokens; None where rows are tiles.
-
-    Raises:
-        LookupError: rows or settings of another form.
+    Rows are (num_tiles, 3, height, width); with a grid of patches along height and width (grid_h * grid_w, 3 * times *
+    side * side), in blocks of merged tokens. Raises LookupError for rows or settings of another form.
     """
     if grid is None:
         if rows.ndim != 4 or rows.shape[1] != 3:

@@ -45,14 +45,9 @@ _NO_RULE: Final = (LookupError, ValueError, AttributeError, TypeError)
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """One of the image processor's outputs.
-
-    Attributes:
-        name: Hugging Face's.
-        shape: of one row, one part, or all numbers that follow from the size.
-        dtype: of the tensor in the batch.
-        per: "row", a tile or patch; "part", an image; "size", numbers that follow from the image's size.
-        batched: whether an axis of images precedes the rows.
+    """One of the image processor's outputs, with Hugging Face's name: `shape` of one row, one part, or all numbers that
+    follow from the size, as `per` says: "row", a tile or patch; "part", an image; "size", numbers. `batched`: whether
+    an axis of images precedes the rows.
     """
 
     name: str

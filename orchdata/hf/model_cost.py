@@ -50,12 +50,8 @@ _COMPONENTS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How much of a tower, connector or LLM is trained.
-
-    Attributes:
-        share: trained share of its weights, without adapters.
-        gradients: whether anything in it is trained, so that gradients reach it.
-        adapters: operations a position in low-rank adapters next to the weights.
+    """How much of a tower, connector or LLM is trained: the share of its weights, without adapters; whether gradients
+    reach anything in it; operations a position in low-rank adapters next to the weights.
     """
 
     share: float = 1.0

@@ -166,11 +166,8 @@ class Running:
     nested: bool
 
     def outputs(self, image: Any, copies: int = 1) -> tuple[Outputs, str | None]:
-        """What becomes of one image, and the text that stands for it; of several copies of it in one sample, where that
-        makes a difference.
-
-        Args:
-            image: a PIL image, RGB, or its bytes (height, width, 3) where the processor was seen to take these.
+        """What becomes of one PIL image, RGB, and the text that stands for it; of several copies of it in one sample,
+        where that makes a difference.
         """
         images = [[image] * copies] if self.nested or copies > 1 else [image]
         asked = {"return_tensors": "pt"}

@@ -103,8 +103,8 @@ class _Towers:
 
 
 def _made(kind: Any, shapes: Sequence[torch.Size | None], widths: list[int], rows: Tensor, has_slices: bool) -> Any:
-    """Return outputs of a tower with other rows, in pieces of the shapes of its own, or in one, as slices may have part
-    of a piece; None: in a tuple of pieces.
+    """Return outputs of a tower with other rows, in pieces of the shapes of its own (None: a tuple of pieces), or in
+    one, as slices may have part of a piece.
     """
     pooled, *others = (
         (each,) if shape is None else each if len(shape) == 1 else each[None] if has_slices else each.view(-1, *shape)

@@ -312,12 +312,7 @@ def _check_alike(rank_group: RankGroup, rule: MoveRule, *, counts_tokens: bool) 
 
 
 class Prefetcher:
-    """Steps of one maker, in order.
-
-    Args:
-        maker: only the thread uses it from now on.
-        depth: number of steps that are ready or under way.
-    """
+    """Steps of one maker, which only its thread uses from now on, in order; at most `depth` are ready or under way."""
 
     def __init__(self, maker: StepMaker, depth: int) -> None:
         self._maker = maker

@@ -28,12 +28,8 @@ _ENOUGH = 200  # Moving little is good enough where a phase then takes at most t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoveRule:
-    """When and how far samples move.
-
-    Attributes:
-        balance: scope and assignment, and a group size if the scope needs one.
-        ranks_per_node: consecutive ranks that share a node.
-        gain: minimum share of the step's price that moving must save; below it nothing moves.
+    """When and how far samples move: scope and assignment, with a group size if the scope needs one; consecutive ranks
+    that share a node; the minimum share of the step's price that moving must save, below which nothing moves.
     """
 
     balance: Balance
@@ -129,13 +125,9 @@ def make_post_plan(
 ) -> PostPlan:
     """Plan one step.
 
-    Args:
-        costs: int64 (num_samples,), at least 1.
-        sizes: int64 (num_objects,), bytes on the wire of the samples, then of the parts of each phase.
-        owner: int32 (num_samples,), ascending.
-        num_ranks: ranks of the group.
-        rule: when and how far objects move.
-        parts: per phase: encoder phase -> its parts, on the ranks that drew them.
+    Costs, int64 (num_samples,), are at least 1; sizes, int64 (num_objects,), are bytes on the wire of the samples, then
+    of the parts of each phase; owner, int32 (num_samples,), ascends. `parts`, per phase: encoder phase -> its parts, on
+    the ranks that drew them.
     """
     stay = PostPlan(costs, sizes, owner, owner, num_ranks, parts or {})
     if not len(costs):

@@ -98,12 +98,8 @@ class PostBatch:
 
 @dataclass(frozen=True, slots=True)
 class ReadyStep:
-    """A step ready to be delivered, and the loader's position after it was drawn.
-
-    Attributes:
-        exhausted: whether the loader had no more.
-        state: state of the loader, if it has one.
-        seconds: stage -> seconds.
+    """A step ready to be delivered; whether the loader had no more, and its state, if it has one, after the step was
+    drawn; stage -> seconds.
     """
 
     batch: PostBatch
@@ -127,16 +123,8 @@ class _Drawn:
 class StepMaker:
     """Builds the steps of one iteration, one after another, together with the other ranks.
 
-    Args:
-        loader: iterated in the thread that builds steps.
-        cost, loss_tokens: cost and loss tokens of a sample; without `parts` a mapping of costs by phase counts as its
-            sum.
-        parts: per phase: rest and parts of a sample; else None.
-        group: the ranks that build steps together.
-        rule: when samples move.
-        iteration: number of this iteration, the same on every rank.
-        step: the first step to build.
-        exhausted: whether the loader has no more in this epoch.
+    The loader is iterated in the thread that builds steps. `iteration` is its number, the same on every rank; `step`
+    the first step to build; `exhausted` whether the loader has no more in this epoch.
     """
 
     def __init__(

@@ -1,11 +1,7 @@
-"""Some steps of an epoch, planned under one Balance as in training: the cost of ranks waiting in them, and padding.
+"""The profile of a number of ranks: plans of an epoch, as in training -> waiting, locality, padding.
 
-PlanSpec, steps --make_plan--> plans --price--> PlannedSteps: sums over the steps, and their standard errors
-
-The profile of a number of ranks: plans of an epoch under every scope -> waiting, locality.
-
-steps spread over the epoch   --plan, as in training--> cost of the step --> waiting
-consecutive steps             --plan, as in training--> which group reads which shard --> locality
+steps spread over the epoch   --make_plan--> price: costs of steps, with standard errors --> waiting
+consecutive steps             --make_plan--> which group reads which shard --------------> locality
 """
 
 from __future__ import annotations
