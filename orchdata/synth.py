@@ -115,18 +115,15 @@ def synthesize(
     samples: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> SynthReport:
-    """Write the described dataset as `out/shard-000000.tar` and on.
+    """Write the described dataset as `out/shard-000000.tar` and on; shards of the same names in the folder are
+    replaced.
 
-    Args:
-        description: a dict of the same form as the YAML, the path of a YAML file, or the name of one that is installed,
-            such as "omni".
-        out: folder, made if absent; shards of the same names in it are replaced.
-        samples: write this many instead of the described number (the first ones of the same dataset).
-        progress: called after each sample with (samples written, samples in all).
+    A description is a dict of the same form as the YAML, the path of a YAML file, or the name of one that is installed,
+    such as "omni". With `samples` the first ones of the same dataset are written, so many. `progress` is called after
+    each sample with (samples written, samples in all).
 
-    Raises:
-        ValueError: the description, or `samples`, is not valid; the message names the field.
-        FileExistsError: `out` holds other tar files, with which these would be read as one dataset.
+    Raises ValueError, which names the field, and FileExistsError if `out` holds other tar files, with which these would
+    be read as one dataset.
     """
     from webdataset import TarWriter
 

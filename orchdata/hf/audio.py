@@ -23,7 +23,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.hf.processors import as_array, class_at, path_of, runs
+from orchdata.hf.processors import as_array, class_at, merged_kwargs, path_of, runs
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio import AudioPreprocessor, Clips, WindowSize
@@ -97,16 +97,12 @@ class WhisperAudio(AudioPreprocessor):
 def audio_modality(processor: Any, *, long_clips: LongClips = "error") -> WhisperAudio | HFAudio:
     """How a Hugging Face processor takes audio.
 
-    Args:
-        processor: a ProcessorMixin with a feature extractor for audio.
-        long_clips: clips above what it takes at once (30 s for Whisper and Qwen2-Audio, `chunk_length` of its feature
-            extractor) are "error"s of their sample; "cut" keeps the beginning, as the processor itself does without a
-            word; "split" makes several windows of them, which follow one another in one place of the text.
+    Clips above what it takes at once (30 s for Whisper and Qwen2-Audio, `chunk_length` of its feature extractor) are
+    "error"s of their sample; "cut" keeps the beginning, as the processor itself does without a word; "split" makes
+    several windows of them, which follow one another in one place of the text.
 
-    Raises:
-        TypeError: no processor of audio.
-        ValueError: one that does not tell what stands in the text for a clip, or how large its arrays are, or that
-            cannot do `long_clips`.
+    Raises TypeError for no processor of audio; ValueError for one that does not tell what stands in the text for a
+    clip, or how large its arrays are, or that cannot do `long_clips`.
     """
     name = type(processor).__name__
     if extractor_of(processor) is None:
@@ -372,10 +368,7 @@ def described(processor: Any) -> str:
     extractor = getattr(processor, name)
     kwargs: dict[str, Any] = {}
     if type(processor).__name__ != "WhisperProcessor":  # which hands on what it is called with, and nothing else
-        tokenizer = getattr(processor, "tokenizer", None)
-        kwargs = processor._merge_kwargs(
-            processor.valid_processor_kwargs, tokenizer_init_kwargs=getattr(tokenizer, "init_kwargs", {})
-        )["audio_kwargs"]
+        kwargs = merged_kwargs(processor)["audio_kwargs"]
     try:
         parameters = json.loads(extractor.to_json_string())
     except TypeError as error:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from orchdata.hf.image_rules import Outputs, picture_of_rows, write_rows
-from orchdata.hf.processors import as_array, modules_of, placeholder_of, running, runs, source_of
+from orchdata.hf.processors import as_array, id_of, modules_of, placeholder_of, running, runs, source_of
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import check_size
@@ -443,10 +443,7 @@ def _slot(processor: Any, text: str | None) -> Slot:
             f"{name} puts {text[:80]!r} for an image, in which no added token of its tokenizer stands: add the one of "
             "a feature as a special token"
         )
-    ids = tokenizer.encode(mark, add_special_tokens=False)
-    if len(ids) != 1 or mark not in tokenizer.get_added_vocab():
-        raise ValueError(f"{mark!r} must be one added token of {type(tokenizer).__name__}: add it as a special token")
-    return Slot(mark=mark, token_id=ids[0])
+    return Slot(mark=mark, token_id=id_of(tokenizer, mark))
 
 
 def _feature_mark(processor: Any, text: str) -> str | None:

@@ -60,13 +60,8 @@ ArgumentsOf = Callable[[Any], tuple[Arguments, Arguments]]
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Of a configuration's model.
-
-    Attributes:
-        packs: whether it keeps packed samples apart.
-        pads: whether it keeps padded samples apart, as far as that was tried.
-        attention: the implementation that was tried; empty where nothing was.
-        why: the result as text.
+    """Of a configuration's model: whether it keeps packed samples apart, and padded ones, as far as that was tried; the
+    attention implementation that was tried, empty where nothing was; and the result as text.
     """
 
     packs: bool

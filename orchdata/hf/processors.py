@@ -55,6 +55,23 @@ def class_at(path: Sequence[str]) -> Any:
     return getattr(import_module(module), name)
 
 
+def merged_kwargs(processor: Any) -> dict[str, Any]:
+    """What a processor calls its parts with, by default."""
+    init_kwargs = getattr(getattr(processor, "tokenizer", None), "init_kwargs", {})
+    merged: dict[str, Any] = processor._merge_kwargs(
+        processor.valid_processor_kwargs, tokenizer_init_kwargs=init_kwargs
+    )
+    return merged
+
+
+def id_of(tokenizer: Any, mark: str) -> int:
+    """The id of what stands for a feature. Raises ValueError unless it is one token, and an added one."""
+    ids = tokenizer.encode(mark, add_special_tokens=False)
+    if len(ids) != 1 or mark not in tokenizer.get_added_vocab():
+        raise ValueError(f"{mark!r} must be one added token of {type(tokenizer).__name__}: add it as a special token")
+    return int(ids[0])
+
+
 def as_array(value: Any) -> np.ndarray[Any, Any]:
     """One output, as NumPy has it."""
     if hasattr(value, "detach"):
@@ -104,9 +121,7 @@ def source_of(processor: Any, image_processor: Any) -> str:
     if processor is not None:
         if not hasattr(processor, "_process_images"):
             raise ValueError(f"{type(processor).__name__} is no processor of transformers 5.21 or later")
-        tokenizer = getattr(processor, "tokenizer", None)
-        init_kwargs = getattr(tokenizer, "init_kwargs", {})
-        merged = processor._merge_kwargs(processor.valid_processor_kwargs, tokenizer_init_kwargs=init_kwargs)
+        merged = merged_kwargs(processor)
         source["call"] = {name: value for name, value in merged["images_kwargs"].items() if name != "return_tensors"}
         # Some pass on their own arguments, such as the number of tokens of an image.
         own = inspect.signature(processor._process_images).parameters.values()
@@ -115,8 +130,13 @@ def source_of(processor: Any, image_processor: Any) -> str:
         attributes = {name: value for name, value in vars(processor).items() if name not in _PARTS}
         attributes = {name: getattr(value, "content", value) for name, value in attributes.items()}
         source["processor"] = {"class": path_of(processor)}
+        # A mapping by numbers as a list of its items, marked: JSON would make them strings.
         source["processor"]["attributes"] = {
-            name: _with_keys(value) for name, value in attributes.items() if _is_plain(value)
+            name: {_ITEMS: [[key, each] for key, each in value.items()]}
+            if isinstance(value, dict) and value and all(type(key) is int for key in value)
+            else value
+            for name, value in attributes.items()
+            if _is_plain(value)
         }
         source["nested"] = _takes_nested(processor)
     return json.dumps(source, sort_keys=True)
@@ -130,17 +150,6 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-def _with_keys(value: Any) -> Any:
-    """A mapping by numbers as a list of its items, marked: JSON would make them strings."""
-    if isinstance(value, dict) and value and all(type(key) is int for key in value):
-        return {_ITEMS: [[key, each] for key, each in value.items()]}
-    return value
-
-
-def _without_marks(value: Any) -> Any:
-    return dict(value[_ITEMS]) if isinstance(value, dict) and value.keys() == {_ITEMS} else value
-
-
 def _takes_nested(processor: Any) -> bool:
     """Return whether the image processor takes a list of each text's images."""
     from PIL import Image
@@ -150,9 +159,7 @@ def _takes_nested(processor: Any) -> bool:
     try:
         layout = processor.prepare_inputs_layout(images=[blank], text=text)[0]
     except KeyError:  # of those that look there for what they are called with
-        init_kwargs = getattr(getattr(processor, "tokenizer", None), "init_kwargs", {})
-        merged = processor._merge_kwargs(processor.valid_processor_kwargs, tokenizer_init_kwargs=init_kwargs)
-        layout = processor.prepare_inputs_layout(images=[blank], text=text, **merged)[0]
+        layout = processor.prepare_inputs_layout(images=[blank], text=text, **merged_kwargs(processor))[0]
     return isinstance(layout[0], list | tuple)
 
 
@@ -214,7 +221,10 @@ def _built(source: Mapping[str, Any]) -> Running:
         # Without its constructor, which asks for a tokenizer that images do not need.
         kind = class_at(source["processor"]["class"])
         processor = kind.__new__(kind)
-        attributes = {name: _without_marks(value) for name, value in source["processor"]["attributes"].items()}
+        attributes = {
+            name: dict(value[_ITEMS]) if isinstance(value, dict) and value.keys() == {_ITEMS} else value
+            for name, value in source["processor"]["attributes"].items()
+        }
         vars(processor).update(attributes, image_processor=image_processor)
     return Running(image_processor, processor, source["call"], source["nested"])
 

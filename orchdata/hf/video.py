@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.hf.image_rules import RESAMPLES, Settings
-from orchdata.hf.processors import OwnByThread, as_array, class_at, path_of
+from orchdata.hf.processors import OwnByThread, as_array, class_at, id_of, merged_kwargs, path_of
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.image import grid_positions
@@ -296,16 +296,11 @@ def _counted(videos: HFVideos, frames: int, fps: float, width: int, height: int)
 
 
 def video_modality(processor: Any, *, tokens_per_second: float = 2.0) -> HFVideos:
-    """Videos as a processor of Hugging Face prepares them: of Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
+    """Videos as a processor of Qwen2-VL, Qwen2.5-VL or Qwen3-VL prepares them, whose `video_processor` says which
+    pictures are taken: with `do_sample_frames`, `fps` of a second, or `num_frames`; else all.
 
-    Args:
-        processor: that has a `video_processor`, whose settings say which pictures are taken: with `do_sample_frames`,
-            `fps` of a second, or `num_frames`; else all.
-        tokens_per_second: of Qwen2.5-VL, as its model's `vision_config` has it.
-
-    Raises:
-        TypeError: no video processor in it.
-        ValueError: one of another class, or that does something else than this knows of it.
+    Raises TypeError for no video processor in it; ValueError for one of another class, or that does something else than
+    this knows of it.
     """
     name = type(processor).__name__
     video: Any = getattr(processor, "video_processor", None)
@@ -316,20 +311,12 @@ def video_modality(processor: Any, *, tokens_per_second: float = 2.0) -> HFVideo
             f"{name} has a {type(video).__name__}, and videos are read as {', '.join(_PROCESSORS)} have them: write an "
             "od.Modality for it, Recipe(video=...)"
         )
-    tokenizer = processor.tokenizer
-    call = dict(
-        processor._merge_kwargs(
-            processor.valid_processor_kwargs, tokenizer_init_kwargs=getattr(tokenizer, "init_kwargs", {})
-        )["videos_kwargs"]
-    )
+    call = merged_kwargs(processor)["videos_kwargs"]
     call = {key: value for key, value in call.items() if key not in ("return_tensors", "return_metadata")}
     described = {"class": path_of(video), "settings": json.loads(video.to_json_string()), "call": call}
     source = json.dumps(described, sort_keys=True)
     settings = running(source).settings
     mark = str(processor.video_token)
-    ids = tokenizer.encode(mark, add_special_tokens=False)
-    if len(ids) != 1:
-        raise ValueError(f"{mark!r} must be one added token of {type(tokenizer).__name__}: add it as a special token")
     stamped = hasattr(processor, "_calculate_timestamps")
     timed = not stamped and _INTERVAL in processor.model_input_names
     videos = HFVideos(
@@ -340,7 +327,7 @@ def video_modality(processor: Any, *, tokens_per_second: float = 2.0) -> HFVideo
         stamped=(str(processor.vision_start_token), str(processor.vision_end_token)) if stamped else (),
         tokens_per_second=tokens_per_second if timed else None,
         placeholder=mark,
-        slot=Slot(mark=mark, token_id=ids[0]),
+        slot=Slot(mark=mark, token_id=id_of(processor.tokenizer, mark)),
     )
     return replace(videos, native=_proven(videos, processor))
 

@@ -90,8 +90,8 @@ def profile_view(profile: Figures) -> str:
     )
 
 
-def _table(table: pa.Table, series: Callable[[int, int], int] = lambda row, column: 0, whole: float = 1.0) -> str:
-    """Return a table as HTML. `series`: row and column of a share -> colour of its bar; `whole`: what a full bar is."""
+def _table(table: pa.Table, series: Callable[[int, int], int] = lambda row, column: 0) -> str:
+    """Return a table as HTML. `series`: row and column of a share -> colour of its bar."""
     forms = tables.formats(table)
     texts = [place for place, form in enumerate(forms) if place == 0 or form in (TEXT, DATA, CODE, SHARE)]
     rows = []
@@ -100,7 +100,7 @@ def _table(table: pa.Table, series: Callable[[int, int], int] = lambda row, colu
         for column, (value, form) in enumerate(zip(values, forms, strict=True)):
             text = escape(tables.written(value, form))
             if form == SHARE:
-                text = bar(value / whole, text, series(row, column))
+                text = bar(value, text, series(row, column))
             elif value is not None and form in (DATA, CODE):
                 text = f"<bdi>{text}</bdi>" if form == DATA else f"<code>{text}</code>"
             cells.append(text)
@@ -282,22 +282,14 @@ def _unlike(profile: Figures, names: ShardNames, colours: Mapping[str, int]) -> 
     of_columns = [0, *(colours[name] for name in modalities), 0, 0]
     parts: list[str] = []
     if profile.sources:
-        # The largest sources are drawn; if there are more, a folded table has the figures of all.
-        sources = list(profile.sources)
-        if len(sources) <= _MOST_DRAWN:
-            parts = ["<h3>What sources give in an epoch</h3>", _table(tables.sources(profile))]
-        else:
-            drawn = sorted(sources, key=lambda name: -profile.sources[name].tokens)[:_MOST_DRAWN]
-            most = profile.sources[drawn[0]].share or 1.0
-            listed = sources[:_MOST_ROWS_OF_SOURCES]
-            more = len(sources) - len(listed)
-            rest = paragraph(f"and {more:,} more sources") if more else ""
-            parts = [
-                f"<h3>What the {_MOST_DRAWN} largest of {len(sources):,} sources give in an epoch</h3>",
-                _table(tables.sources(profile, drawn), whole=most),
-                '<p class="note">A full bar is the share of the largest source.</p>',
-                _folded(f"{len(listed):,} sources as a table", _table(tables.sources(profile, listed)) + rest),
-            ]
+        # The largest sources, and of all others a folded table.
+        sources = sorted(profile.sources, key=lambda name: -profile.sources[name].tokens)
+        parts = ["<h3>What sources give in an epoch</h3>", _table(tables.sources(profile, sources[:_MOST_DRAWN]))]
+        if others := sources[_MOST_DRAWN:]:
+            left = len(others) - _MOST_ROWS_OF_SOURCES
+            rest = paragraph(f"and {left:,} more sources") if left > 0 else ""
+            folded = _table(tables.sources(profile, others[:_MOST_ROWS_OF_SOURCES])) + rest
+            parts.append(_folded(f"{len(others):,} smaller sources", folded))
         differ = sorted(content.sources, key=lambda each: -each.difference)[:_MOST_DRAWN]
         parts.append("<h3>Sources that differ most from the whole</h3>")
         parts.append(_table(tables.unlike(differ, "source", str, modalities), lambda _, column: of_columns[column]))
