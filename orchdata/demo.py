@@ -104,15 +104,10 @@ class DemoReport:
 def run_demo(
     config: DemoConfig | None = None, *, html: Path | None = None, progress: Progress | None = None
 ) -> DemoReport:
-    """Run the whole demo.
+    """Run the whole demo, by default for about a minute on two cores; `html` is a file for the report of the data set.
 
-    Args:
-        config: default `DemoConfig()`, which takes about a minute on two cores.
-        html: file for the report of the data set; None for none.
-        progress: called with what is being done, and how far it is: ("training", steps done, steps in all).
-
-    Raises:
-        torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a training process failed.
+    `progress` is called with what is being done, and how far it is: ("training", steps done, steps in all). Raises
+    torch.multiprocessing's ProcessRaisedException and ProcessExitedException if a training process failed.
     """
     config = config if config is not None else DemoConfig()
     tell = progress if progress is not None else lambda what, done, total: None

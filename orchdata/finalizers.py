@@ -31,7 +31,9 @@ class User:
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
-        self._reference = weakref.ref(self, _ignore)  # the collector clears those with a callback before it finalizes
+        self._reference = weakref.ref(
+            self, lambda _: None
+        )  # the collector clears those with a callback before it finalizes
 
     def drops_it(self) -> bool:
         return self._reference() is not None and threading.get_ident() == self._thread
@@ -82,10 +84,6 @@ def wait_for_finalizers(seconds: float | None = None) -> None:
             return
         call_soon(done.set)
     done.wait(seconds)
-
-
-def _ignore(_: object) -> None:
-    pass
 
 
 def _run() -> None:

@@ -53,12 +53,8 @@ def number(value: float) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers_from: int = 1) -> str:
-    """Return a table.
-
-    Args:
-        columns: titles, plain text.
-        rows: cells, HTML.
-        numbers_from: first column whose cells are set to the right.
+    """Return a table of titles, plain text, and cells, HTML; those from the column `numbers_from` on are set to the
+    right.
     """
     head = "".join(
         f'<th scope="col"{_numeric(place >= numbers_from)}>{escape(column)}</th>'

@@ -25,11 +25,8 @@ _MOST_BYTES: Final = 1 << 30
 
 
 def write_quarantine(path: str | Path, failures: Sequence[DataError]) -> None:
-    """Write failures; the file appears whole, or stays unchanged.
-
-    Raises:
-        ValueError: the path exists and is not a file.
-        StorageError: it cannot be written now.
+    """Write failures; the file appears whole, or stays unchanged. Raises ValueError if the path exists and is not a
+    file, StorageError if it cannot be written now.
     """
     check_target(path)
     names = ("shard", "key", "field", "reason")
@@ -67,11 +64,8 @@ def read_blank(path: str | os.PathLike[str]) -> list[tuple[str, ...]]:
 
 
 def _rows(path: str | os.PathLike[str]) -> list[dict[str, str]]:
-    """Return the samples of a list.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not a regular file, it is cut, or a line of it is not a sample.
+    """Return the samples of a list. Raises FileNotFoundError, and ValueError for what is not a regular file, a list
+    that is cut, or a line that is not a sample.
     """
     samples: list[dict[str, str]] = []
     is_open = False

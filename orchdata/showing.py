@@ -86,11 +86,9 @@ def shown_rows(
 ) -> list[Shown]:
     """Return rows of an index as the model sees them, decoded as by a loader in its first pass, in this process.
 
-    Raises OrchdataError for trouble that says nothing about a sample, such as a shard that has changed.
-
-    Args:
-        use_file: gets each part of media as a file, and returns what `file` of its span says; "" for nothing.
-        keep_going: trouble, too, is the error of the sample that has it.
+    `use_file` gets each part of media as a file, and returns what `file` of its span says, "" for nothing. Raises
+    OrchdataError for trouble that says nothing about a sample, such as a shard that has changed; with `keep_going`
+    that, too, is the error of its sample.
     """
     leaves = dataset.leaves if isinstance(dataset, Mixture) else ()
     recipes = tuple(leaf.dataset.recipe for leaf in leaves)
@@ -274,12 +272,7 @@ def _picture(media: MediaFile) -> str:
 
 
 def sample_html(sample: Shown, name: Callable[[str], str], in_text: Callable[[str], str] = str) -> str:
-    """Return a sample as HTML.
-
-    Args:
-        name: url of a shard -> a short name.
-        in_text: shortens the names of shards in a message.
-    """
+    """Return a sample as HTML. `name`: url of a shard -> a short name; `in_text` shortens such names in a message."""
     where = f"{shown(name(sample['shard']), 120)} · {shown(sample['key'], 120)}"
     counts = f"{sample['tokens']:,} LLM tokens, {sample['trained_tokens']:,} trained"
     if sample["source"]:

@@ -115,18 +115,15 @@ def synthesize(
     samples: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> SynthReport:
-    """Write the described dataset as `out/shard-000000.tar` and on.
+    """Write the described dataset as `out/shard-000000.tar` and on; shards of the same names in the folder are
+    replaced.
 
-    Args:
-        description: a dict of the same form as the YAML, the path of a YAML file, or the name of one that is installed,
-            such as "omni".
-        out: folder, made if absent; shards of the same names in it are replaced.
-        samples: write this many instead of the described number (the first ones of the same dataset).
-        progress: called after each sample with (samples written, samples in all).
+    A description is a dict of the same form as the YAML, the path of a YAML file, or the name of one that is installed,
+    such as "omni". With `samples` the first ones of the same dataset are written, so many. `progress` is called after
+    each sample with (samples written, samples in all).
 
-    Raises:
-        ValueError: the description, or `samples`, is not valid; the message names the field.
-        FileExistsError: `out` holds other tar files, with which these would be read as one dataset.
+    Raises ValueError, which names the field, and FileExistsError if `out` holds other tar files, with which these would
+    be read as one dataset.
     """
     from webdataset import TarWriter
 
@@ -170,10 +167,8 @@ def synthesize(
 
 
 def make_sample(description: Description, index: int) -> tuple[str, dict[str, bytes], dict[str, int]]:
-    """Make sample number `index` of a checked description, drawn from its own generator.
-
-    Returns:
-        The kind's name; the sample's fields without the key (`{"0.jpg": ..., "txt": ...}`); counts for the report.
+    """Make sample number `index` of a checked description, drawn from its own generator. Return the kind's name, the
+    fields without the key (`{"0.jpg": ..., "txt": ...}`), and counts for the report.
     """
     rng = np.random.default_rng((description["seed"], index))
     kinds = description["kinds"]
@@ -250,9 +245,7 @@ def _refuse_mixing(out: Path, paths: tuple[Path, ...]) -> None:
 def read_description(source: Mapping[str, Any] | str | Path) -> Description:
     """Check a description, or the YAML file that holds one: its path, or the name of an installed one, such as "omni".
 
-    Raises:
-        FileNotFoundError: there is no such file, and none of that name is installed.
-        ValueError: the YAML does not parse, or a field is unknown or no number is drawn from it; names the field.
+    Raises FileNotFoundError, and ValueError that names a field which is unknown or from which no number is drawn.
     """
     if not isinstance(source, Mapping):
         content = read_yaml(_path_of(str(source)))
@@ -337,16 +330,8 @@ def _path_of(source: str) -> Path:
 
 
 def make_image(rng: np.random.Generator, width: int, height: int, format: str, quality: int = 85) -> tuple[bytes, str]:
-    """Draw a picture of shapes on a textured ground.
-
-    Args:
-        rng: drawn from; the same state gives the same picture.
-        width, height: size in pixels.
-        format: `jpg` or `png`.
-        quality: JPEG quality, 1 to 100; PNG ignores it.
-
-    Returns:
-        The encoded bytes, and what is drawn: "two red circles".
+    """Draw a picture of shapes on a textured ground, in `jpg` or `png`; PNG ignores the quality. The same state of
+    `rng` gives the same picture. Return the encoded bytes, and what is drawn: "two red circles".
     """
     canvas = ground(rng, width, height)
     colour = list(COLOURS)[int(rng.integers(len(COLOURS)))]
@@ -402,16 +387,9 @@ def _grain(rng: np.random.Generator, canvas: Image.Image) -> NDArray[np.uint8]:
 
 
 def make_audio(rng: np.random.Generator, seconds: float, rate: int, format: str) -> tuple[bytes, str]:
-    """Synthesise a chirp with two overtones, a slow tremolo and noise; mono, 16 bit.
-
-    Args:
-        rng: drawn from; the same state gives the same sound.
-        seconds: duration; at least one frame is written.
-        rate: sample rate in Hz.
-        format: `wav` or `flac`.
-
-    Returns:
-        The encoded bytes, and what is heard: "a low rising tone".
+    """Synthesise a chirp with two overtones, a slow tremolo and noise; mono, 16 bit, in `wav` or `flac`, at least one
+    frame. The same state of `rng` gives the same sound. Return the encoded bytes, and what is heard: "a low rising
+    tone".
     """
     import soundfile
 

@@ -1,14 +1,6 @@
 """For tests of your own: whether a container, or an engine, keeps what the library relies on.
 
-For tests of your own: whether an engine keeps what the loader relies on.
-
-    engine, data set --check_engine--> its batches are those of this thread, or an error says what differs
-
-It needs no test framework: call it in a test, or in a script.
-
-For tests of your own: whether a container keeps what the library relies on.
-
-It needs no test framework: call it in a test, or in a script.
+It needs no test framework: call `check_container` or `check_engine` in a test, or in a script.
 """
 
 from __future__ import annotations

@@ -97,11 +97,8 @@ def accelerate_accumulation() -> tuple[int, bool]:
 
 
 class Accumulated(Protocol):
-    """What a loader says of its steps.
-
-    Attributes:
-        scales_loss: whether batches carry a `loss_scale` that covers the whole optimizer step.
-        accumulate: microbatches that every step has; 1 if it has as many as caps need.
+    """What a loader says of its steps: whether batches carry a `loss_scale` that covers the whole optimizer step, and
+    the microbatches that every step has; 1 if it has as many as caps need.
     """
 
     @property
@@ -112,15 +109,11 @@ class Accumulated(Protocol):
 
 
 def check_accumulation(steps: Accumulated, knows_end: Callable[[], bool]) -> bool:
-    """Return whether Accelerate must know the last batch of an epoch.
+    """Return whether Accelerate must know the last batch of an epoch; `knows_end` says whether the number of batches of
+    an epoch is known before its end.
 
-    Args:
-        steps: of the loader.
-        knows_end: whether the number of batches of an epoch is known before its end.
-
-    Raises:
-        ValueError: gradients would be accumulated over other batches than those of an optimizer step, or the last batch
-            is not known.
+    Raises ValueError if gradients would be accumulated over other batches than those of an optimizer step, or the last
+    batch is not known.
     """
     num_batches, ends_with_epoch = accelerate_accumulation()
     if num_batches == 1:
@@ -147,17 +140,11 @@ def check_accumulation(steps: Accumulated, knows_end: Callable[[], bool]) -> boo
 
 
 class LightningFit:
-    """An iteration in Lightning's fit loop.
+    """An iteration in Lightning's fit loop, over the steps of a loader.
 
     If `configure_optimizers` asks for `trainer.estimated_stepping_batches`, Lightning begins the iteration before it
     reads its checkpoint, and does not load the states of loaders afterwards: they are loaded with the first item.
-
-    Args:
-        loop: Lightning's.
-        steps: of the loader.
-
-    Attributes:
-        is_ahead: whether a state inside an epoch was loaded, of data without a length: Lightning prefetches a batch.
+    `is_ahead`: a state inside an epoch was loaded, of data without a length, of which Lightning prefetches a batch.
     """
 
     def __init__(self, loop: Any, steps: Accumulated) -> None:
@@ -276,13 +263,11 @@ ONE_LOADER: Final = (
 
 
 class AccelerateEnd:
-    """Registers an iteration in Accelerate's gradient state, and tells it when a batch is the last one: it synchronizes
-    gradients there.
+    """Registers an iteration in Accelerate's gradient state, and tells it when a batch is the last one, where it
+    synchronizes gradients.
 
-    Args:
-        num_steps: returns the number of steps of the epoch: its items.
-        num_in_tail: returns the samples of the last one, which come before repeats in what Accelerate gathers of it; -1
-            if nothing is repeated.
+    `num_steps` returns the number of steps of the epoch: its items; `num_in_tail` the samples of the last one, which
+    come before repeats in what Accelerate gathers of it, -1 if nothing is repeated.
     """
 
     def __init__(self, num_steps: Callable[[], int], num_in_tail: Callable[[], int]) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -55,6 +56,7 @@ _ROWS_AT_ONCE = 64
 _QUEUED = 2
 FREE_BYTES = 2 << 30
 """Memory that a sample may take in addition to twice its size by the index."""
+_LIMIT = f"{FREE_BYTES} bytes of memory and twice what the index says it takes"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,13 +110,14 @@ def verify(
     if jobs < 1 or not timeout > 0:
         raise ValueError(f"jobs must be at least 1 and timeout above 0, got {jobs} and {timeout}")
     load_required(recipe)
+    shards = IndexedShards(
+        index=index, build_id=index.build_id, recipe=recipe, containers=by_identity(containers), files=files
+    )
     bad = index.bad_rows()
     failed: dict[int, DataError] = {row: index.failure(row) for row in bad.tolist()}
     num_usable = index.num_samples - len(bad)
     if num_usable:
-        for done, (row, failures) in enumerate(
-            _checked(index, recipe, min(jobs, num_usable), timeout, engine, containers, files), 1
-        ):
+        for done, (row, failures) in enumerate(_checked(shards, min(jobs, num_usable), timeout, engine), 1):
             if failures:
                 failed[row] = failures[0]
             if progress is not None:
@@ -127,16 +130,10 @@ def verify(
 
 
 def _checked(
-    index: Index,
-    recipe: Recipe,
-    jobs: int,
-    timeout: float,
-    elsewhere: RayEngine | None,
-    containers: Sequence[Container],
-    files: Files,
+    shards: IndexedShards, jobs: int, timeout: float, elsewhere: RayEngine | None
 ) -> Iterator[tuple[int, list[DataError]]]:
     """Yield each usable sample, by its first row, and its failures, as processes finish it."""
-    balance = Balance(scope="none")
+    index, balance = shards.index, Balance(scope="none")
     Warming(kernel_families(balance, 1, phases=index.modalities, padded=False)).wait()
     plan = PlanSpec(
         costs=IndexCosts(index),
@@ -144,9 +141,6 @@ def _checked(
         batches=GlobalBatches(size=1),
         balance=balance,
         num_ranks=1,
-    )
-    shards = IndexedShards(
-        index=index, build_id=index.build_id, recipe=recipe, containers=by_identity(containers), files=files
     )
     workers = Workers(
         num_workers=jobs,
@@ -161,34 +155,35 @@ def _checked(
     with ExitStack() as opened:
         engine: WorkerEngine = ProcessEngine(spec, workers) if elsewhere is None else elsewhere.open(spec, workers)
         opened.enter_context(closing(engine))
-        stretches = opened.enter_context(closing(_stretches(index, recipe, jobs, containers, files)))
+        stretches = opened.enter_context(closing(_stretches(shards, jobs)))
         for row, built in _built(engine, jobs, stretches):
-            yield row, [_worded(failure) for failure in built.failures]
+            # With a loader's message, except for the limit, which is this module's.
+            failures = [
+                DataError(each.shard, each.key, each.field, each.reason.replace("worker_memory", _LIMIT))
+                for each in built.failures
+            ]
+            yield row, failures
 
 
-def _stretches(
-    index: Index, recipe: Recipe, jobs: int, containers: Sequence[Container], files: Files
-) -> Generator[NDArray[np.int64], None, None]:
+def _stretches(shards: IndexedShards, jobs: int) -> Generator[NDArray[np.int64], None, None]:
     """Yield first rows of usable samples, some of one shard at a time, after a comparison of the shard's checksum."""
+    index = shards.index
     rows = np.setdiff1d(index.sample_rows(), index.bad_rows())
     bounds = np.searchsorted(rows, index.shard_rows).tolist()
     used = [number for number in range(len(index.shards)) if bounds[number] < bounds[number + 1]]
     with ThreadPoolExecutor(jobs) as pool:
-        compared = pool.map(lambda number: compare_shard(index, recipe, number, containers, files), used)
+        compared = pool.map(partial(compare_shard, shards), used)
         with closing(compared):  # type: ignore[type-var]  # a generator, which cancels the rest
             for number, _ in zip(used, compared, strict=True):
                 for start in range(bounds[number], bounds[number + 1], _ROWS_AT_ONCE):
                     yield rows[start : min(start + _ROWS_AT_ONCE, bounds[number + 1])]
 
 
-def compare_shard(
-    index: Index, recipe: Recipe, number: int, containers: Sequence[Container] = (), files: Files = PLAIN_FILES
-) -> None:
+def compare_shard(shards: IndexedShards, number: int) -> None:
     """Compare a shard with its checksum in the index. Raises StaleIndexError, StorageError."""
-    info = index.shards[number]
-    rules = rules_of(info, by_identity(containers))
+    info, how = shards.index.shards[number], {"limits": shards.recipe.limits, "files": shards.files, "whole": True}
     with closing(
-        open_shard(info.url, limits=recipe.limits, cache=CacheFolder(), rules=rules, files=files, whole=True)
+        open_shard(info.url, cache=CacheFolder(), rules=rules_of(info, shards.containers), **how)  # type: ignore[arg-type]
     ) as shard:
         if shard.checksum() != info.checksum:
             raise StaleIndexError(
@@ -225,19 +220,10 @@ def _built(engine: WorkerEngine, jobs: int, stretches: Iterator[NDArray[np.int64
             yield row, future.result()
 
 
-def _worded(failure: DataError) -> DataError:
-    """Return the failure with a loader's message, except for the limit, which is this module's."""
-    limit = f"{FREE_BYTES} bytes of memory and twice what the index says it takes"
-    return DataError(failure.shard, failure.key, failure.field, failure.reason.replace("worker_memory", limit))
-
-
 @dataclass(frozen=True, kw_only=True)
 class CheckedContent:
-    """Steps of one sample each, given by its first row, with all its modalities and pieces decoded. They have failures
-    and no batch.
-
-    Attributes:
-        plan: a plan of one rank.
+    """Steps of one sample each, given by its first row, with all its modalities and pieces decoded: failures, and no
+    batch. `plan` is of one rank.
     """
 
     plan: PlanSpec

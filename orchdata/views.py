@@ -141,12 +141,8 @@ def _modalities(totals: Totals) -> str:
 
 
 def _totals_in_time(dataset: ShardDataset, index: Index) -> Totals:
-    """Return totals of the chosen samples.
-
-    Raises:
-        TimeoutError: that takes longer than a view may.
-        ValueError: a filter cannot be used with this index.
-        MissingIndexError: columns of the user's that a filter needs were not read yet.
+    """Return totals of the chosen samples. Raises TimeoutError if that takes longer than a view may, ValueError for a
+    filter that cannot be used with this index, MissingIndexError for columns of the user's that were not read yet.
     """
     until = time.monotonic() + _MOST_SECONDS
     columns = dataset.own_columns(index, may_build=False)
@@ -172,11 +168,6 @@ def mixture_view(mixture: Mixture) -> str:
     columns = ("source", f"share of {mixture.by}", "loss weight", "data")
     title = f"Mixture of {len(mixture.leaves):,} sources, by {mixture.by}"
     return view(title, table(columns, rows, numbers_from=4), rest)
-
-
-def loader_view(loader: DataLoader) -> str:
-    """Return the view of a loader: what its repr says."""
-    return view(type(loader).__name__, pairs(facts_of(loader)))
 
 
 def batch_view(batch: Batch) -> str:
@@ -206,20 +197,17 @@ def sample_view(sample: Sample) -> str:
     return view("Sample", pairs(about[:_MOST_LINES]))
 
 
-def samples_view(shown: ShownSamples) -> str:
-    """Return samples as the model sees them."""
-    return view(f"{len(shown.samples)} samples", *(sample_html(each, basename) for each in shown.samples))
-
-
 VIEWS: Final[Mapping[type, Callable[[Any], str]]] = {
     Batch: batch_view,
-    DataLoader: loader_view,
+    DataLoader: lambda loader: view(type(loader).__name__, pairs(facts_of(loader))),  # what its repr says
     Mixture: mixture_view,
     Plan: plan_view,
     Profile: profile_view,
     Sample: sample_view,
     ShardDataset: dataset_view,
-    ShownSamples: samples_view,
+    ShownSamples: lambda shown: view(
+        f"{len(shown.samples)} samples", *(sample_html(each, basename) for each in shown.samples)
+    ),
 }
 
 

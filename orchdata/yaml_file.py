@@ -25,11 +25,8 @@ _EXPONENT: Final = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9]*|\.[0-9]+)[eE][-+]?
 
 
 def read_yaml(path: str | Path) -> Any:
-    """Return the content of a file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not a regular file, not YAML, or beyond a limit; names the file.
+    """Return the content of a file. Raises FileNotFoundError, and ValueError, which names it, for what is not a regular
+    file, not YAML, or beyond a limit.
     """
     data = read_small(path, MOST_BYTES)
     try:

@@ -17,7 +17,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
 
 from orchdata.loaders.storage.remote.urls import without_secrets
 
@@ -26,6 +28,51 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Clock = Callable[[], float]
+_Repeats = Annotated[int, typer.Option(help="Times to measure each thing.")]
+_Seed = Annotated[int, typer.Option(help="Seed of the data.")]
+_Folder = Annotated[str | None, typer.Option(help="Where to write the data; default: a temporary folder.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanBench:
+    """What `orchdata bench plan` measures: `repeats` steps, all different. Its index takes about 170 bytes a sample."""
+
+    ranks: Annotated[int, typer.Option(help="Simulated data-parallel ranks.")] = 2_560
+    samples_per_rank: Annotated[int, typer.Option(help="Samples per rank and step.")] = 16
+    samples: Annotated[int, typer.Option(help="Samples of the index.")] = 10_000_000
+    repeats: _Repeats = 30
+    seed: _Seed = 0
+    folder: _Folder = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputBench:
+    """What `orchdata bench throughput` measures."""
+
+    paths: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PATHS]...", help="Your shards: files, globs or braces; default: a made-up data set."),
+    ] = None
+    recipe: Annotated[str | None, typer.Option(metavar="MODULE:NAME", help="An od.Recipe; default: od.Recipe().")] = (
+        None
+    )
+    media_root: Annotated[
+        str | None, typer.Option(help="Folder below which the files lie that records of JSON name.")
+    ] = None
+    samples: Annotated[int, typer.Option(help="Of the made-up data set; of yours, at most, at random.")] = 800
+    consumer_ms: Annotated[float, typer.Option(help="CPU time of pure Python that is run for each batch.")] = 0.0
+    batch_size: Annotated[int, typer.Option(help="Samples of a batch.")] = 16
+    workers: Annotated[int, typer.Option(help="Threads, or worker processes.")] = 2
+    repeats: _Repeats = 3
+    seed: _Seed = 0
+    folder: _Folder = None
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "batch_size", "workers", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.paths and (self.recipe or self.media_root):
+            raise ValueError("recipe and media_root are of a data set of yours: give its paths too")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

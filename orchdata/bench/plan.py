@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers import CostModel, TransformerCost, balance_phases
-from orchdata.bench.harness import Result, interleave, work_folder
+from orchdata.bench.harness import PlanBench, Result, interleave, work_folder
 from orchdata.dataset.index_costs import IndexCosts
 from orchdata.loaders.index.index import Index, digest
 from orchdata.loaders.index.joined import RecipeIdentity, merge_tables
@@ -39,24 +39,12 @@ LLM = TransformerCost(hidden=4096, layers=32, ffn=14_336, heads=32, kv_heads=8, 
 OMNI_COST = CostModel(image=ENCODER, audio=ENCODER, llm=LLM)
 
 MAX_IMAGES = 6
+_MAX_TOKENS = 8_192
 FIELDS = ("json", *(f"{number}.jpg" for number in range(MAX_IMAGES)), "flac")
 _JSON, _FIRST_IMAGE, _FLAC = 0, 1, 1 + MAX_IMAGES
 
 # Images and audio clips of a sample, and how often: text, one image, several images, speech, image and speech.
 _MIX = ((0, 0, 0.38), (1, 0, 0.32), (3, 0, 0.10), (0, 1, 0.15), (1, 1, 0.05))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanBench:
-    """What to measure: `repeats` steps, all different. The index in `folder` takes about 170 bytes a sample."""
-
-    ranks: int = 2_560
-    samples_per_rank: int = 16
-    samples: int = 10_000_000
-    max_tokens: int = 8_192
-    repeats: int = 30
-    seed: int = 0
-    folder: str | None = None
 
 
 def run(config: PlanBench) -> list[Result]:
@@ -70,8 +58,8 @@ def run(config: PlanBench) -> list[Result]:
 
 
 def _planning(index: Index, config: PlanBench) -> list[Result]:
-    capped = Balance(max_tokens=config.max_tokens, oversize="own")
-    words = f"microbatches of {config.max_tokens:,} tokens"
+    capped = Balance(max_tokens=_MAX_TOKENS, oversize="own")
+    words = f"microbatches of {_MAX_TOKENS:,} tokens"
     specs = {
         name: PlanSpec(
             costs=IndexCosts(index, OMNI_COST),
@@ -158,17 +146,12 @@ def _milliseconds(name: str, seconds: tuple[float, ...], demand: float | None = 
 
 
 def synthetic_index(path: str | Path, num_samples: int, seed: int, *, num_shards: int | None = None) -> Index:
-    """Write an index of made-up samples, and open it.
+    """Write an index of `num_samples` made-up samples in `num_shards` equal shards (default one for 10,000), and open
+    it.
 
     Text has a log-normal length (median 180 tokens), images a log-normal area (median 0.6 megapixels: 770 merged
     tokens) and aspect, audio 1 to 30 seconds with a few of up to ten minutes; patch 14, merge 2, 25 tokens a second.
     The same arguments give the same content. Memory is bounded by one shard.
-
-    Args:
-        path: where to write.
-        num_samples: rows, at least 1.
-        seed: of the content.
-        num_shards: made-up shards, of equal size give or take one; default one for 10,000 samples.
     """
     if num_samples < 1:
         raise ValueError(f"num_samples must be at least 1, got {num_samples}")

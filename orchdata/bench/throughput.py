@@ -13,14 +13,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
-from orchdata.bench.harness import Result, WideTable, work_folder
+from orchdata.bench.harness import Result, ThroughputBench, WideTable, work_folder
 from orchdata.dataloader import DataLoader
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.delivery.policy import ErrorPolicy
@@ -35,29 +34,6 @@ from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.synth import synthesize
 
 BARE = "bare threads"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ThroughputBench:
-    """What to measure, as the options of the command say: `orchdata.cli.machine`."""
-
-    paths: tuple[str, ...] | None = None
-    recipe: str | None = None
-    media_root: str | None = None
-    samples: int = 800
-    consumer_ms: float = 0.0
-    batch_size: int = 16
-    workers: int = 2
-    repeats: int = 3
-    seed: int = 0
-    folder: str | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("samples", "batch_size", "workers", "repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not self.paths and (self.recipe or self.media_root):
-            raise ValueError("recipe and media_root are of a data set of yours: give its paths too")
 
 
 class Epoch(NamedTuple):

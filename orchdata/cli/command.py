@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from fractions import Fraction
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
 import typer
 
@@ -23,44 +24,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+    from orchdata.dataset.shard_dataset import ShardDataset
     from orchdata.loaders.recipe import Recipe
-    from orchdata.loaders.shards.container import Container
 
-Paths = Annotated[
-    list[str],
-    typer.Argument(metavar="PATHS...", help="Shards: files, URLs, globs or braces, e.g. 'train-{000..127}.tar'."),
-]
-RecipeOption = Annotated[
-    str | None, typer.Option("--recipe", metavar="MODULE:NAME", help="An od.Recipe; default: od.Recipe().")
-]
-CostOption = Annotated[
-    str | None,
-    typer.Option("--cost", metavar="MODULE:NAME", help="An od.CostModel; default: positions of every phase."),
-]
-MediaRootOption = Annotated[
-    str | None, typer.Option("--media-root", help="Folder below which the files lie that records of JSON name.")
-]
-ColumnsOption = Annotated[
-    list[str] | None,
-    typer.Option("--column", metavar="OLD=NEW", help="A field to rename, as of ShardDataset(columns=); repeatable."),
-]
-KeyOption = Annotated[
-    str | None, typer.Option("--key", metavar="last_dot", help="Where keys of tars end, as of ShardDataset(key=).")
-]
-ContainersOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--container", metavar="MODULE:NAME", help="An od.Container, as of ShardDataset(containers=); repeatable."
-    ),
-]
-IndexFieldsOption = Annotated[
-    list[str] | None,
-    typer.Option("--index-field", metavar="NAME", help="A field that the index keeps for filters; repeatable."),
-]
-IgnoreOption = Annotated[
-    list[str] | None,
-    typer.Option("--ignore", metavar="NAME", help="A field, not read, to say no more of; repeatable."),
-]
 StorageOptionsOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -69,51 +35,86 @@ StorageOptionsOption = Annotated[
         help="How objects of storage are read, as of ShardDataset(storage_options=); repeatable. Never shown.",
     ),
 ]
-IndexFileOption = Annotated[
-    str | None,
-    typer.Option("--index-file", metavar="FILE|URL", help="The index, as of ShardDataset(index_file=)."),
-]
-FilterOption = Annotated[
-    str | None,
-    typer.Option("--filter", metavar="EXPR", help="Samples to take, as of dataset.filter: 'tokens < 4096'."),
-]
-AllowRecipesOption = Annotated[
-    bool,
-    typer.Option("--allow-recipes", help="Import the modules that a mixture's file names as `recipe:`; they run code."),
-]
-
-
-def share_or_count(text: str) -> Fraction | int:
-    """`1%` -> Fraction(1, 100); `25` -> 25. Raises typer.BadParameter for anything else."""
-    number = text.strip().removesuffix("%").rstrip()
-    try:
-        if number != text.strip():
-            share = Fraction(number) / 100
-            if 0 <= share <= 1:
-                return share
-        elif number.isascii() and number.isdigit():
-            return int(number)
-    except (ValueError, ZeroDivisionError):
-        pass
-    raise typer.BadParameter(f"{text!r} is neither a share such as 1% or 0.5%, nor a number of samples")
-
-
-RayOption = Annotated[
-    str | None,
-    typer.Option(
-        "--ray", metavar="ADDRESS", help="Use actors of this Ray cluster; auto: of RAY_ADDRESS, or of this machine."
-    ),
-]
-MaxFailuresOption = Annotated[
-    Fraction,
-    typer.Option(
-        "--max-failures",
-        metavar="SHARE|COUNT",
-        parser=share_or_count,
-        help="Samples that may be unusable, as 1%, or a number: with more of them the exit code is 3.",
-    ),
-]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, for machines.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """The data of a command, by options that several commands share: `takes` says which of them one has."""
+
+    paths: Annotated[
+        list[str],
+        typer.Argument(metavar="PATHS...", help="Shards: files, URLs, globs or braces, e.g. 'train-{000..127}.tar'."),
+    ]
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", metavar="MODULE:NAME", help="An od.Recipe; default: od.Recipe().")
+    ] = None
+    allow_recipes: Annotated[
+        bool,
+        typer.Option(
+            "--allow-recipes", help="Import the modules that a mixture's file names as `recipe:`; they run code."
+        ),
+    ] = False
+    media_root: Annotated[
+        str | None, typer.Option("--media-root", help="Folder below which the files lie that records of JSON name.")
+    ] = None
+    column: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--column", metavar="OLD=NEW", help="A field to rename, as of ShardDataset(columns=); repeatable."
+        ),
+    ] = None
+    key: Annotated[
+        str | None,
+        typer.Option("--key", metavar="last_dot", help="Where keys of tars end, as of ShardDataset(key=)."),
+    ] = None
+    container: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--container", metavar="MODULE:NAME", help="An od.Container, as of ShardDataset(containers=); repeatable."
+        ),
+    ] = None
+    index_field: Annotated[
+        list[str] | None,
+        typer.Option("--index-field", metavar="NAME", help="A field that the index keeps for filters; repeatable."),
+    ] = None
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option("--ignore", metavar="NAME", help="A field, not read, to say no more of; repeatable."),
+    ] = None
+    storage_options: StorageOptionsOption = None
+    index_file: Annotated[
+        str | None,
+        typer.Option("--index-file", metavar="FILE|URL", help="The index, as of ShardDataset(index_file=)."),
+    ] = None
+    expression: Annotated[
+        str | None,
+        typer.Option("--filter", metavar="EXPR", help="Samples to take, as of dataset.filter: 'tokens < 4096'."),
+    ] = None
+
+    def options(self) -> dict[str, Any]:
+        """Return keywords of ShardDataset. Raises ValueError for what they cannot be."""
+        from orchdata.loaders.shards.container import Container
+
+        kind: Any = Container  # abstract
+        return {
+            "media_root": self.media_root,
+            "columns": named_values(self.column, "--column", "OLD=NEW, the old and the new name of a field"),
+            "containers": tuple(load_object(name, kind, "--container") for name in self.container or ()),
+            "index_fields": tuple(self.index_field or ()),
+            "storage_options": storage_options_of(self.storage_options),
+            "index_file": self.index_file,
+            "key": self.key or "",
+            "ignore": tuple(self.ignore or ()),
+        }
+
+    def dataset(self) -> ShardDataset:
+        """Return the data set of the paths. Raises as `options` and `recipe_named`."""
+        from orchdata.dataset.shard_dataset import ShardDataset
+
+        options = self.options()
+        return ShardDataset(self.paths, recipe_named(self.recipe), **options)
+
 
 Kind = TypeVar("Kind")
 Arguments = ParamSpec("Arguments")
@@ -122,60 +123,52 @@ _CLOSED_PIPE = 128 + signal.SIGPIPE
 """As of a program that the signal ends: no verdict."""
 
 
-def data_options(
-    media_root: str | None,
-    column: Sequence[str] | None,
-    container: Sequence[str] | None,
-    storage_options: Sequence[str] | None,
-    key: str | None,
-    index_field: Sequence[str] | None = None,
-    index_file: str | None = None,
-    ignore: Sequence[str] | None = None,
-) -> dict[str, Any]:
-    """Return options of a command as keywords of ShardDataset. Raises ValueError for what they cannot be."""
-    return {
-        "media_root": media_root,
-        "columns": columns_of(column),
-        "containers": containers_of(container),
-        "index_fields": tuple(index_field or ()),
-        "storage_options": storage_options_of(storage_options),
-        "index_file": index_file,
-        "key": key or "",
-        "ignore": tuple(ignore or ()),
-    }
+def takes(
+    kind: type[Kind], *names: str
+) -> Callable[[Callable[Concatenate[Kind, Arguments], Result]], Callable[..., Result]]:
+    """Make a command of a function whose first argument is a frozen value: its fields are the first options.
+
+    Errors are as `one_line_errors` has them.
+
+    Args:
+        names: of the fields that are options; default: all.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    shared = [
+        parameter.replace(annotation=hints[name])
+        for name, parameter in inspect.signature(kind).parameters.items()
+        if not names or name in names
+    ]
+
+    def decorated(command: Callable[Concatenate[Kind, Arguments], Result]) -> Callable[..., Result]:
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> Result:
+            value = kind(**{each.name: given.pop(each.name) for each in shared})
+            return command(value, **given)  # type: ignore[call-arg]
+
+        parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*shared, *own)]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return one_line_errors(run)
+
+    return decorated
 
 
-def columns_of(given: Sequence[str] | None) -> dict[str, str]:
-    """Return old name -> new name. Raises ValueError for text without `=`, or an old name given twice."""
+def named_values(given: Sequence[str] | None, option: str, form: str, *, empty: bool = False) -> dict[str, str]:
+    """`("a=b",)` -> {"a": "b"}. Raises ValueError for text of another form, without the text: it may be secret."""
     pairs = [text.partition("=") for text in given or ()]
-    for (old, equals, new), text in zip(pairs, given or (), strict=True):
-        if not (old and equals and new):
-            raise ValueError(f"--column {text!r} is not OLD=NEW, the old and the new name of a field")
-    columns = {old: new for old, _, new in pairs}
-    if len(columns) < len(pairs):
-        raise ValueError("--column renames one field twice")
-    return columns
+    if not all(name and equals and (value or empty) for name, equals, value in pairs):
+        raise ValueError(f"{option} takes {form}")
+    if len(values := {name: value for name, _, value in pairs}) < len(pairs):
+        raise ValueError(f"{option} gives one name twice")
+    return values
 
 
 def storage_options_of(given: Sequence[str] | None) -> dict[str, str] | None:
-    """Return name -> value; None for nothing. Raises ValueError for text without `=`, without the text: it may be
-    secret.
-    """
-    pairs = [text.partition("=") for text in given or ()]
-    if not all(name and equals for name, equals, _ in pairs):
-        raise ValueError("--storage-options takes NAME=VALUE, such as region=eu-1")
-    options = {name: value for name, _, value in pairs}
-    if len(options) < len(pairs):
-        raise ValueError("--storage-options gives one option twice")
-    return options or None
-
-
-def containers_of(given: Sequence[str] | None) -> tuple[Container, ...]:
-    """Return the containers that `--container` names. Raises ValueError as `load_object`."""
-    from orchdata.loaders.shards.container import Container
-
-    kind: Any = Container  # abstract
-    return tuple(load_object(name, kind, "--container") for name in given or ())
+    """Return name -> value; None for nothing. Raises as `named_values`."""
+    return named_values(given, "--storage-options", "NAME=VALUE, such as region=eu-1", empty=True) or None
 
 
 def load_object(name: str, kind: type[Kind], option: str) -> Kind:
@@ -204,30 +197,6 @@ def check_name(name: object, option: str) -> str:
     if not (module and attribute):
         raise ValueError(f"{option} must be MODULE:NAME, such as my_project.data:recipe, got {name!r:.80}")
     return module
-
-
-def caps_of(given: Sequence[str]) -> dict[str, int] | None:
-    """`("8192", "image=32768")` -> {"llm": 8192, "image": 32768}; None for nothing."""
-    caps: dict[str, int] = {}
-    for text in given:
-        phase, equals, number = text.rpartition("=")
-        if bool(phase) != bool(equals) or not number.isascii() or not number.isdigit():
-            raise ValueError(f"--max-tokens must be a number, or PHASE=NUMBER such as image=32768, got {text!r}")
-        if (phase := phase or "llm") in caps:
-            raise ValueError(f"--max-tokens caps {phase} twice: {caps[phase]} and {number}")
-        caps[phase] = int(number)
-    return caps or None
-
-
-def ranks_list(text: str) -> tuple[int, ...]:
-    """`8,64,512` -> (8, 64, 512)."""
-    try:
-        ranks = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ValueError(f"--ranks must be numbers separated by commas, such as 8,64, got {text!r}") from None
-    if min(ranks) < 1:
-        raise ValueError(f"--ranks must be at least 1, got {min(ranks)}")
-    return ranks
 
 
 def recipe_named(name: str | None) -> Recipe:

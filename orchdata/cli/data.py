@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
@@ -15,32 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchdata.cli.command import (
-    AllowRecipesOption,
-    ColumnsOption,
-    ContainersOption,
-    CostOption,
-    FilterOption,
-    IgnoreOption,
-    IndexFieldsOption,
-    IndexFileOption,
+    Data,
     JsonOption,
-    KeyOption,
-    MaxFailuresOption,
-    MediaRootOption,
-    Paths,
-    RayOption,
-    RecipeOption,
-    StorageOptionsOption,
-    caps_of,
-    data_options,
     human_bytes,
     load_object,
-    one_line_errors,
     overflow_words,
     print_json,
     print_table,
-    ranks_list,
-    recipe_named,
+    takes,
     unread_lines,
 )
 from orchdata.loaders.amounts import counted
@@ -56,17 +39,24 @@ if TYPE_CHECKING:
 FIRST_FAILURES = 10
 
 
-@one_line_errors
+def _share_or_count(text: str) -> Fraction | int:
+    """`1%` -> Fraction(1, 100); `25` -> 25. Raises typer.BadParameter for anything else."""
+    number = text.strip().removesuffix("%").rstrip()
+    try:
+        if number != text.strip():
+            share = Fraction(number) / 100
+            if 0 <= share <= 1:
+                return share
+        elif number.isascii() and number.isdigit():
+            return int(number)
+    except (ValueError, ZeroDivisionError):
+        pass
+    raise typer.BadParameter(f"{text!r} is neither a share such as 1% or 0.5%, nor a number of samples")
+
+
+@takes(Data, "paths", "recipe", "media_root", "column", "key", "container", "index_field", "ignore", "storage_options")
 def index(
-    paths: Paths,
-    recipe: RecipeOption = None,
-    media_root: MediaRootOption = None,
-    column: ColumnsOption = None,
-    key: KeyOption = None,
-    container: ContainersOption = None,
-    index_field: IndexFieldsOption = None,
-    ignore: IgnoreOption = None,
-    storage_options: StorageOptionsOption = None,
+    data: Data,
     out: Annotated[
         str | None,
         typer.Option(metavar="FILE|URL", help="Write the index there, for ShardDataset(index_file=)."),
@@ -84,7 +74,15 @@ def index(
         int | None,
         typer.Option(metavar="N", help="Index only the shards from the first on that have N good samples."),
     ] = None,
-    max_failures: MaxFailuresOption = "1%",  # type: ignore[assignment]
+    max_failures: Annotated[
+        Fraction,
+        typer.Option(
+            "--max-failures",
+            metavar="SHARE|COUNT",
+            parser=_share_or_count,
+            help="Samples that may be unusable, as 1%, or a number: with more of them the exit code is 3.",
+        ),
+    ] = "1%",  # type: ignore[assignment]
     as_json: JsonOption = False,
 ) -> None:
     """Index shards: where samples lie and what each costs. Fast to repeat: only new or changed shards are scanned.
@@ -94,15 +92,13 @@ def index(
     """
     from orchdata.cli.dataset import build, with_fields
     from orchdata.dataset.shard_arguments import checked_target
-    from orchdata.dataset.shard_dataset import ShardDataset
     from orchdata.loaders.index.own_columns import fields_of
 
     start = time.perf_counter()
-    given = data_options(media_root, column, container, storage_options, key, index_field, None, ignore)
     if merge:
-        _merge(paths, out, given, others=(recipe, media_root, column, key, container, index_field, share, limit, jobs))
+        _merge(data, out, others=(share, limit, jobs))
         return
-    dataset = ShardDataset(paths, recipe_named(recipe), **given)
+    dataset = data.dataset()
     if limit is not None:
         if jobs is not None:
             raise ValueError("--limit measures in this process: leave --jobs out")
@@ -126,7 +122,12 @@ def index(
         named.write(built, share or "")
         where["out"] = named.url
     if not dataset.recipe.text.learns_end:
-        _warn_of_unended(dataset, built)
+        from orchdata.building.contents import IndexedShards
+        from orchdata.loaders.shards.open import by_identity
+        from orchdata.unended_chats import warn_of_unended
+
+        given = {"recipe": dataset.recipe, "containers": by_identity(dataset.containers), "files": dataset.files}
+        warn_of_unended(IndexedShards(index=built, build_id=built.build_id, **given))  # type: ignore[arg-type]
     report = (
         index_report(dataset, built, scanned, time.perf_counter() - start)
         | ({"index_fields": own} if own else {})
@@ -142,17 +143,18 @@ def index(
         raise typer.Exit(code)
 
 
-def _merge(paths: Sequence[str], out: str | None, given: Mapping[str, Any], others: Sequence[object]) -> None:
+def _merge(data: Data, out: str | None, others: Sequence[object]) -> None:
     from orchdata.dataset.indexed import merged
     from orchdata.dataset.shard_arguments import checked_file, checked_target, reading_of
 
-    if out is None or any(others):
+    given = replace(data, storage_options=None, ignore=None).options().values()
+    if out is None or data.recipe or any(others) or any(given):
         raise ValueError(
             "--merge joins the index files that PATHS name: give --out and, for URLs, --storage-options alone"
         )
-    files = [str(checked_file(path, (), None)) for path in paths]
+    files = [str(checked_file(path, (), None)) for path in data.paths]
     target = checked_target(out)
-    count = merged(files, target, reading_of(None, None, storage_options=given["storage_options"]))
+    count = merged(files, target, reading_of(None, None, storage_options=data.options()["storage_options"]))
     typer.echo(f"written: {target}, the index of {count:,} shards")
 
 
@@ -165,21 +167,13 @@ def _share(urls: Sequence[str], share: str) -> Sequence[str]:
     return urls[bounds[0] : bounds[1]]
 
 
-@one_line_errors
+@takes(Data)
 def profile(
-    paths: Paths,
-    recipe: RecipeOption = None,
-    media_root: MediaRootOption = None,
-    column: ColumnsOption = None,
-    key: KeyOption = None,
-    container: ContainersOption = None,
-    index_field: IndexFieldsOption = None,
-    ignore: IgnoreOption = None,
-    storage_options: StorageOptionsOption = None,
-    index_file: IndexFileOption = None,
-    expression: FilterOption = None,
-    cost: CostOption = None,
-    allow_recipes: AllowRecipesOption = False,
+    data: Data,
+    cost: Annotated[
+        str | None,
+        typer.Option("--cost", metavar="MODULE:NAME", help="An od.CostModel; default: positions of every phase."),
+    ] = None,
     ranks: Annotated[
         str | None,
         typer.Option(
@@ -234,7 +228,7 @@ def profile(
 
     A mixture of them is a YAML file: sources by name, each with paths, weight and recipe.
     """
-    rank_counts, caps = None if ranks is None else ranks_list(ranks), caps_of(max_tokens or ())
+    rank_counts, caps = None if ranks is None else _ranks_list(ranks), _caps_of(max_tokens or ())
     from orchdata.balancers import CostModel
     from orchdata.cli.dataset import indexed
     from orchdata.planning.balance import Balance
@@ -265,8 +259,7 @@ def profile(
     if padded and length is not None:
         raise ValueError("--length is of packed microbatches: leave out --padded, or the length")
     layout = Padded(multiple_of=multiple_of) if padded else Packed(multiple_of=multiple_of, length=length)
-    given = data_options(media_root, column, container, storage_options, key, index_field, index_file, ignore)
-    dataset, built = indexed(paths, recipe_named(recipe), given, expression, allow_recipes=allow_recipes)
+    dataset, built = indexed(data)
     result = make_profile(
         built,
         dataset=dataset,
@@ -295,21 +288,19 @@ def profile(
         typer.echo(f"report: {html}")
 
 
-@one_line_errors
+@takes(Data, "paths", "recipe", "media_root", "column", "key", "container", "storage_options", "index_file")
 def verify(
-    paths: Paths,
-    recipe: RecipeOption = None,
-    media_root: MediaRootOption = None,
-    column: ColumnsOption = None,
-    key: KeyOption = None,
-    container: ContainersOption = None,
-    storage_options: StorageOptionsOption = None,
-    index_file: IndexFileOption = None,
+    data: Data,
     out: Annotated[
         Path | None, typer.Option(help="Write what is bad here, as JSON Lines for DataLoader(quarantine=...).")
     ] = None,
     jobs: Annotated[int | None, typer.Option(help="Processes that decode; default: one per CPU.")] = None,
-    ray: RayOption = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray", metavar="ADDRESS", help="Use actors of this Ray cluster; auto: of RAY_ADDRESS, or of this machine."
+        ),
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that one sample may take.")] = 120.0,
     as_json: JsonOption = False,
 ) -> None:
@@ -319,16 +310,13 @@ def verify(
     command fails if any sample is bad.
     """
     from orchdata.cli.dataset import build_of
-    from orchdata.dataset.shard_dataset import ShardDataset
     from orchdata.quarantine import check_target, write_quarantine
     from orchdata.verifying import verify as verify_index
 
     start = time.perf_counter()
     if out is not None:
         check_target(out)
-    chosen = recipe_named(recipe)
-    given = data_options(media_root, column, container, storage_options, key, None, index_file)
-    dataset = ShardDataset(paths, chosen, **given)
+    dataset = data.dataset()
     if out is not None and any(os.path.realpath(out) == os.path.realpath(url) for url in dataset.urls):
         raise ValueError(f"--out {out} is one of the shards, and would be replaced by the list: give another file")
     built = build_of(dataset)
@@ -341,7 +329,7 @@ def verify(
         how |= {"engine": RayEngine(num_cpus=1), "jobs": num_cpus() if jobs is None else jobs}
     try:
         with progress_bar("decoding samples") as advance:
-            verification = verify_index(built, chosen, **how, progress=advance)
+            verification = verify_index(built, dataset.recipe, **how, progress=advance)
     except TypeError as error:  # what does not pickle, named
         raise ValueError(str(error)) from error
     if out is not None:
@@ -350,25 +338,37 @@ def verify(
     if as_json:
         print_json(report)
     else:
-        print_verified(report)
+        samples, shards = counted(report["samples"], "good sample"), counted(report["shards"], "shard")
+        typer.echo(f"{samples} in {shards}, in {report['seconds']:.1f} s")
+        _print_bad(report)
+        if out is not None:
+            typer.echo(f"quarantine: {out}")
     if verification.failures:
         raise typer.Exit(1)
 
 
-def _warn_of_unended(dataset: ShardDataset, index: Index) -> None:
-    from orchdata.building.contents import IndexedShards
-    from orchdata.loaders.shards.open import by_identity
-    from orchdata.unended_chats import warn_of_unended
+def _caps_of(given: Sequence[str]) -> dict[str, int] | None:
+    """`("8192", "image=32768")` -> {"llm": 8192, "image": 32768}; None for nothing."""
+    caps: dict[str, int] = {}
+    for text in given:
+        phase, equals, number = text.rpartition("=")
+        if bool(phase) != bool(equals) or not number.isascii() or not number.isdigit():
+            raise ValueError(f"--max-tokens must be a number, or PHASE=NUMBER such as image=32768, got {text!r}")
+        if (phase := phase or "llm") in caps:
+            raise ValueError(f"--max-tokens caps {phase} twice: {caps[phase]} and {number}")
+        caps[phase] = int(number)
+    return caps or None
 
-    warn_of_unended(
-        IndexedShards(
-            index=index,
-            build_id=index.build_id,
-            recipe=dataset.recipe,
-            containers=by_identity(dataset.containers),
-            files=dataset.files,
-        )
-    )
+
+def _ranks_list(text: str) -> tuple[int, ...]:
+    """`8,64,512` -> (8, 64, 512)."""
+    try:
+        ranks = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--ranks must be numbers separated by commas, such as 8,64, got {text!r}") from None
+    if min(ranks) < 1:
+        raise ValueError(f"--ranks must be at least 1, got {min(ranks)}")
+    return ranks
 
 
 def index_report(dataset: ShardDataset, index: Index, scanned: int, seconds: float) -> dict[str, Any]:
@@ -482,15 +482,6 @@ def print_unread(dataset: ShardDataset | Mixture, index: Index) -> None:
 
     if message := unread_in_words(dataset, index):
         typer.echo(f"orchdata: {message}", err=True)
-
-
-def print_verified(report: dict[str, Any]) -> None:
-    """Print what `verify` found."""
-    samples, shards = counted(report["samples"], "good sample"), counted(report["shards"], "shard")
-    typer.echo(f"{samples} in {shards}, in {report['seconds']:.1f} s")
-    _print_bad(report)
-    if report["quarantine"] is not None:
-        typer.echo(f"quarantine: {report['quarantine']}")
 
 
 def _print_bad(report: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from orchdata.cli.command import Kind, check_name, load_object
+from orchdata.cli.command import Data, Kind, check_name, load_object, recipe_named
 from orchdata.dataset.mixture import Mixture, Source
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.collector import leave_out_what_is_loaded
@@ -43,14 +43,6 @@ _LEAF = (
     *("paths", "media_root", "columns", "containers", "index_fields", "recipe", "filter", *_WEIGHTS),
     *("key", "storage_options", "index_file"),
 )
-_KINDS: Final[Mapping[str, tuple[Any, str]]] = {
-    "media_root": (str, "be a folder, got {!r}"),
-    "columns": (Mapping, "map old names to new ones, got {!r}"),
-    "filter": (str, 'be an expression, as in "tokens < 4096", got {!r}'),
-    "storage_options": (Mapping, "map names of options to values"),  # which are secret, and in no error
-    "index_file": (str, "be a path or a URL, got {!r:.80}"),
-}
-"""Field of a source -> the type of its value, and what the value must be."""
 _OF_ONE_SOURCE: Final = {
     "filter": ("--filter", "a `filter:`"),
     "media_root": ("--media-root", "a `media_root:`"),
@@ -63,30 +55,22 @@ _OF_ONE_SOURCE: Final = {
 """Keyword of ShardDataset -> the option, and what sources in the file of a mixture have for it."""
 
 
-def indexed(
-    paths: list[str],
-    recipe: Recipe,
-    options: dict[str, Any],
-    expression: str | None,
-    *,
-    allow_recipes: bool,
-) -> tuple[ShardDataset | Mixture, Index]:
-    """Return the data set that a command's paths name, shards or a mixture, and its index, built where it is missing.
-
-    `allow_recipes` is as in `read_mixture`.
-    """
-    if not is_mixture_file(paths):
-        dataset = ShardDataset(paths, recipe, **options)
-        if expression is not None:
-            dataset = dataset.filter(expression)  # before anything is indexed: it may be none
+def indexed(data: Data) -> tuple[ShardDataset | Mixture, Index]:
+    """Return the data set of a command, shards or a mixture, and its index, built where it is missing."""
+    if not (len(data.paths) == 1 and data.paths[0].lower().endswith(SUFFIXES)):
+        dataset = data.dataset()
+        if data.expression is not None:
+            dataset = dataset.filter(data.expression)  # before anything is indexed: it may be none
         return dataset, build_of(dataset)
-    of_one_source = {**options, "filter": expression, "key": options["key"] or None}
+    options = data.options()
+    of_one_source = {**options, "filter": data.expression}
     for name, (option, field) in _OF_ONE_SOURCE.items():
-        if of_one_source[name] not in (None, (), {}):
-            raise ValueError(f"{option} is of one data set: give the sources in {paths[0]} {field} each")
+        if of_one_source[name]:
+            raise ValueError(f"{option} is of one data set: give the sources in {data.paths[0]} {field} each")
     from orchdata.dataset.mixed import joined_index  # which imports torch
 
-    mixture = read_mixture(paths[0], recipe, allow_recipes=allow_recipes, containers=options["containers"])
+    given: dict[str, Any] = {"allow_recipes": data.allow_recipes, "containers": options["containers"]}
+    mixture = read_mixture(data.paths[0], recipe_named(data.recipe), **given)
     leaves = [leaf.dataset for leaf in mixture.leaves]
     built = [build_of(dataset) for dataset in leaves]
     return mixture, joined_index(mixture, built)
@@ -132,24 +116,15 @@ def build(
         return index, scanned
 
 
-def is_mixture_file(paths: list[str]) -> bool:
-    """Whether a command's paths are a mixture, and not shards."""
-    return len(paths) == 1 and paths[0].lower().endswith(SUFFIXES)
-
-
 def read_mixture(
     path: str | Path, recipe: Recipe, *, allow_recipes: bool = False, containers: tuple[Container, ...] = ()
 ) -> Mixture:
-    """The mixture that a file describes.
+    """Return the mixture that a file describes. Sources that name no recipe have `recipe`; those that name no
+    containers have those of `containers` that claim one of their paths; `allow_recipes`: modules that the file names
+    may be imported.
 
-    Args:
-        recipe: of sources that name none.
-        containers: of sources that name none; each source takes those that claim one of its paths.
-        allow_recipes: whether modules that the file names may be imported.
-
-    Raises:
-        FileNotFoundError: no such file, or a source without shards.
-        ValueError: what is no mixture: names the file and the field.
+    Raises FileNotFoundError for no such file, or a source without shards; ValueError, which names the file and the
+    field.
     """
     file = Path(path)
     content = read_yaml(file)
@@ -193,15 +168,13 @@ class _File:
             raise ValueError(f"{field}: {error}") from error
 
     def shards(self, fields: dict[str, Any], field: str) -> ShardDataset:
-        for name, (kind, words) in _KINDS.items():
-            if not isinstance(value := fields.get(name), kind | None):
-                raise ValueError(f"{field}.{name} must {words.format(value)}")
+        for name in ("media_root", "filter", "index_file"):
+            if not isinstance(value := fields.get(name), str | None):
+                raise ValueError(f"{field}.{name} must be a text, got {value!r:.80}")
         paths, expression = fields.pop("paths", None), fields.pop("filter", None)
         listed = [paths] if isinstance(paths, str) else paths
-        if not _are_texts(listed) or not listed:
+        if not listed or not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
             raise ValueError(f"{field}.paths must be a path, or a list of paths, of shards, got {paths!r}")
-        if not _are_texts(own := fields.get("index_fields", [])):
-            raise ValueError(f"{field}.index_fields must be a list of names, got {own!r}")
         urls = [self.relative(each) for each in listed]
 
         # What a source does not name is that of the command.
@@ -218,7 +191,10 @@ class _File:
             fields["media_root"] = str(self.folder / root)
         if (file := fields.get("index_file")) is not None:
             fields["index_file"] = self.relative(file)
-        dataset = ShardDataset(urls, recipe, containers=containers, **fields)
+        try:
+            dataset = ShardDataset(urls, recipe, containers=containers, **fields)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{field}: {error}") from error
         return dataset if expression is None else dataset.filter(expression)
 
     def relative(self, path: str) -> str:
@@ -232,10 +208,6 @@ class _File:
                 f"you trust this file and the module, or take the {option} out of the file and give --{option}"
             )
         return load_object(name, kind, field)
-
-
-def _are_texts(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(value, str) for value in values)
 
 
 def _fields(content: Any, field: str, known: tuple[str, ...]) -> dict[str, Any]:

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from orchdata.bench.harness import PlanBench, ThroughputBench
 from orchdata.cli.command import (
     JsonOption,
-    MediaRootOption,
-    RecipeOption,
     StorageOptionsOption,
     human_bytes,
     one_line_errors,
@@ -32,6 +31,7 @@ from orchdata.cli.command import (
     recipe_named,
     stage_progress,
     storage_options_of,
+    takes,
 )
 from orchdata.loaders.environment import requirements, way_out
 from orchdata.notices import progress_bar
@@ -66,9 +66,6 @@ _CacheOption = Annotated[
     ),
 ]
 _UNITS = ((2 * 24 * 3600, 24 * 3600, "days"), (2 * 3600, 3600, "hours"), (120, 60, "minutes"))
-_RepeatsOption = Annotated[int, typer.Option(help="Times to measure each thing.")]
-_SeedOption = Annotated[int, typer.Option(help="Seed of the data.")]
-_FolderOption = Annotated[str | None, typer.Option(help="Where to write the data; default: a temporary folder.")]
 _REPORT: Final = Path("orchdata-demo.html")
 
 
@@ -174,8 +171,9 @@ def cache(context: typer.Context, folder: _CacheOption = None, as_json: JsonOpti
         table = plain_table(str(root.root), "folder", "content", "files", "size", "last used")
         table.columns[1].justify = "left"
         for name, amount in amounts.items():
-            size = human_bytes(amount.bytes)
-            table.add_row(name, KINDS[name].content, f"{amount.files:,}", size, _ago(last_used[name]))
+            seconds, size = time.time() - last_used[name], human_bytes(amount.bytes)
+            agos = (f"{seconds // unit:,.0f} {units} ago" for least, unit, units in _UNITS if seconds >= least)
+            table.add_row(name, KINDS[name].content, f"{amount.files:,}", size, next(agos, "just now"))
         print_table(table)
     else:
         typer.echo(f"nothing is kept in {root.root}")
@@ -229,70 +227,28 @@ def _files(count: int) -> str:
     return f"{count:,} file{'' if count == 1 else 's'}"
 
 
-def _ago(then: float) -> str:
-    seconds = time.time() - then
-    for least, unit, name in _UNITS:
-        if seconds >= least:
-            return f"{seconds // unit:,.0f} {name} ago"
-    return "just now"
-
-
 @bench_app.command()
-@one_line_errors
-def plan(
-    ranks: Annotated[int, typer.Option(help="Simulated data-parallel ranks.")] = 2_560,
-    samples_per_rank: Annotated[int, typer.Option(help="Samples per rank and step.")] = 16,
-    samples: Annotated[int, typer.Option(help="Samples of the index.")] = 10_000_000,
-    repeats: _RepeatsOption = 30,
-    seed: _SeedOption = 0,
-    folder: _FolderOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@takes(PlanBench)
+def plan(config: PlanBench, as_json: JsonOption = False) -> None:
     """Plan steps at scale, over a made-up index."""
-    from orchdata.bench.plan import PlanBench, run
+    from orchdata.bench.plan import run
 
-    config = PlanBench(
-        ranks=ranks, samples_per_rank=samples_per_rank, samples=samples, repeats=repeats, seed=seed, folder=folder
-    )
     _measure("plan", config, run, as_json)
 
 
 @bench_app.command()
-@one_line_errors
+@takes(ThroughputBench)
 def throughput(
-    paths: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[PATHS]...", help="Your shards: files, globs or braces; default: a made-up data set."),
-    ] = None,
-    recipe: RecipeOption = None,
-    media_root: MediaRootOption = None,
-    storage_options: StorageOptionsOption = None,
-    samples: Annotated[int, typer.Option(help="Of the made-up data set; of yours, at most, at random.")] = 800,
-    consumer_ms: Annotated[float, typer.Option(help="CPU time of pure Python that is run for each batch.")] = 0.0,
-    batch_size: Annotated[int, typer.Option(help="Samples of a batch.")] = 16,
-    workers: Annotated[int, typer.Option(help="Threads, or worker processes.")] = 2,
-    repeats: _RepeatsOption = 3,
-    seed: _SeedOption = 0,
-    folder: _FolderOption = None,
-    as_json: JsonOption = False,
+    config: ThroughputBench, storage_options: StorageOptionsOption = None, as_json: JsonOption = False
 ) -> None:
     """Load a made-up data set or yours, in threads and in worker processes, compared with what the decoder allows."""
-    from orchdata.bench.throughput import ThroughputBench, run
+    from orchdata.bench.throughput import run
 
-    config = ThroughputBench(
-        paths=tuple(paths) if paths else None,
-        recipe=recipe,
-        media_root=media_root,
-        samples=samples,
-        consumer_ms=consumer_ms,
-        batch_size=batch_size,
-        workers=workers,
-        repeats=repeats,
-        seed=seed,
-        folder=folder,
-    )
     # Options are secret, and the report shows its config.
-    how: dict[str, Any] = {"recipe": recipe_named(recipe), "storage_options": storage_options_of(storage_options)}
+    how: dict[str, Any] = {
+        "recipe": recipe_named(config.recipe),
+        "storage_options": storage_options_of(storage_options),
+    }
     _measure("throughput", config, partial(run, **how), as_json)
 
 

@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchdata.cli.command import (
-    AllowRecipesOption,
-    ColumnsOption,
-    ContainersOption,
-    FilterOption,
-    IndexFileOption,
-    JsonOption,
-    KeyOption,
-    MediaRootOption,
-    Paths,
-    RecipeOption,
-    StorageOptionsOption,
-    data_options,
-    one_line_errors,
-    plain_table,
-    print_json,
-    print_table,
-    recipe_named,
-)
+from orchdata.cli.command import Data, JsonOption, plain_table, print_json, print_table, takes
 from orchdata.loaders.amounts import count_of
 
 if TYPE_CHECKING:
@@ -36,9 +19,9 @@ if TYPE_CHECKING:
     from orchdata.planners.workload import Workload
 
 
-@one_line_errors
+@takes(Data, *(field.name for field in fields(Data) if field.name not in ("index_field", "ignore")))
 def plan_run(
-    paths: Paths,
+    data: Data,
     cluster: Annotated[str, typer.Option(metavar="KINDxGPUS", help="GPUs, such as h100x64.")],
     global_batch_tokens: Annotated[str, typer.Option(metavar="NUMBER", help="LLM tokens of a step, such as 2M.")],
     model: Annotated[str | None, typer.Option(metavar="FOLDER|NAME", help="A Hugging Face model's config.")] = None,
@@ -49,15 +32,6 @@ def plan_run(
     keep: Annotated[
         list[str] | None, typer.Option(metavar="PHASE=tpN,ppN,dpN", help="A setting to keep: llm=tp4; repeatable.")
     ] = None,
-    recipe: RecipeOption = None,
-    media_root: MediaRootOption = None,
-    column: ColumnsOption = None,
-    key: KeyOption = None,
-    container: ContainersOption = None,
-    storage_options: StorageOptionsOption = None,
-    index_file: IndexFileOption = None,
-    expression: FilterOption = None,
-    allow_recipes: AllowRecipesOption = False,
     seed: Annotated[int, typer.Option(help="Seed of the order.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -73,8 +47,7 @@ def plan_run(
     gpus, budget = Cluster.named(cluster), count_of(global_batch_tokens, "--global-batch-tokens")
     cap = None if max_tokens is None else count_of(max_tokens, "--max-tokens")
     found, cost = _modules(model, modules)
-    given = data_options(media_root, column, container, storage_options, key, None, index_file)
-    dataset, index = indexed(paths, recipe_named(recipe), given, expression, allow_recipes=allow_recipes)
+    dataset, index = indexed(data)
     workload = Workload.of(index, cost=cost, global_batch_tokens=budget, seed=seed, dataset=dataset)
     plan = make_plan(found, workload, gpus, max_tokens=cap, keep=_kept(keep or []))
     if as_json:

@@ -5,27 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
-from orchdata.cli.command import (
-    AllowRecipesOption,
-    ColumnsOption,
-    ContainersOption,
-    FilterOption,
-    IndexFieldsOption,
-    IndexFileOption,
-    JsonOption,
-    MediaRootOption,
-    RecipeOption,
-    StorageOptionsOption,
-    data_options,
-    one_line_errors,
-    print_json,
-    recipe_named,
-)
+from orchdata.cli.command import Data, JsonOption, print_json, takes
 
 FIRST_SAMPLES = 3
 MOST_IGNORED = 20
@@ -34,21 +20,12 @@ LONGEST: Final = 600
 _COLOURS: Final = {"trained": "green", "masked": None}
 
 
-@one_line_errors
+@takes(Data, *(field.name for field in fields(Data) if field.name not in ("key", "ignore")))
 def show(
-    paths: Annotated[list[str], typer.Argument(metavar="PATHS", help="Shards: files, globs or braces.")],
+    data: Data,
     key: Annotated[
         list[str] | None, typer.Option(help="The sample of this key; last_dot: where keys end, ShardDataset(key=).")
     ] = None,
-    recipe: RecipeOption = None,
-    allow_recipes: AllowRecipesOption = False,
-    media_root: MediaRootOption = None,
-    column: ColumnsOption = None,
-    container: ContainersOption = None,
-    index_field: IndexFieldsOption = None,
-    storage_options: StorageOptionsOption = None,
-    index_file: IndexFileOption = None,
-    expression: FilterOption = None,
     save: Annotated[Path | None, typer.Option(metavar="DIR", help="Write media as the model gets them here.")] = None,
     full: Annotated[bool, typer.Option("--full", help="All of long texts.")] = False,
     as_json: JsonOption = False,
@@ -67,9 +44,7 @@ def show(
 
     sample_key = next((each for each in key or () if each != "last_dot"), None)
     with redirect_stdout(sys.stderr):  # what a tokenizer prints
-        rule = "last_dot" if "last_dot" in (key or ()) else ""
-        options = data_options(media_root, column, container, storage_options, rule, index_field, index_file)
-        dataset, index = indexed(paths, recipe_named(recipe), options, expression, allow_recipes=allow_recipes)
+        dataset, index = indexed(replace(data, key="last_dot" if "last_dot" in (key or ()) else None))
         if sample_key is None:
             rows = np.setdiff1d(np.arange(index.num_rows), unchosen_rows(dataset, index))[:FIRST_SAMPLES].tolist()
         else:

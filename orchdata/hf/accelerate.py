@@ -19,9 +19,6 @@ class Prepared:
     """What `od.hf.accelerate` gives: the loader, or its steps, with batches on the accelerator's device.
 
     To Accelerate it is a prepared loader with a state: `prepare` leaves it as it is, `save_state` keeps its place.
-
-    Attributes:
-        loader: what was given.
     """
 
     _is_accelerate_prepared = True

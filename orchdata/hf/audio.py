@@ -2,28 +2,12 @@
 
     clip --decoded, mono, resampled to the extractor's rate--> wave --as the processor does it--> arrays, and text
 
-Arrays carry the names that the model's `forward` has for them; extras follow from sizes alone.
-
-| processor | array, and a row of it | extras |
-| --- | --- | --- |
-| Qwen2Audio | `input_features`: a window (num_mels, 3000) | `feature_attention_mask` int32 (num_windows, 3000) |
-| Qwen2_5Omni | `input_features`: a frame of the clip (num_mels,) | `audio_feature_lengths` int64 (num_windows,) |
-| Whisper | `input_features`: a window (num_mels, 3000) | |
-| any other | what it returns for a clip, see `HFAudio` | the same, of integers and masks |
-
-`tensor_axes` says how HF's own tensor of one clip comes from its rows: 0, rows are its first dimension (windows);
-k > 0, `np.moveaxis(rows, 0, k - 1)[None]`, as Qwen2.5-Omni's (1, num_mels, num_frames) with 2.
-
-`expand(size)` is a run of feature tokens for each window, or what the processor writes; Whisper's `places` is False:
-its parts have no token, and the merged sequence is the decoder's text.
+Arrays and extras, which follow from sizes alone, carry the names that the model's `forward` has for them. Of Qwen2Audio
+and Whisper a row of `input_features` is a window (num_mels, 3000), of Qwen2_5Omni a frame (num_mels,). `tensor_axes`:
+0, rows are the first dimension of HF's own tensor of a clip; k > 0, it is `np.moveaxis(rows, 0, k - 1)[None]`.
 
 A rule of ours is used where it gives what the processor itself gives, tokens, text and values, on clips of several
-lengths; else the processor runs, on silence of the clip's length to count, on the clip to decode.
-
-Audio by running any Hugging Face processor: on silence to count, on the clip to decode.
-
-A processor is kept as JSON (classes, parameters of its feature extractor, what it is called with, its plain attributes)
-and built from that where it runs, without its tokenizer.
+lengths; else the processor, kept as JSON, runs: on silence of the clip's length to count, on the clip to decode.
 """
 
 from __future__ import annotations
@@ -39,7 +23,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.hf.processor_parts import as_array, class_at, path_of, runs
+from orchdata.hf.processors import as_array, class_at, merged_kwargs, path_of, runs
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio import AudioPreprocessor, Clips, WindowSize
@@ -113,16 +97,12 @@ class WhisperAudio(AudioPreprocessor):
 def audio_modality(processor: Any, *, long_clips: LongClips = "error") -> WhisperAudio | HFAudio:
     """How a Hugging Face processor takes audio.
 
-    Args:
-        processor: a ProcessorMixin with a feature extractor for audio.
-        long_clips: clips above what it takes at once (30 s for Whisper and Qwen2-Audio, `chunk_length` of its feature
-            extractor) are "error"s of their sample; "cut" keeps the beginning, as the processor itself does without a
-            word; "split" makes several windows of them, which follow one another in one place of the text.
+    Clips above what it takes at once (30 s for Whisper and Qwen2-Audio, `chunk_length` of its feature extractor) are
+    "error"s of their sample; "cut" keeps the beginning, as the processor itself does without a word; "split" makes
+    several windows of them, which follow one another in one place of the text.
 
-    Raises:
-        TypeError: no processor of audio.
-        ValueError: one that does not tell what stands in the text for a clip, or how large its arrays are, or that
-            cannot do `long_clips`.
+    Raises TypeError for no processor of audio; ValueError for one that does not tell what stands in the text for a
+    clip, or how large its arrays are, or that cannot do `long_clips`.
     """
     name = type(processor).__name__
     if extractor_of(processor) is None:
@@ -388,10 +368,7 @@ def described(processor: Any) -> str:
     extractor = getattr(processor, name)
     kwargs: dict[str, Any] = {}
     if type(processor).__name__ != "WhisperProcessor":  # which hands on what it is called with, and nothing else
-        tokenizer = getattr(processor, "tokenizer", None)
-        kwargs = processor._merge_kwargs(
-            processor.valid_processor_kwargs, tokenizer_init_kwargs=getattr(tokenizer, "init_kwargs", {})
-        )["audio_kwargs"]
+        kwargs = merged_kwargs(processor)["audio_kwargs"]
     try:
         parameters = json.loads(extractor.to_json_string())
     except TypeError as error:

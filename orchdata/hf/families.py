@@ -117,20 +117,16 @@ def model_class(config: Any) -> type[Any]:
         mapping = getattr(modeling_auto, name, {})
         kind: type[Any] | None = mapping.get(type(config), None)
         # Of other tasks, those whose models write text: AudioFlamingo3 is listed as one from sequence to sequence.
-        if kind is not None and (name in first or _writes_text(kind)):
+        if kind is None:
+            continue
+        can_generate, named = getattr(kind, "can_generate", None), inspect.signature(kind.forward).parameters
+        if name in first or (can_generate and can_generate() and {"input_ids", "labels"} <= named.keys()):
             return kind
     raise ValueError(
         f"transformers {import_module('transformers').__version__} has no model for {type(config).__name__} that reads "
         "and writes text, which od.hf.Inputs is for: give the configuration of one (its model_type is "
         f"{config.model_type!r}), or use od.Packed() or od.Padded(), whose batches any model can be fed from"
     )
-
-
-def _writes_text(kind: type[Any]) -> bool:
-    """Return whether a class generates tokens, and its forward takes tokens with labels."""
-    can_generate = getattr(kind, "can_generate", None)
-    named = inspect.signature(kind.forward).parameters
-    return bool(can_generate and can_generate()) and {"input_ids", "labels"} <= named.keys()
 
 
 def takes(config: Any) -> frozenset[str]:

@@ -3,9 +3,9 @@
     processor --image_modality--> HFImages(source=JSON, ...): (width, height) -> counts, text, extras
                                                               bytes -> the arrays of its image processor
 
-Counts follow from a rule of the image processor's class where there is one (`image.sizes`), compared with the processor
+Counts follow from a rule of the image processor's class where there is one (`image_rules`), compared with the processor
 when the modality is made; for any other class a blank image of each size is measured, once. Pixels are the image
-processor's own, or `image.native`'s where it was seen to give the same.
+processor's own, or this library's where it was seen to give the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import chain, product
 from math import isqrt
 from typing import Any, Final, Literal, NamedTuple
 
@@ -22,10 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from orchdata.hf.image.native import picture_of_rows, write_rows
-from orchdata.hf.image.processors import modules_of, running, source_of
-from orchdata.hf.image.sizes import Outputs
-from orchdata.hf.processor_parts import as_array, placeholder_of, runs
+from orchdata.hf.image_rules import Outputs, picture_of_rows, write_rows
+from orchdata.hf.processors import as_array, id_of, modules_of, placeholder_of, running, runs, source_of
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import check_size
@@ -47,14 +45,9 @@ _NO_RULE: Final = (LookupError, ValueError, AttributeError, TypeError)
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """One of the image processor's outputs.
-
-    Attributes:
-        name: Hugging Face's.
-        shape: of one row, one part, or all numbers that follow from the size.
-        dtype: of the tensor in the batch.
-        per: "row", a tile or patch; "part", an image; "size", numbers that follow from the image's size.
-        batched: whether an axis of images precedes the rows.
+    """One of the image processor's outputs, with Hugging Face's name: `shape` of one row, one part, or all numbers that
+    follow from the size, as `per` says: "row", a tile or patch; "part", an image; "size", numbers. `batched`: whether
+    an axis of images precedes the rows.
     """
 
     name: str
@@ -162,7 +155,7 @@ class HFImages(ImageFiles):
             )
         sharing = self._sharing(size) or 1
         if self.native and sharing == 1 and transparency is None:
-            write_rows(self.source, pixels, *out.values())
+            write_rows(running(self.source).settings, pixels, *out.values())
             return
         image: Any = Image.fromarray(pixels)
         if transparency is not None:  # left in RGB, where processors show it as white
@@ -205,7 +198,7 @@ class HFImages(ImageFiles):
         """Return the picture that the rows contain, tiles side by side; the arrays if rows have another form."""
         try:
             rows = as_tensor(arrays["pixel_values"], self.arrays()["pixel_values"].dtype).float().numpy()
-            picture = picture_of_rows(self.source, rows, self._grid(size) if self.merge else None)
+            picture = picture_of_rows(running(self.source).settings, rows, self._grid(size) if self.merge else None)
         except _NO_RULE:
             return super().to_file(data, size, arrays, limits)
         return "png", png_of(picture[None])
@@ -231,24 +224,15 @@ class HFImages(ImageFiles):
         """Return one merged token, one tile, or the image of fewest tiles if tokens depend on its size."""
         if self.merge:
             side = self.merge
-            grid = _found(self, *_LOOKED_AT[0]).numbers
-            return PartSize(side * side * self.row_positions, 1, side * side, (0, 0, *self._with_grid(grid, side)))
+            extras = self.extras([PartSize(0, 0, 0, (0, 0, *_found(self, *_LOOKED_AT[0]).numbers))])
+            numbers = {name: values.ravel().tolist() for name, values in extras.items()} | {_GRID: [1, side, side]}
+            return PartSize(side * side * self.row_positions, 1, side * side, (0, 0, *chain(*numbers.values())))
         sizes = [self._size(_found(self, *size), size) for size in _LOOKED_AT]
         least = min(sizes, key=lambda size: (size.num_rows, size.tokens))
         is_tiled = len(next(each.shape for each in self.outputs if each.per == "row")) == 3
         if not is_tiled or any(each.per == "size" for each in self.outputs):
             return least
         return PartSize(self.row_positions, least.tokens // least.num_rows, 1, least.extent)
-
-    def _with_grid(self, numbers: Sequence[int], side: int) -> tuple[int, ...]:
-        """Return the numbers that follow from an image's size, with a square grid of `side` patches."""
-        changed, first = list(numbers), 0
-        for each in self.outputs:
-            if each.per == "size":
-                if each.name == _GRID:
-                    changed[first : first + each.count] = (1, side, side)
-                first += each.count
-        return tuple(changed)
 
     def fill_dummy(self, size: PartSize, out: Mapping[str, NDArray[Any]]) -> None:
         """Fill pixels with zeros; masks and positions are those of a blank image."""
@@ -378,7 +362,7 @@ def _prepares(images: HFImages, looked_at: Sequence[NDArray[np.uint8]], seen: Se
         for image, outputs in zip(looked_at, seen, strict=True):
             expected = as_array(outputs[rows[0].name]).reshape(-1, *rows[0].shape)
             values = np.empty_like(expected)
-            write_rows(images.source, image, values)
+            write_rows(running(images.source).settings, image, values)
             if not np.array_equal(values, expected):
                 return False
     except _NO_RULE:
@@ -459,10 +443,7 @@ def _slot(processor: Any, text: str | None) -> Slot:
             f"{name} puts {text[:80]!r} for an image, in which no added token of its tokenizer stands: add the one of "
             "a feature as a special token"
         )
-    ids = tokenizer.encode(mark, add_special_tokens=False)
-    if len(ids) != 1 or mark not in tokenizer.get_added_vocab():
-        raise ValueError(f"{mark!r} must be one added token of {type(tokenizer).__name__}: add it as a special token")
-    return Slot(mark=mark, token_id=ids[0])
+    return Slot(mark=mark, token_id=id_of(tokenizer, mark))
 
 
 def _feature_mark(processor: Any, text: str) -> str | None:

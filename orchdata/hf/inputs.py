@@ -212,10 +212,6 @@ class Inputs:
         """Whether ranks can share its sequences, and the reason."""
         return sharing_of(self.config, self.family, _arguments_of)
 
-    @property
-    def _makes_masks(self) -> bool:
-        return bool(self.family.sees_ahead) and not self.padded
-
     def in_slices(self) -> Inputs:
         """Return those of a loader that cuts sequences for teams: packed, as its attention keeps samples apart."""
         is_asked = self.verdict.why == _ASKED
@@ -260,7 +256,14 @@ class Inputs:
                     f"{kind} looks for {name} where the token {expected} stands, and the recipe writes "
                     f"{slot.token_id}: {advice}"
                 )
-            self._check_pace(name, modality)
+            # Positions in time of videos are those that the model computes.
+            in_model = getattr(getattr(self.config, "vision_config", None), "tokens_per_second", None)
+            in_recipe = getattr(modality, "tokens_per_second", None)
+            if name == "video" and in_model != in_recipe and "second_per_grid_ts" in self._takes:
+                raise ValueError(
+                    f"{kind} has vision_config.tokens_per_second={in_model}, and the recipe's videos {in_recipe}: "
+                    f"od.hf.recipe(processor, video=True, tokens_per_second={in_model})"
+                )
         missing = [name for name in encoders if name not in self.family.part_features]
         if balance.assignment == "per_phase" and missing:
             raise ValueError(
@@ -275,16 +278,6 @@ class Inputs:
                 f"{kind} reads the padding of {read}, so that samples of a batch change each other: leave it out of "
                 f"the recipe ({read}=None), or give each rank one sample a step, of one part of {read} at most, by "
                 "batch_size=1, od.Balance(max_samples=1) and od.hf.Inputs(config, probe=False)"
-            )
-
-    def _check_pace(self, name: str, modality: Any) -> None:
-        """Raise ValueError if positions in time of videos are not those that the model computes."""
-        in_model = getattr(getattr(self.config, "vision_config", None), "tokens_per_second", None)
-        in_recipe = getattr(modality, "tokens_per_second", None)
-        if name == "video" and in_model != in_recipe and "second_per_grid_ts" in self._takes:
-            raise ValueError(
-                f"{self.config.model_type} has vision_config.tokens_per_second={in_model}, and the recipe's videos "
-                f"{in_recipe}: od.hf.recipe(processor, video=True, tokens_per_second={in_model})"
             )
 
     def arguments(self, batch: Batch) -> dict[str, Any]:
@@ -306,7 +299,7 @@ class Inputs:
             if use is not None and not use.is_by_name:
                 raise ValueError("this loader shares sequences: call od.hf.share_attention(model, loader) first")
             arguments |= {"teams": batch.teams, "past_key_values": Unshared()}
-        elif self._makes_masks:
+        elif family.sees_ahead and not self.padded:
             arguments["attention_mask"] = _packed_masks(batch, self.config, family.sees_ahead, self._attention)
         elif not self.padded and "flash" in self._attention:
             bounds = llm.cu_seqlens
@@ -315,9 +308,15 @@ class Inputs:
         if family is _UNKNOWN and "mm_token_type_ids" in self._takes:
             arguments["mm_token_type_ids"] = _media_types(llm)
         elif family.sees_ahead:
-            arguments["token_type_ids"] = _token_types(llm, family)
+            sees = llm.any_labels != IGNORE if family.sees_ahead == "prefix" else _media_types(llm) != 0
+            arguments["token_type_ids"] = sees.long()
         if family.expects_runs:
-            _check_runs(llm, self.config)
+            for name, places in llm.media_positions.items():
+                if len(places) and not bool((places.sort().values.diff() == 1).any()):
+                    raise ValueError(
+                        f"{self.config.model_type} takes parts of {name} of one token each for marks of an older "
+                        "processor, and this microbatch has no others: leave clips of less than 80 ms out"
+                    )
         if self._rope is not None and self.probe:
             _check_lengths(self._rope, self.config.model_type, batch, arguments)
         if batch.loss_weights is None and (self.scales_shifted if batch.has_slices else self.scales_loss):
@@ -376,14 +375,13 @@ class Inputs:
         length = max(1, llm.input_ids.shape[1] - 1)  # a dummy's row is one token, and stays
         decoder_inputs = {"decoder_input_ids": llm.input_ids, "decoder_attention_mask": llm.attention_mask.long()}
         arguments: dict[str, Any] = {name: tensor[:, :length] for name, tensor in decoder_inputs.items()}
-        return arguments | {"use_cache": False} | self._narrowed(self.media_arguments(batch))
-
-    def _narrowed(self, media: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Cast features to the dtype of half-precision weights; other families do so themselves."""
-        dtype = getattr(self.config, "dtype", None)
-        if dtype not in (torch.bfloat16, torch.float16):
-            return media
-        return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in media.items()}
+        # Features in the dtype of half-precision weights; other families cast them themselves.
+        features, dtype = self.media_arguments(batch), getattr(self.config, "dtype", None)
+        if dtype in (torch.bfloat16, torch.float16):
+            features = {
+                name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in features.items()
+            }
+        return arguments | {"use_cache": False} | features
 
 
 def _arguments_of(config: Any) -> tuple[Arguments, Arguments]:
@@ -446,19 +444,14 @@ def _by_part(media: MediaBatch, takes: Collection[str]) -> dict[str, Tensor]:
         padded = torch.nn.utils.rnn.pad_sequence(list(media.arrays[name].split(list(lengths))), batch_first=True)
         arrays[name] = padded.movedim(1, axis)
     for name, (_, lengths) in media.part_axes.items():
-        mask = next((each for each in _masks_of(name) if each in takes), None)
+        # The names that models have for the mask of an array of frames.
+        prefix = name.removesuffix("input_features")
+        names = () if prefix == name else (f"{name}_mask", f"{prefix or 'feature_'}attention_mask")
+        mask = next((each for each in names if each in takes), None)
         if mask is not None and len(media.part_axes) == 1:
             counts = torch.tensor(lengths, device=arrays[name].device)
             arrays[mask] = torch.arange(max(lengths), device=counts.device) < counts[:, None]
     return arrays
-
-
-def _masks_of(array: str) -> tuple[str, ...]:
-    """Return the names that models have for the mask of an array of frames."""
-    prefix = array.removesuffix("input_features")
-    if prefix == array:
-        return ()
-    return f"{array}_mask", f"{prefix or 'feature_'}attention_mask"
 
 
 def _by_sample(sharing: Tensor) -> Tensor:
@@ -506,21 +499,6 @@ def _positions(llm: LLMBatch, family: Family) -> Tensor:
     return torch.cat([counting[None], turned[:, None] if turned.dim() == 2 else turned])
 
 
-def _check_runs(llm: LLMBatch, config: Any) -> None:
-    for name, places in llm.media_positions.items():
-        if len(places) and not bool((places.sort().values.diff() == 1).any()):
-            raise ValueError(
-                f"{config.model_type} takes parts of {name} of one token each for marks of an older processor, and "
-                "this microbatch has no others: leave clips of less than 80 ms out"
-            )
-
-
-def _token_types(llm: LLMBatch, family: Family) -> Tensor:
-    if family.sees_ahead == "prefix":
-        return (llm.any_labels != IGNORE).long()
-    return (_media_types(llm) != 0).long()
-
-
 def _media_types(llm: LLMBatch) -> Tensor:
     """1 on the places of images, 2 on those of videos, 3 on those of audio, as processors number them."""
     types = torch.zeros_like(llm.input_ids).flatten()
@@ -533,14 +511,7 @@ def _media_types(llm: LLMBatch) -> Tensor:
 def _packed_masks(batch: Batch, config: Any, sees_ahead: str, attention: str) -> Tensor | dict[str, Tensor]:
     """Who attends to whom in one row of T packed tokens, (1, 1, T, T); for Gemma-3 by the type of its layers.
 
-    Args:
-        batch: packed.
-        config: of the model; its text's `sliding_window` is read.
-        sees_ahead: tokens of the same "media" part, or those of the "prefix", see each other in both directions.
-        attention: "sdpa" takes True where one attends, "eager" zero there and the lowest number elsewhere.
-
-    Raises:
-        ValueError: a sample longer than the sliding window of a model that takes one mask for all layers.
+    Raises ValueError for a sample longer than the sliding window of a model that takes one mask for all layers.
     """
     llm = batch.llm
     positions = torch.arange(len(llm.input_ids), device=llm.input_ids.device)

@@ -50,12 +50,8 @@ _COMPONENTS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How much of a tower, connector or LLM is trained.
-
-    Attributes:
-        share: trained share of its weights, without adapters.
-        gradients: whether anything in it is trained, so that gradients reach it.
-        adapters: operations a position in low-rank adapters next to the weights.
+    """How much of a tower, connector or LLM is trained: the share of its weights, without adapters; whether gradients
+    reach anything in it; operations a position in low-rank adapters next to the weights.
     """
 
     share: float = 1.0
@@ -166,19 +162,14 @@ def _priced(config: Any, training: Mapping[str, Training], given: Mapping[str, A
             passes |= {"input_gradients": trained.gradients or before, "cross_gradients": before}
         else:
             passes["connector_trainable"] = training.get(f"{phase} {CONNECTOR}", _FROZEN).share
-        _check_known(phase, sizes)
+        if wrong := sorted(set(sizes) - {each.name for each in fields(TransformerCost)}):
+            raise ValueError(
+                f"{phase}={dict(sizes)!r} must map attributes of TransformerCost to values, and {wrong[0]!r} is none "
+                "of them; a PhaseCost or TransformerCost is taken as it is, None leaves the phase out"
+            )
         cost = _by_rule(config, phase, {**passes, **sizes})
         priced[phase] = cost + PhaseCost(trained.adapters) if trained.adapters else cost
     return priced
-
-
-def _check_known(phase: str, given: Mapping[str, Any]) -> None:
-    known = {each.name for each in fields(TransformerCost)}
-    if wrong := sorted(set(given) - known):
-        raise ValueError(
-            f"{phase}={dict(given)!r} must map attributes of TransformerCost to values, and {wrong[0]!r} is none of "
-            "them; a PhaseCost or TransformerCost is taken as it is, None leaves the phase out"
-        )
 
 
 def _by_rule(config: Any, phase: str, given: Mapping[str, Any]) -> PhaseCost:

@@ -60,13 +60,8 @@ ArgumentsOf = Callable[[Any], tuple[Arguments, Arguments]]
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Of a configuration's model.
-
-    Attributes:
-        packs: whether it keeps packed samples apart.
-        pads: whether it keeps padded samples apart, as far as that was tried.
-        attention: the implementation that was tried; empty where nothing was.
-        why: the result as text.
+    """Of a configuration's model: whether it keeps packed samples apart, and padded ones, as far as that was tried; the
+    attention implementation that was tried, empty where nothing was; and the result as text.
     """
 
     packs: bool
@@ -79,10 +74,6 @@ def verdict_of(config: Any, family: Family, arguments_of: ArgumentsOf) -> Verdic
     """Return the verdict on a configuration: a stored one, or the result of trying a tiny model now, in seconds.
 
     If its attention implementation cannot run on a CPU, eager attention is tried instead.
-
-    Args:
-        family: how its batches are read.
-        arguments_of: configuration -> arguments of its forward, for batches packed and padded.
     """
     asked = attention_of(config)
     # On a machine without it, flash attention would fail after seconds of trying.
@@ -242,12 +233,7 @@ def batch_of(ids: Tensor, labels: Tensor, counting: Tensor, samples: Sequence[Te
 
 @dataclass(frozen=True)
 class _Outputs:
-    """Of a model, for some samples.
-
-    Attributes:
-        logits: of each sample, (T, vocabulary).
-        gradients: of each parameter, of the summed loss of all.
-    """
+    """Of a model, for some samples: logits of each, (T, vocabulary), and gradients of the summed loss, by parameter."""
 
     logits: list[Tensor]
     gradients: list[Tensor]
@@ -305,22 +291,16 @@ def _largest(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class SwitchingRope:
-    """Frequencies that change where a sample is long: for all samples of its microbatch, packed or padded.
-
-    Attributes:
-        kind: "longrope", whose long samples share one set of frequencies, or "dynamic", with one for each length.
-        tokens: the longest sample that changes nothing.
+    """Frequencies that change where a sample has more than `tokens`: for all samples of its microbatch, packed or
+    padded. Of kind "longrope", long samples share one set of frequencies; of "dynamic", there is one for each length.
     """
 
     kind: str
     tokens: int
 
     def changes(self, longest: int, lengths: Tensor) -> bool:
-        """Return whether samples of a microbatch would have other positions than alone.
-
-        Args:
-            longest: positions of its longest row or sequence, padding included.
-            lengths: of its samples, in tokens.
+        """Return whether samples of `lengths` would have other positions in a microbatch than alone: `longest` is of
+        its longest row or sequence, padding included.
         """
         if longest <= self.tokens:
             return False

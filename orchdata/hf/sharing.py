@@ -92,11 +92,8 @@ def share_attention(model: Any, loader: Any, kernel: Kernel = sdpa_by_sequence) 
 
 
 def sharing_of(config: Any, family: Family, arguments_of: ArgumentsOf) -> Sharing:
-    """Return whether the model of a configuration can be shared: a stored verdict, or that of a trial now, in seconds.
-
-    The trial is of a tiny random model: two members in two threads, through its own layers and its own loss.
-
-    Args: as `verdict_of` has them.
+    """Return whether the model of a configuration can be shared: a stored verdict, or that of a trial now, in seconds,
+    of a tiny random model: two members in two threads, through its own layers and its own loss.
     """
     if not (family.packs and getattr(config, "is_encoder_decoder", False) is False):
         return Sharing(shares=False, why="has media or a decoder apart, and how slices of them are read is not known")

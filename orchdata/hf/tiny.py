@@ -92,19 +92,12 @@ class NoTinyModelError(ValueError):
 
 
 def tiny_model(config: Any, attn_implementation: str | None = None, positions: int | None = None) -> Any:
-    """A tiny random model of a configuration, on the CPU, in float32 and in training mode.
+    """A tiny random model of a configuration (of Qwen-Omni the thinker's), on the CPU, in float32 and in training mode;
+    its language model knows at most `positions`.
 
     Its weights are the same at each call, and so large that every input matters to its logits. Random state, default
-    dtype and device, and modes of autograd of the caller have no influence, and are untouched.
-
-    Args:
-        config: of a model of transformers that is trained on text; of Qwen-Omni the thinker's is taken.
-        attn_implementation: default: what the configuration says, or else what transformers chooses.
-        positions: the most that its language model knows; default: as many as the configuration says.
-
-    Raises:
-        NoTinyModelError: with the error of the last attempt as its cause.
-        ValueError: a configuration without a model.
+    dtype and device, and modes of autograd of the caller have no influence, and are untouched. Raises NoTinyModelError,
+    with the error of the last attempt as its cause.
     """
     config = thinker(config)
     kind, last = model_class(config), None

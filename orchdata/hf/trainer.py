@@ -1,4 +1,4 @@
-"""transformers' Trainer over a DataLoader.
+"""transformers' Trainer, and TRL's SFTTrainer, over a DataLoader.
 
     class Trainer(od.hf.TrainerMixin, transformers.Trainer): ...      Trainer(model, args, train_dataset=loader)
 
@@ -6,13 +6,7 @@
     state_dict() --> trainer_state.json of each checkpoint --> load_state_dict
 
 To the Trainer a batch is a whole optimizer step, so that its counts, its schedule and its checkpoints are of steps.
-
-TRL's SFTTrainer over a DataLoader: what its constructor wants in place of one, and options that would do nothing.
-
-    class Trainer(od.hf.TrainerMixin, trl.SFTTrainer): ...
-
-The constructor is given a data set of one tokenized row that stands for the loader, and the trainer has the loader
-again before anything reads the row.
+SFTTrainer's constructor is given a data set of one tokenized row that stands for the loader, until it would read it.
 """
 
 from __future__ import annotations
@@ -41,8 +35,8 @@ from orchdata.dataloader import DataLoader
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.hf.inputs import Inputs, as_rows
-from orchdata.hf.scaled_loss import loss as scaled_loss
 from orchdata.hf.towers import encode
+from orchdata.hf.towers import loss as scaled_loss
 from orchdata.loaders.errors import StateError
 from orchdata.loop.state import State
 from orchdata.steps import OptimizerSteps
@@ -87,7 +81,8 @@ class TrainerMixin(_Base):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         args, kwargs = tuple(map(_counted, args)), {name: _counted(value) for name, value in kwargs.items()}
-        self._is_sft = is_sft(self)
+        kinds = type(self).__mro__
+        self._is_sft = any(each.__name__ == "SFTTrainer" and each.__module__.startswith("trl.") for each in kinds)
         if self._is_sft:
             check_options((*args, *kwargs.values()))
             args, kwargs = tuple(map(stand_in, args)), {name: stand_in(value) for name, value in kwargs.items()}
@@ -430,11 +425,6 @@ _OPTIONS: Final = {
     "completion_only_loss": "the recipe says which tokens are trained",
 }
 """Options of SFTConfig about the rows of a data set -> what does the same for a loader."""
-
-
-def is_sft(trainer: Any) -> bool:
-    """Return whether a trainer is TRL's SFTTrainer."""
-    return any(kind.__name__ == "SFTTrainer" and kind.__module__.startswith("trl.") for kind in type(trainer).__mro__)
 
 
 def stand_in(given: Any) -> Any:

@@ -1,11 +1,4 @@
-"""Videos of a Hugging Face processor, as a modality, and what runs from its JSON.
-
-Video processors of Hugging Face as text, and what runs from it: which pictures they take, how large these become,
-and their pixels, by this library's own resizing and cutting too.
-
-processor --JSON--> source --running--> the same again, one a thread
-
-Videos of a Hugging Face processor, as a modality: those of the Qwen-VL families.
+"""Videos of a Hugging Face processor, as a modality: those of the Qwen-VL families.
 
     processor --video_modality--> HFVideos(source=JSON, ...): (width, height, frames, seconds) -> counts, text, extras
                                                               bytes -> the array of its video processor
@@ -23,13 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.hf.image.sizes import Settings
-from orchdata.hf.processor_parts import RESAMPLES, OwnByThread, as_array, class_at, path_of
+from orchdata.hf.image_rules import RESAMPLES, Settings
+from orchdata.hf.processors import OwnByThread, as_array, class_at, id_of, merged_kwargs, path_of
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.image import grid_positions
@@ -49,7 +42,11 @@ def taken(source: str, frames: int, fps: float) -> tuple[int, ...]:
         return tuple(range(frames))
     from transformers.video_utils import VideoMetadata
 
-    sampled = run.processor.sample_frames(metadata=VideoMetadata(total_num_frames=frames, fps=fps), **run.sampling)
+    # All settings of the processor, as in its `preprocess`.
+    left_out = {"input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata"}
+    names = run.processor.valid_kwargs.__annotations__.keys() - left_out
+    sampling = {name: getattr(run.settings, name, None) for name in names}
+    sampled = run.processor.sample_frames(metadata=VideoMetadata(total_num_frames=frames, fps=fps), **sampling)
     numbers = tuple(int(number) for number in as_array(sampled).tolist())
     if not numbers or numbers[0] < 0 or numbers[-1] >= frames or list(numbers) != sorted(numbers):
         raise ValueError(f"it takes pictures {numbers[:8]} of {frames}")
@@ -110,18 +107,6 @@ class Running:
     def settings(self) -> Settings:
         return Settings(self.processor, self.call)
 
-    @cached_property
-    def rule(self) -> Rule:
-        return RULES[type(self.processor).__name__]
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """The arguments of `sample_frames`: all settings of the processor, as in its `preprocess`."""
-        names = self.processor.valid_kwargs.__annotations__
-        settings = {name: getattr(self.settings, name, None) for name in names}
-        left_out = ("input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata")
-        return {name: value for name, value in settings.items() if name not in left_out}
-
     def outputs(self, clip: NDArray[np.uint8]) -> tuple[NDArray[np.float32], tuple[int, ...]]:
         """Patches of pictures (count, height, width, 3) that were taken already, and their grid."""
         import torch
@@ -148,15 +133,6 @@ _LOOKED_AT: Final = ((9, 130, 90, 10.0), (4, 64, 200, 25.0), (31, 48, 40, 29.97)
 """Frames, width, height and fps at which a processor is looked at."""
 _INTERVAL: Final = "second_per_grid_ts"
 _PROCESSORS: Final = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
-
-
-class Metadata(NamedTuple):
-    """The metadata of a clip, with the attributes of transformers' VideoMetadata."""
-
-    total_num_frames: int
-    fps: float
-    width: int
-    height: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +177,7 @@ class HFVideos(VideoFiles):
     def count_header(self, header: Header, limits: Limits) -> PartSize:
         width, height, frames, seconds = self.checked_header(header, limits)
         try:
-            count, high, wide = _counted(self, Metadata(frames, float(frames / seconds), width, height))
+            count, high, wide = _counted(self, frames, float(frames / seconds), width, height)
         except (ValueError, ZeroDivisionError) as error:  # too few frames, an aspect ratio that it refuses
             raise DecodeError(
                 f"a video of {frames} frames of {width} x {height} pixels, which its processor refuses: {error}"
@@ -311,25 +287,20 @@ class HFVideos(VideoFiles):
 
 
 @lru_cache(maxsize=1 << 14)
-def _counted(videos: HFVideos, clip: Metadata) -> tuple[int, int, int]:
+def _counted(videos: HFVideos, frames: int, fps: float, width: int, height: int) -> tuple[int, int, int]:
     """Pictures taken, and patches along height and width. Raises ValueError for a clip that the processor refuses."""
-    count = len(taken(videos.source, clip.total_num_frames, clip.fps))
+    count = len(taken(videos.source, frames, fps))
     run = running(videos.source)
-    high, wide = run.rule(run.settings, count, clip.width, clip.height)
+    high, wide = RULES[type(run.processor).__name__](run.settings, count, width, height)
     return count, high // run.settings.patch_size, wide // run.settings.patch_size
 
 
 def video_modality(processor: Any, *, tokens_per_second: float = 2.0) -> HFVideos:
-    """Videos as a processor of Hugging Face prepares them: of Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
+    """Videos as a processor of Qwen2-VL, Qwen2.5-VL or Qwen3-VL prepares them, whose `video_processor` says which
+    pictures are taken: with `do_sample_frames`, `fps` of a second, or `num_frames`; else all.
 
-    Args:
-        processor: that has a `video_processor`, whose settings say which pictures are taken: with `do_sample_frames`,
-            `fps` of a second, or `num_frames`; else all.
-        tokens_per_second: of Qwen2.5-VL, as its model's `vision_config` has it.
-
-    Raises:
-        TypeError: no video processor in it.
-        ValueError: one of another class, or that does something else than this knows of it.
+    Raises TypeError for no video processor in it; ValueError for one of another class, or that does something else than
+    this knows of it.
     """
     name = type(processor).__name__
     video: Any = getattr(processor, "video_processor", None)
@@ -340,20 +311,12 @@ def video_modality(processor: Any, *, tokens_per_second: float = 2.0) -> HFVideo
             f"{name} has a {type(video).__name__}, and videos are read as {', '.join(_PROCESSORS)} have them: write an "
             "od.Modality for it, Recipe(video=...)"
         )
-    tokenizer = processor.tokenizer
-    call = dict(
-        processor._merge_kwargs(
-            processor.valid_processor_kwargs, tokenizer_init_kwargs=getattr(tokenizer, "init_kwargs", {})
-        )["videos_kwargs"]
-    )
+    call = merged_kwargs(processor)["videos_kwargs"]
     call = {key: value for key, value in call.items() if key not in ("return_tensors", "return_metadata")}
     described = {"class": path_of(video), "settings": json.loads(video.to_json_string()), "call": call}
     source = json.dumps(described, sort_keys=True)
     settings = running(source).settings
     mark = str(processor.video_token)
-    ids = tokenizer.encode(mark, add_special_tokens=False)
-    if len(ids) != 1:
-        raise ValueError(f"{mark!r} must be one added token of {type(tokenizer).__name__}: add it as a special token")
     stamped = hasattr(processor, "_calculate_timestamps")
     timed = not stamped and _INTERVAL in processor.model_input_names
     videos = HFVideos(
@@ -364,7 +327,7 @@ def video_modality(processor: Any, *, tokens_per_second: float = 2.0) -> HFVideo
         stamped=(str(processor.vision_start_token), str(processor.vision_end_token)) if stamped else (),
         tokens_per_second=tokens_per_second if timed else None,
         placeholder=mark,
-        slot=Slot(mark=mark, token_id=ids[0]),
+        slot=Slot(mark=mark, token_id=id_of(processor.tokenizer, mark)),
     )
     return replace(videos, native=_proven(videos, processor))
 

@@ -1,7 +1,4 @@
-"""post_balance: wraps a loader of one rank, and balances each of its steps over all ranks.
-
-Builds steps of post_balance in a thread, a few ahead of the training loop.
-"""
+"""post_balance: wraps a loader of one rank, and balances each of its steps over all ranks, in a thread, a few ahead."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import json
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -21,11 +18,11 @@ from orchdata.finalizers import Ending, User, call_soon
 from orchdata.loop.state import PostState
 from orchdata.planning.balance import Balance, as_balance
 from orchdata.post_balancing.group import POLL_SECONDS, LostRanksError, RankGroup
-from orchdata.post_balancing.plan import MoveRule, PostPlan
+from orchdata.post_balancing.plan import MoveRule
 from orchdata.post_balancing.step import Cost, LossTokens, PartsOf, PostBatch, ReadyStep, StepMaker
 from orchdata.ranks.parallel import ranks_per_node, resolve_rank
 
-_STEPS_AHEAD = 2
+STEPS_AHEAD = 2
 _CLOSE_SECONDS = 5.0
 _STAGES = ("waiting", "fetching", "planning", "moving")
 
@@ -96,7 +93,7 @@ def post_balance(
         _check_alike(rank_group, rule, counts_tokens=loss_tokens is not None)
     except LostRanksError as error:
         raise RuntimeError(f"all {ranks.size} ranks must call post_balance together, some did not: {error}") from None
-    return PostBalanced(loader, cost, loss_tokens, parts, rank_group, rule)
+    return PostBalanced(loader, rank_group, partial(StepMaker, loader, cost, loss_tokens, parts, rank_group, rule))
 
 
 class PostBalanced:
@@ -106,21 +103,10 @@ class PostBalanced:
     others raise a StepError that names it; if its process dies, a StepError.
     """
 
-    def __init__(
-        self,
-        loader: Any,
-        cost: Cost,
-        loss_tokens: LossTokens | None,
-        parts: PartsOf | None,
-        rank_group: RankGroup,
-        rule: MoveRule,
-    ) -> None:
+    def __init__(self, loader: Any, rank_group: RankGroup, make_steps: Callable[..., StepMaker]) -> None:
         self._loader = loader
-        self._cost = cost
-        self._loss_tokens = loss_tokens
-        self._parts = parts
         self._rank_group = rank_group
-        self._rule = rule
+        self._make_steps = make_steps
         self._iterations = 0
         self._loaded: PostState | None = None  # start of the next iteration; None for the beginning
         self._state: PostState | None = None  # after the last delivered step
@@ -139,13 +125,7 @@ class PostBalanced:
         begin, self._loaded = self._loaded, None
         if begin is None and self._has_state:
             self._state = PostState(0, False, self._loader.state_dict())
-        maker = StepMaker(
-            self._loader,
-            self._cost,
-            self._loss_tokens,
-            self._parts,
-            self._rank_group,
-            self._rule,
+        maker = self._make_steps(
             iteration=self._iterations,
             step=0 if begin is None else begin.step,
             exhausted=begin is not None and begin.exhausted,
@@ -154,7 +134,7 @@ class PostBalanced:
         if self._rank_group.size == 1:
             yield from self._deliver(iter(maker.make, None))
         else:
-            prefetcher, user = Prefetcher(maker, _STEPS_AHEAD), User()
+            prefetcher, user = Prefetcher(maker), User()
             self._running[prefetcher] = Ending(self, partial(_end, prefetcher))
             try:
                 yield from self._deliver(iter(prefetcher))
@@ -195,7 +175,12 @@ class PostBalanced:
         self._stop(_CLOSE_SECONDS)
 
     def _deliver(self, steps: Iterator[ReadyStep]) -> Iterator[PostBatch]:
-        for made in self._stats.timed(steps):
+        while True:
+            started = time.perf_counter()
+            made = next(steps, None)
+            if made is None:
+                return
+            self._stats.add(made, time.perf_counter() - started)
             if self._has_state:
                 self._state = PostState(made.batch.step + 1, made.exhausted, made.state)
             batch = made.batch
@@ -228,25 +213,16 @@ class PostStats:
         self._loads: Counter[str] = Counter()
         self._seconds = dict.fromkeys(_STAGES, 0.0)
 
-    def timed(self, steps: Iterator[ReadyStep]) -> Iterator[ReadyStep]:
-        """Yield the same steps, and count them and the time waited for them."""
-        while True:
-            started = time.perf_counter()
-            made = next(steps, None)
-            if made is None:
-                return
-            self._seconds["waiting"] += time.perf_counter() - started
-            for stage, seconds in made.seconds.items():
-                self._seconds[stage] += seconds
-            self._counts["received"] += len(made.batch.samples)
-            self._add(made.batch.plan)
-            yield made
-            del made
-
-    def _add(self, plan: PostPlan) -> None:
+    def add(self, made: ReadyStep, waited: float) -> None:
+        """Count a step that is delivered, and the seconds that were waited for it."""
+        self._seconds["waiting"] += waited
+        for stage, seconds in made.seconds.items():
+            self._seconds[stage] += seconds
+        plan = made.batch.plan
         self._counts.update(
             steps=1,
             samples=len(plan.costs),
+            received=len(made.batch.samples),
             below_gain=plan.below_gain,
             moved_samples=int(np.count_nonzero(plan.rank != plan.owner)),
             moved_bytes=int(plan.sizes[plan.moved].sum()),
@@ -315,16 +291,10 @@ def _check_alike(rank_group: RankGroup, rule: MoveRule, *, counts_tokens: bool) 
 
 
 class Prefetcher:
-    """Steps of one maker, in order.
+    """Steps of one maker, which only its thread uses from now on, in order; few are ready or under way."""
 
-    Args:
-        maker: only the thread uses it from now on.
-        depth: number of steps that are ready or under way.
-    """
-
-    def __init__(self, maker: StepMaker, depth: int) -> None:
+    def __init__(self, maker: StepMaker) -> None:
         self._maker = maker
-        self._depth = depth
         self._ready: deque[ReadyStep] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -384,7 +354,7 @@ class Prefetcher:
         group = self._maker.group
         while True:
             with self._changed:
-                if self._changed.wait_for(lambda: self._closing or len(self._ready) < self._depth, POLL_SECONDS):
+                if self._changed.wait_for(lambda: self._closing or len(self._ready) < STEPS_AHEAD, POLL_SECONDS):
                     return not self._closing
             try:
                 group.check_others()

@@ -17,8 +17,7 @@ from orchdata.balancers.assignment import loads_of, lower_bound
 from orchdata.balancers.placement import renamed
 from orchdata.planning.assign import assign
 from orchdata.planning.balance import Balance
-from orchdata.planning.parts import Encoders, OwnParts, Parts, own_parts, route_of_parts, share_out_parts
-from orchdata.planning.route import Route
+from orchdata.planning.parts import Encoders, Parts, share_out_parts
 from orchdata.planning.sharing.shares import one_microbatch
 
 Ints = NDArray[np.int64]
@@ -29,12 +28,8 @@ _ENOUGH = 200  # Moving little is good enough where a phase then takes at most t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoveRule:
-    """When and how far samples move.
-
-    Attributes:
-        balance: scope and assignment, and a group size if the scope needs one.
-        ranks_per_node: consecutive ranks that share a node.
-        gain: minimum share of the step's price that moving must save; below it nothing moves.
+    """When and how far samples move: scope and assignment, with a group size if the scope needs one; consecutive ranks
+    that share a node; the minimum share of the step's price that moving must save, below which nothing moves.
     """
 
     balance: Balance
@@ -119,15 +114,6 @@ class PostPlan:
         """Objects that change their rank."""
         return np.flatnonzero(self.object_rank != self.object_owner)
 
-    def own_parts(self, phase: str, rank: int) -> OwnParts:
-        """Return what `rank` encodes, and the parts of its samples in order of arrival, in one micro-step."""
-        return own_parts(self.parts[phase], rank, 0, one_microbatch(self.rank))
-
-    def route(self, phase: str, rank: int, own: OwnParts, label: str) -> Route:
-        """Return the route of a phase's features, seen from `rank`, which has `own` parts."""
-        (encoded,), (arriving,) = own.encoded, own.arriving
-        return route_of_parts(self.parts[phase], self.rank, encoded, arriving, rank, self.num_ranks, label=label)
-
 
 def make_post_plan(
     costs: Ints,
@@ -139,13 +125,9 @@ def make_post_plan(
 ) -> PostPlan:
     """Plan one step.
 
-    Args:
-        costs: int64 (num_samples,), at least 1.
-        sizes: int64 (num_objects,), bytes on the wire of the samples, then of the parts of each phase.
-        owner: int32 (num_samples,), ascending.
-        num_ranks: ranks of the group.
-        rule: when and how far objects move.
-        parts: per phase: encoder phase -> its parts, on the ranks that drew them.
+    Costs, int64 (num_samples,), are at least 1; sizes, int64 (num_objects,), are bytes on the wire of the samples, then
+    of the parts of each phase; owner, int32 (num_samples,), ascends. `parts`, per phase: encoder phase -> its parts, on
+    the ranks that drew them.
     """
     stay = PostPlan(costs, sizes, owner, owner, num_ranks, parts or {})
     if not len(costs):

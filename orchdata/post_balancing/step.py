@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 
 from orchdata.loaders.errors import StepError
-from orchdata.planning.parts import Parts
+from orchdata.planning.parts import Parts, own_parts, route_of_parts
 from orchdata.planning.route import Route
+from orchdata.planning.sharing.shares import one_microbatch
 from orchdata.post_balancing.group import Bytes, Ints, LostRanksError, RankGroup, unpadded
 from orchdata.post_balancing.plan import MoveRule, PostPlan, Ranks, make_post_plan
 from orchdata.ranks.wire import Message, describe, read
@@ -97,12 +98,8 @@ class PostBatch:
 
 @dataclass(frozen=True, slots=True)
 class ReadyStep:
-    """A step ready to be delivered, and the loader's position after it was drawn.
-
-    Attributes:
-        exhausted: whether the loader had no more.
-        state: state of the loader, if it has one.
-        seconds: stage -> seconds.
+    """A step ready to be delivered; whether the loader had no more, and its state, if it has one, after the step was
+    drawn; stage -> seconds.
     """
 
     batch: PostBatch
@@ -126,16 +123,8 @@ class _Drawn:
 class StepMaker:
     """Builds the steps of one iteration, one after another, together with the other ranks.
 
-    Args:
-        loader: iterated in the thread that builds steps.
-        cost, loss_tokens: cost and loss tokens of a sample; without `parts` a mapping of costs by phase counts as its
-            sum.
-        parts: per phase: rest and parts of a sample; else None.
-        group: the ranks that build steps together.
-        rule: when samples move.
-        iteration: number of this iteration, the same on every rank.
-        step: the first step to build.
-        exhausted: whether the loader has no more in this epoch.
+    The loader is iterated in the thread that builds steps. `iteration` is its number, the same on every rank; `step`
+    the first step to build; `exhausted` whether the loader has no more in this epoch.
     """
 
     def __init__(
@@ -179,7 +168,11 @@ class StepMaker:
         fetched = time.perf_counter()
         try:
             agreed = self._agree(drawn)
-            return None if agreed is None else self._share(drawn, *agreed, started, fetched)
+            if agreed is None:
+                return None
+            plan, loss_tokens = agreed
+            planned = time.perf_counter()
+            batch = self._batch(plan, self._moved(drawn, plan), loss_tokens)
         except LostRanksError as error:
             raise self.group.explain_loss(self.step, error) from error
         except StepError:
@@ -189,6 +182,14 @@ class StepMaker:
             reason = f"failed in step {self.step}: {_name(error)}"
             self.group.give_up(reason)
             raise StepError(f"rank {self.group.rank} {reason}", self.step, self.group.rank) from error
+        self.step += 1
+        self._last_hash = int(plan.hash, 16) >> 1
+        seconds = {
+            "fetching": fetched - started,
+            "planning": planned - fetched,
+            "moving": time.perf_counter() - planned,
+        }
+        return ReadyStep(batch, self._exhausted, self.state, seconds)
 
     def _draw(self) -> _Drawn:
         try:
@@ -230,10 +231,8 @@ class StepMaker:
         if hasattr(self._loader, "state_dict"):
             self.state = copy.deepcopy(self._loader.state_dict())
 
-    def _agree(self, drawn: _Drawn) -> tuple[Ints, Ints, Ints, Ints] | None:
-        """Send the others the action and rows of this rank. Return the number of samples of each rank, and all rows;
-        the same of parts; None at the end.
-        """
+    def _agree(self, drawn: _Drawn) -> tuple[PostPlan, int] | None:
+        """Send the others the action and rows of this rank. Return the plan, and all loss tokens; None at the end."""
         own = np.zeros(_HEADER + 3 * _FIRST_ROWS, np.int64)
         own[:5] = drawn.action, self._iteration, self.step, len(drawn.samples), self._last_hash
         own[5:7] = sum(map(len, drawn.parts.values())), len(drawn.parts.keys() - set(self._phases))
@@ -272,7 +271,19 @@ class StepMaker:
         if gathered[:, 6].any():
             for text in self.group.gather_texts(json.dumps(list(drawn.parts))):
                 self._phases += [phase for phase in json.loads(text) if phase not in self._phases]
-        return counts, table, gathered[:, 5], self.group.gather_rows(self._part_rows(drawn), gathered[:, 5])
+        part_counts = gathered[:, 5]
+        part_rows = self.group.gather_rows(self._part_rows(drawn), part_counts)
+
+        # The plan of all of them.
+        owner = np.repeat(np.arange(self.group.size, dtype=np.int32), counts)
+        sizes, parts = [table[:, 2]], None
+        if self._parts is not None:
+            part_rows[:, 1] += np.repeat(np.cumsum(counts) - counts, part_counts)  # index in the step, not in the list
+            of_phases = [part_rows[part_rows[:, 0] == number] for number in range(len(self._phases))]
+            parts = {phase: _parts_of(rows, owner) for phase, rows in zip(self._phases, of_phases, strict=True)}
+            sizes += [rows[:, 4] for rows in of_phases]
+        plan = make_post_plan(table[:, 0], np.concatenate(sizes), owner, self.group.size, self._rule, parts)
+        return plan, int(table[:, 1].sum())
 
     def _part_rows(self, drawn: _Drawn) -> Ints:
         """Return int64 (num_parts, 5): phase, sample, cost, rows and bytes of each part of this rank."""
@@ -288,41 +299,16 @@ class StepMaker:
         rank = self.group.rank if error is not None else int(np.argmax(actions == _Action.FAILED))
         return StepError(f"rank {rank} failed at step {self.step}: {texts[rank]}", self.step, rank)
 
-    def _share(
-        self,
-        drawn: _Drawn,
-        counts: Ints,
-        table: Ints,
-        part_counts: Ints,
-        part_rows: Ints,
-        started: float,
-        fetched: float,
-    ) -> ReadyStep:
-        ranks = np.arange(self.group.size, dtype=np.int32)
-        owner, sizes, parts = np.repeat(ranks, counts), [table[:, 2]], None
-        if self._parts is not None:
-            part_rows[:, 1] += np.repeat(np.cumsum(counts) - counts, part_counts)  # index in the step, not in the list
-            of_phases = [part_rows[part_rows[:, 0] == number] for number in range(len(self._phases))]
-            parts = {phase: _parts_of(rows, owner) for phase, rows in zip(self._phases, of_phases, strict=True)}
-            sizes += [rows[:, 4] for rows in of_phases]
-        plan = make_post_plan(table[:, 0], np.concatenate(sizes), owner, self.group.size, self._rule, parts)
-        planned = time.perf_counter()
-        batch = self._batch(plan, self._moved(drawn, plan), int(table[:, 1].sum()))
-        self.step += 1
-        self._last_hash = int(plan.hash, 16) >> 1
-        moved = time.perf_counter()
-        seconds = {"fetching": fetched - started, "planning": planned - fetched, "moving": moved - planned}
-        return ReadyStep(batch, self._exhausted, self.state, seconds)
-
     def _batch(self, plan: PostPlan, objects: dict[int, Any], loss_tokens: int) -> PostBatch:
         """Return the batch of this rank, which has `objects`, by their index in the plan."""
         rank, places = self.group.rank, plan.places(self.group.rank)
         encoded, routes, arriving, start = {}, {}, {}, len(plan.rank)
         for phase, parts in plan.parts.items():
-            own = plan.own_parts(phase, rank)
-            encoded[phase] = [objects[start + index] for index in own.encoded[0].tolist()]
-            routes[phase] = plan.route(phase, rank, own, f"{phase}, step {self.step}")
-            coming = own.arriving[0]
+            own = own_parts(parts, rank, 0, one_microbatch(plan.rank))  # in one micro-step
+            (encodes,), (coming,) = own.encoded, own.arriving
+            encoded[phase] = [objects[start + index] for index in encodes.tolist()]
+            where = (parts, plan.rank, encodes, coming, rank, plan.num_ranks)
+            routes[phase] = route_of_parts(*where, label=f"{phase}, step {self.step}")
             at = np.searchsorted(places, parts.sample[coming])
             arriving[phase] = np.stack([at, parts.part[coming], parts.tokens[coming]], axis=1)
             start += len(parts)

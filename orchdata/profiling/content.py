@@ -1,12 +1,10 @@
-"""What samples are made of: lengths, combinations of modalities, shares of tokens, unlike shards, the largest samples.
+"""What samples are made of: lengths, combinations of modalities, shares of tokens, unlike shards, the largest samples;
+and failures. Named figures, in the shape of `orchdata profile --json`.
 
     columns of the index, a stretch of rows at a time --sums--> Figures
 
-Memory does not grow with the samples, but for one number for each different length and each shard and modality.
-
-Named figures, in the shape of `orchdata profile --json`, and those of failures.
-
-It imports little: `orchdata index` starts without torch.
+Memory does not grow with the samples, but for one number for each different length and each shard and modality. It
+imports little: `orchdata index` starts without torch.
 """
 
 from __future__ import annotations
@@ -241,12 +239,9 @@ def _largest(
 
 
 def chosen_totals(index: Index, left_out: NDArray[np.int64], *, until: float | None = None) -> Totals:
-    """Return totals of the samples that are not left out: samples (bad ones included), bad, bytes, llm_tokens,
-    loss_tokens, overflow, and for each modality samples, parts and tokens.
-
-    Args:
-        left_out: rows of whole samples, ascending, int64.
-        until: as for `stretches`.
+    """Return totals of the samples but those of `left_out`, ascending rows of whole samples: samples (bad ones
+    included), bad, bytes, llm_tokens, loss_tokens, overflow, and for each modality samples, parts and tokens. `until`
+    is as for `stretches`.
     """
     if not len(left_out):
         return index.totals

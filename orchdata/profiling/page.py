@@ -4,10 +4,8 @@ notebook.
 Profile --sentences, tables, drawings--+
 ShardDataset | Mixture --samples-------+--> HTML --> a file, whole or not at all
 
-Drawings of a report, as SVG without a script: text stays text, and colours come from the page's style.
-
-Every drawing is 340 wide, which fits a phone, so nothing is scaled down. Labels are ours: no string of the data is
-drawn.
+Drawings are SVG whose text stays text, and whose colours come from the page's style. Each is 340 wide, which fits a
+phone. Labels are ours: no string of the data is drawn.
 """
 
 from __future__ import annotations
@@ -92,8 +90,8 @@ def profile_view(profile: Figures) -> str:
     )
 
 
-def _table(table: pa.Table, series: Callable[[int, int], int] = lambda row, column: 0, whole: float = 1.0) -> str:
-    """Return a table as HTML. `series`: row and column of a share -> colour of its bar; `whole`: what a full bar is."""
+def _table(table: pa.Table, series: Callable[[int, int], int] = lambda row, column: 0) -> str:
+    """Return a table as HTML. `series`: row and column of a share -> colour of its bar."""
     forms = tables.formats(table)
     texts = [place for place, form in enumerate(forms) if place == 0 or form in (TEXT, DATA, CODE, SHARE)]
     rows = []
@@ -102,7 +100,7 @@ def _table(table: pa.Table, series: Callable[[int, int], int] = lambda row, colu
         for column, (value, form) in enumerate(zip(values, forms, strict=True)):
             text = escape(tables.written(value, form))
             if form == SHARE:
-                text = bar(value / whole, text, series(row, column))
+                text = bar(value, text, series(row, column))
             elif value is not None and form in (DATA, CODE):
                 text = f"<bdi>{text}</bdi>" if form == DATA else f"<code>{text}</code>"
             cells.append(text)
@@ -284,22 +282,14 @@ def _unlike(profile: Figures, names: ShardNames, colours: Mapping[str, int]) -> 
     of_columns = [0, *(colours[name] for name in modalities), 0, 0]
     parts: list[str] = []
     if profile.sources:
-        # The largest sources are drawn; if there are more, a folded table has the figures of all.
-        sources = list(profile.sources)
-        if len(sources) <= _MOST_DRAWN:
-            parts = ["<h3>What sources give in an epoch</h3>", _table(tables.sources(profile))]
-        else:
-            drawn = sorted(sources, key=lambda name: -profile.sources[name].tokens)[:_MOST_DRAWN]
-            most = profile.sources[drawn[0]].share or 1.0
-            listed = sources[:_MOST_ROWS_OF_SOURCES]
-            more = len(sources) - len(listed)
-            rest = paragraph(f"and {more:,} more sources") if more else ""
-            parts = [
-                f"<h3>What the {_MOST_DRAWN} largest of {len(sources):,} sources give in an epoch</h3>",
-                _table(tables.sources(profile, drawn), whole=most),
-                '<p class="note">A full bar is the share of the largest source.</p>',
-                _folded(f"{len(listed):,} sources as a table", _table(tables.sources(profile, listed)) + rest),
-            ]
+        # The largest sources, and of all others a folded table.
+        sources = sorted(profile.sources, key=lambda name: -profile.sources[name].tokens)
+        parts = ["<h3>What sources give in an epoch</h3>", _table(tables.sources(profile, sources[:_MOST_DRAWN]))]
+        if others := sources[_MOST_DRAWN:]:
+            left = len(others) - _MOST_ROWS_OF_SOURCES
+            rest = paragraph(f"and {left:,} more sources") if left > 0 else ""
+            folded = _table(tables.sources(profile, others[:_MOST_ROWS_OF_SOURCES])) + rest
+            parts.append(_folded(f"{len(others):,} smaller sources", folded))
         differ = sorted(content.sources, key=lambda each: -each.difference)[:_MOST_DRAWN]
         parts.append("<h3>Sources that differ most from the whole</h3>")
         parts.append(_table(tables.unlike(differ, "source", str, modalities), lambda _, column: of_columns[column]))
@@ -445,8 +435,8 @@ _OF: Final = {name: colour for colour, name in _STANDS_FOR.items()}
 
 
 @contextmanager
-def _drawing(name: str, height: int) -> Iterator[tuple[Axes, _Drawn]]:
-    """Draw in the axes that are given; the SVG is complete afterwards."""
+def _drawing(name: str, height: int) -> Iterator[tuple[Axes, list[str]]]:
+    """Draw in the axes that are given; the list has the SVG afterwards: a part of a page, with ids of its own."""
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -464,43 +454,22 @@ def _drawing(name: str, height: int) -> Iterator[tuple[Axes, _Drawn]]:
         **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.unicode_minus"), False),
         **dict.fromkeys(("axes.facecolor", "figure.facecolor", "savefig.facecolor"), "none"),
     }
-    drawn = _Drawn(name)
+    drawn: list[str] = []
     with mpl.rc_context(style):
         figure = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
         FigureCanvasSVG(figure)
         yield figure.add_subplot(), drawn
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    drawn.finish(file.getvalue())
-
-
-class _Drawn:
-    """An SVG, and the tooltips of its elements."""
-
-    def __init__(self, name: str) -> None:
-        self.svg = ""
-        self._name = name
-        self._titles: dict[str, str] = {}
-
-    def titled(self, artist: Any, title: str) -> None:
-        """Give an element a tooltip, plain text."""
-        gid = f"t{len(self._titles)}"
-        artist.set_gid(gid)
-        self._titles[gid] = title
-
-    def finish(self, svg: str) -> None:
-        """Make the SVG part of a page: sizes in pixels, ids of its own, colours and tooltips."""
-        svg = svg[svg.index("<svg") :]
-        svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-        svg = re.sub(r'(<svg[^>]*?) width="([\d.]+)pt"', r'\1 width="\2"', svg, count=1)
-        svg = re.sub(r'(<svg[^>]*?) height="([\d.]+)pt"', r'\1 height="\2"', svg, count=1)
-        for gid, title in self._titles.items():
-            svg = svg.replace(f'<g id="{gid}">', f'<g id="{gid}"><title>{escape(title)}</title>', 1)
-        svg = re.sub(r'\bid="', f'id="{self._name}-', svg)
-        svg = re.sub(r'(href="|url\()#', rf"\1#{self._name}-", svg)
-        for colour, name in _STANDS_FOR.items():
-            svg = svg.replace(colour, f"var({name})")
-        self.svg = svg.replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "", 1).replace("xlink:href", "href")
+    svg = file.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    for side in ("width", "height"):  # in pixels
+        svg = re.sub(rf'(<svg[^>]*?) {side}="([\d.]+)pt"', rf'\1 {side}="\2"', svg, count=1)
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    svg = re.sub(r'(href="|url\()#', rf"\1#{name}-", svg)
+    for colour, variable in _STANDS_FOR.items():
+        svg = svg.replace(colour, f"var({variable})")
+    drawn.append(svg.replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "", 1).replace("xlink:href", "href"))
 
 
 def draw_lengths(
@@ -510,8 +479,7 @@ def draw_lengths(
     with _drawing(name, 190) as (axes, drawn):
         first = next((bit for bit, count in enumerate(bins) if count), 0)
         for bit, count in enumerate(bins[first:], first):
-            (patch,) = axes.bar(2**bit * 1.5, count, width=2**bit * 0.9, color=_OF[f"--s{series}"])
-            drawn.titled(patch, f"{2**bit:,} to {2 ** (bit + 1) - 1:,} {unit}: {count:,} samples")
+            axes.bar(2**bit * 1.5, count, width=2**bit * 0.9, color=_OF[f"--s{series}"])
         axes.set_xscale("log", base=2)
         axes.minorticks_off()
         axes.xaxis.set_major_formatter(_short)
@@ -520,14 +488,13 @@ def draw_lengths(
         marks += [("cap", cap, "-")]
         for label, value, dashes in marks:
             if value:
-                line = axes.axvline(value, color=_OF["--ink"], linestyle=dashes, linewidth=1.2, label=label)
-                drawn.titled(line, f"{label}: {value:,} {unit}")
+                axes.axvline(value, color=_OF["--ink"], linestyle=dashes, linewidth=1.2, label=label)
         axes.set_ylim(0, top * 1.05)
         _count_axis(axes)
         axes.set_xlabel(unit)
         axes.set_ylabel("samples")
         _legend(axes, 3)
-    return drawn.svg
+    return drawn[0]
 
 
 def draw_shares(name: str, joint: Figures) -> str:
@@ -536,8 +503,7 @@ def draw_shares(name: str, joint: Figures) -> str:
         bins = len(joint.samples)
         if len(joint.modalities) == 1:
             for place, (count,) in enumerate(joint.samples):
-                (patch,) = axes.bar((place + 0.5) / bins, count, width=0.09, color=_OF["--s0"])
-                drawn.titled(patch, f"{100 * place // bins} to {100 * (place + 1) // bins} %: {count:,} samples")
+                axes.bar((place + 0.5) / bins, count, width=0.09, color=_OF["--s0"])
             _count_axis(axes)
             axes.set_ylabel("samples")
         else:
@@ -550,18 +516,14 @@ def draw_shares(name: str, joint: Figures) -> str:
                         # The area says how many samples there are, so no colour scale is needed.
                         side = max(0.12, (count / most) ** 0.5) / bins
                         x, y = (i + 0.5) / bins - side / 2, (j + 0.5) / bins - side / 2
-                        patch = axes.add_patch(Rectangle((x, y), side, side, color=_OF["--s0"]))
-                        drawn.titled(
-                            patch,
-                            f"{10 * i} to {10 * i + 10} % and {10 * j} to {10 * j + 10} %: {count:,} samples",
-                        )
+                        axes.add_patch(Rectangle((x, y), side, side, color=_OF["--s0"]))
             axes.set_ylim(0, 1)
             axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f} %")
             axes.set_ylabel("share in the second")
         axes.set_xlim(0, 1)
         axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f} %")
         axes.set_xlabel("share in the first" if len(joint.modalities) == 2 else "share of the sample's tokens")
-    return drawn.svg
+    return drawn[0]
 
 
 def draw_waiting(name: str, scales: Sequence[Figures], settings: Sequence[SettingName]) -> str:
@@ -581,8 +543,7 @@ def draw_waiting(name: str, scales: Sequence[Figures], settings: Sequence[Settin
                     "color": colour,
                     "markerfacecolor": "none" if scale.less_than_a_step else colour,
                 }
-                (mark,) = axes.plot(scale.ranks, cost, _MARKS[number], markersize=6, **look)
-                drawn.titled(mark, f"{LABELS[setting]}, {scale.ranks:,} ranks: {cost:.2f}, ± {spread:.2f} (one error)")
+                axes.plot(scale.ranks, cost, _MARKS[number], markersize=6, **look)
             axes.plot([], [], _MARKS[number], linestyle="-", color=colour, label=LABELS[setting])
         axes.set_xscale("log", base=2)
         axes.set_xticks([scale.ranks for scale in scales])
@@ -592,7 +553,7 @@ def draw_waiting(name: str, scales: Sequence[Figures], settings: Sequence[Settin
         axes.set_xlabel("ranks")
         axes.set_ylabel("cost of a step, 1 is even")
         _legend(axes, 2)
-    return drawn.svg
+    return drawn[0]
 
 
 def _legend(axes: Axes, columns: int) -> None:

@@ -1,11 +1,7 @@
-"""Some steps of an epoch, planned under one Balance as in training: the cost of ranks waiting in them, and padding.
+"""The profile of a number of ranks: plans of an epoch, as in training -> waiting, locality, padding.
 
-PlanSpec, steps --make_plan--> plans --price--> PlannedSteps: sums over the steps, and their standard errors
-
-The profile of a number of ranks: plans of an epoch under every scope -> waiting, locality.
-
-steps spread over the epoch   --plan, as in training--> cost of the step --> waiting
-consecutive steps             --plan, as in training--> which group reads which shard --> locality
+steps spread over the epoch   --make_plan--> price: costs of steps, with standard errors --> waiting
+consecutive steps             --make_plan--> which group reads which shard --------------> locality
 """
 
 from __future__ import annotations
@@ -97,14 +93,6 @@ class PlannedSteps:
     def waiting_error(self) -> float | None:
         """Standard error of `waiting` over the steps, see `_standard_error`; None for less than two steps."""
         return _standard_error(self._deviations())
-
-    def difference_error(self, other: PlannedSteps, *, paired: bool) -> float | None:
-        """Return that of the difference of `waiting`. `paired`: both are of the same steps of an order."""
-        mine, theirs = self._deviations(), other._deviations()
-        if paired:
-            return _standard_error(mine - theirs)
-        errors = _standard_error(mine), _standard_error(theirs)
-        return None if None in errors else float(np.hypot(*errors))  # type: ignore[arg-type]
 
     def _deviations(self) -> NDArray[np.float64]:
         """How each step changes `waiting`, a ratio of two sums, to the first order: float64 (num_steps,)."""
@@ -441,8 +429,12 @@ def is_better(one: PlannedSteps, other: PlannedSteps, *, paired: bool) -> bool:
 
     Without an error, of single steps, it is never known.
     """
-    error = one.difference_error(other, paired=paired)
-    return error is not None and other.waiting - one.waiting > max(CLEAR * error, 1e-9)
+    mine, theirs = one._deviations(), other._deviations()
+    errors = [_standard_error(each) for each in ((mine - theirs,) if paired else (mine, theirs))]
+    known = [each for each in errors if each is not None]
+    if len(known) < len(errors):
+        return False
+    return other.waiting - one.waiting > max(CLEAR * float(np.hypot.reduce(known)), 1e-9)
 
 
 def make_settings(

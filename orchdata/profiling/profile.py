@@ -244,7 +244,18 @@ def profile(
 
     if not isinstance(cost, CostModel | None):
         raise ValueError(f"cost is an od.CostModel, as of od.hf.cost(model), got {type(cost).__name__}")
-    _refuse_what_is_not_profiled(balance, layout, encoder_peers)
+    if encoder_peers > 1 and balance.teams is not None:
+        raise ValueError("peers share the features of whole samples, which teams cut: leave one out")
+    if balance.order is not None:
+        raise ValueError(
+            f"Balance.order={balance.order!r} is not profiled: costs say nothing about a pipeline's stages; leave it "
+            'out, and use objective="sum" if ranks wait only at the end of the step'
+        )
+    if window_length(layout) is not None:
+        raise ValueError(
+            "Packed(concatenate=True) is not profiled: every window is full, and ranks have the same number of them in "
+            "each step; profile Packed(length=...) to compare with whole samples"
+        )
     check_layout(balance, layout)
     check_teams(balance, layout)
     length = fixed_length(layout)
@@ -392,21 +403,6 @@ def profile(
         layouts=layouts,
         scales=scales,
     )
-
-
-def _refuse_what_is_not_profiled(balance: Balance, layout: Layout, encoder_peers: int) -> None:
-    if encoder_peers > 1 and balance.teams is not None:
-        raise ValueError("peers share the features of whole samples, which teams cut: leave one out")
-    if balance.order is not None:
-        raise ValueError(
-            f"Balance.order={balance.order!r} is not profiled: costs say nothing about a pipeline's stages; leave it "
-            'out, and use objective="sum" if ranks wait only at the end of the step'
-        )
-    if window_length(layout) is not None:
-        raise ValueError(
-            "Packed(concatenate=True) is not profiled: every window is full, and ranks have the same number of them in "
-            "each step; profile Packed(length=...) to compare with whole samples"
-        )
 
 
 def _given(balance: Balance, length: int | None) -> dict[str, Any]:

@@ -72,7 +72,11 @@ def recommended(scale: Figures) -> SettingName:
         return least
     if best == "joint" and scale.groups > 1 and "grouped" in settings and helps(scale, "grouped"):
         close = settings["joint"].waiting >= settings["grouped"].waiting - _WORTH
-        if close and "grouped" not in settings["joint"].better_than and _reads_fewer(scale):
+        # Clearly fewer groups read a shard than over all ranks, and than with one stream.
+        grouped = scale.scopes["grouped"]
+        fewest = min(scale.scopes["global"].groups_per_shard, grouped.groups_per_shard_of_one_stream)
+        reads_fewer = grouped.groups_per_shard <= 0.75 * fewest
+        if close and "grouped" not in settings["joint"].better_than and reads_fewer:
             return "grouped"
     return best
 
@@ -81,13 +85,6 @@ def helps(scale: Figures, name: SettingName) -> bool:
     """Whether ranks clearly wait less than without balancing, and by enough to matter."""
     setting, none = scale.settings[name], scale.settings["none"]
     return "none" in setting.better_than and none.waiting - setting.waiting >= _WORTH
-
-
-def _reads_fewer(scale: Figures) -> bool:
-    """Whether clearly fewer groups read a shard than over all ranks, and than with one stream."""
-    grouped, everywhere = scale.scopes["grouped"], scale.scopes["global"]
-    others = min(everywhere.groups_per_shard, grouped.groups_per_shard_of_one_stream)
-    return bool(grouped.groups_per_shard <= 0.75 * others)
 
 
 def step_words(scale: Figures) -> str:
@@ -149,7 +146,14 @@ def _of_waiting(profile: Figures) -> list[Finding]:
         elif none.waiting >= _LITTLE:
             found.append(_finding(f"{what} leaves it at {{}}.", name, settings[name], added[name]))
     if scale.groups > 1 and "grouped" in settings:
-        found.append(_of_groups(scale, added["grouped"]))
+        scope, beaten = scale.scopes["grouped"], "grouped" in settings["joint"].better_than
+        compared = "more than over all ranks" if beaten else "no clear difference to all ranks"
+        what = (
+            f"Balancing in groups of {scale.group_size} ranks gives {{}}, {compared}. With "
+            f"shuffle=od.Shuffle(streams={scale.streams}) {scope.groups_per_shard:.1f} of {scale.groups:,} groups read "
+            f"from a shard; with one stream, {scope.groups_per_shard_of_one_stream:.1f} do."
+        )
+        found.append(_finding(what, "grouped", settings["grouped"], added["grouped"]))
     if not helped:
         found.append(_of_no_help(profile, none))
     if any(finding.high > _bounds(settings[finding.setting], 0.0)[1] for finding in found if finding.setting):
@@ -157,26 +161,25 @@ def _of_waiting(profile: Figures) -> list[Finding]:
     return found + _of_sharing(profile)
 
 
-def _of_groups(scale: Figures, added: float) -> Finding:
-    grouped, scope = scale.settings["grouped"], scale.scopes["grouped"]
-    beaten = "grouped" in scale.settings["joint"].better_than
-    compared = "more than over all ranks" if beaten else "no clear difference to all ranks"
-    return _finding(
-        f"Balancing in groups of {scale.group_size} ranks gives {{}}, {compared}. With "
-        f"shuffle=od.Shuffle(streams={scale.streams}) {scope.groups_per_shard:.1f} of {scale.groups:,} groups read "
-        f"from a shard; with one stream, {scope.groups_per_shard_of_one_stream:.1f} do.",
-        "grouped",
-        grouped,
-        added,
-    )
-
-
 def _of_sharing(profile: Figures) -> list[Finding]:
     """Name teams where a sequence of text sets the pace, unless they were planned or would be refused."""
     scale, largest = profile.main_scale, profile.largest[0]
     if profile.teams is not None:
-        few = Finding("Teams of so few ranks do not hold every usable sample within max_tokens: they were not planned.")
-        return [_of_tokenizing(scale.settings["teams"].tokenized)] if "teams" in scale.settings else [few]
+        if "teams" not in scale.settings:
+            return [
+                Finding(
+                    "Teams of so few ranks do not hold every usable sample within max_tokens: they were not planned."
+                )
+            ]
+        # What members of teams read and tokenize: all of each text of which they have a part.
+        ratio = scale.settings["teams"].tokenized
+        said = f"With teams ranks tokenize {ratio:.1f} tokens for each token of a step: a member does all of its texts."
+        if ratio > _MUCH_TOKENIZED:
+            said += (
+                " That is much: see that loaders keep up (`stats()`), give them num_workers=, or cut long texts by "
+                "TextPreprocessor(max_tokens=..., overflow=...)."
+            )
+        return [Finding(said)]
     refused = profile.layout == "padded" or profile.length or {"equal_count", "max_samples"} & {*profile.balance}
     has_media = any(count for phase, count in largest.positions.items() if phase != "llm")
     if refused or has_media or recommended(scale) == "per_phase" or "peers" in scale.settings:
@@ -190,17 +193,6 @@ def _of_sharing(profile: Figures) -> list[Finding]:
             f"--teams {size} plans that, as does Balance(teams=od.Teams(largest={size}))."
         )
     ]
-
-
-def _of_tokenizing(ratio: float) -> Finding:
-    """Say what members of teams read and tokenize: all of each text of which they have a part."""
-    said = f"With teams ranks tokenize {ratio:.1f} tokens for each token of a step: a member does all of its texts."
-    if ratio > _MUCH_TOKENIZED:
-        said += (
-            " That is much: see that loaders keep up (`stats()`), give them num_workers=, or cut long texts by "
-            "TextPreprocessor(max_tokens=..., overflow=...)."
-        )
-    return Finding(said)
 
 
 def _of_no_help(profile: Figures, none: Figures) -> Finding:

@@ -6,28 +6,13 @@ import json
 import subprocess
 import sys
 from dataclasses import fields
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from typer.main import get_command
-from typer.testing import CliRunner
+from printed import run, run_json
 from webdataset import TarWriter
-
-from orchdata.cli import app
-
-
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def run_json(*arguments: object) -> Any:
-    result = run(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
 
 
 def error_line(*arguments: object) -> str:
@@ -226,19 +211,6 @@ def test_an_error_is_one_line_that_names_the_value(
     monkeypatch.chdir(mixed.parent)
     (mixed.parent / "notes.docx").write_bytes(b"")
     assert words in error_line(*arguments)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["plan", "throughput"],
-)
-def test_bench_options_are_the_fields_of_its_configuration(name: str) -> None:
-    # A default written twice must not drift apart.
-    command = get_command(app).commands["bench"].commands[name]  # type: ignore[attr-defined]
-    not_shown = ("as_json", "storage_options")
-    options = {option.name: option.default for option in command.params if option.name not in not_shown}
-    config = getattr(import_module(f"orchdata.bench.{name}"), f"{name.capitalize()}Bench")()
-    assert options == {option: getattr(config, option) for option in options}
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def test_a_mixture_has_them_for_each_source(stored: Stored, tmp_path: Path) -> N
     assert "give the sources in" in other.stderr
     (tmp_path / "mixture.yaml").write_text(f"sources:\n  one: {{paths: a.tar, storage_options: [{options}]}}\n")
     wrong = stored.run("profile", tmp_path / "mixture.yaml", code=1)
-    assert "sources.one.storage_options must map names of options to values" in wrong.stderr
+    assert "sources.one: storage_options is a dict of option -> value" in wrong.stderr
 
 
 @pytest.mark.parametrize("given", ["hidden", "=hidden"])

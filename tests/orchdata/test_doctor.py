@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from printed import run
 
-from orchdata.cli import app, machine
+from orchdata.cli import machine
 
 
 def findings() -> tuple[int, dict[str, dict[str, str]]]:
-    result = CliRunner().invoke(app, ["doctor", "--json"])
+    result = run("doctor", "--json")
     return result.exit_code, {each["name"]: each for each in json.loads(result.stdout)["findings"]}
 
 
@@ -24,7 +24,7 @@ def test_a_machine_that_works(private_cache: Path) -> None:
     assert by_name["numpy"]["found"] == version("numpy")
     assert by_name["cache folder"]["found"].startswith(f"{private_cache}: ")
     assert not [each for each in by_name.values() if each["verdict"] == "broken"]
-    printed = CliRunner().invoke(app, ["doctor"]).stdout
+    printed = run("doctor").stdout
     assert printed.splitlines()[-1] == "all that loading needs is here"
     assert "\x1b" not in printed
 
@@ -35,7 +35,7 @@ def test_a_cache_folder_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "file"))
     code, by_name = findings()
     assert (code, by_name["cache folder"]["verdict"]) == (1, "broken")
-    assert CliRunner().invoke(app, ["doctor"]).stdout.splitlines()[-1] == "1 broken"
+    assert run("doctor").stdout.splitlines()[-1] == "1 broken"
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from printed import run
 from shard_factory import RECIPE, chat, omni_shards, write_shard
-from typer.testing import CliRunner
 
 import orchdata as od
-from orchdata.cli import app
 from orchdata.cli.dataset import read_mixture
 
 MIX = """
@@ -50,7 +49,7 @@ def test_a_file_is_the_mixture_that_it_describes(folder: Path) -> None:
 
 @pytest.mark.parametrize("size", [["--batch-size", "2"], ["--batch-tokens", "900"]])
 def test_profile_takes_a_mixture(folder: Path, size: list[str]) -> None:
-    result = CliRunner().invoke(app, ["profile", str(folder / "mix.yaml"), ALLOW, "--ranks", "2,8", "--json", *size])
+    result = run("profile", str(folder / "mix.yaml"), ALLOW, "--ranks", "2,8", "--json", *size)
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["samples"] == 20 + 9 + 7
@@ -58,7 +57,7 @@ def test_profile_takes_a_mixture(folder: Path, size: list[str]) -> None:
     assert shares["omni"] == pytest.approx(0.75, abs=0.05)
     assert shares["words/chat"] == pytest.approx(1 / 6, abs=0.05)
     assert report["sources"]["words/text"]["passes"] > 2
-    table = CliRunner().invoke(app, ["profile", str(folder / "mix.yaml"), ALLOW, "--ranks", "2", *size])
+    table = run("profile", str(folder / "mix.yaml"), ALLOW, "--ranks", "2", *size)
     assert "What sources give in an epoch" in table.stdout
 
 
@@ -72,14 +71,14 @@ def test_recipes_of_a_file_are_imported_where_the_command_allows_it(
     file = folder / "mix.yaml"
     file.write_text(MIX.replace("shard_factory:RECIPE", "planted:R", 1))
     for command in (["profile", "--ranks", "2"], ["show"]):
-        refused = CliRunner().invoke(app, [command[0], str(file), *command[1:]])
+        refused = run(command[0], str(file), *command[1:])
         assert refused.exit_code == 1
         assert "sources.omni.recipe 'planted:R' would import the module 'planted'" in refused.output
         assert "give --allow-recipes if you trust" in refused.output
         assert not (folder / "was here").exists()
     with pytest.raises(ValueError, match="would import the module 'planted'"):
         read_mixture(file, RECIPE)
-    allowed = CliRunner().invoke(app, ["show", str(file), ALLOW])
+    allowed = run("show", str(file), ALLOW)
     assert allowed.exit_code == 0, allowed.output
     assert (folder / "was here").exists()
 
@@ -91,14 +90,16 @@ def test_recipes_of_a_file_are_imported_where_the_command_allows_it(
         (
             "weight: 3",
             "wight: 3",
-            "mix.yaml: sources.omni has no field 'wight'; it may have paths, media_root, columns, containers",
+            "mix.yaml: sources.omni has no field 'wight'; it may have paths, media_root, columns",
         ),
+        ("weight: 3", "columns: 5", "sources.omni: columns is a dict of old name -> new name, got 5"),
+        ("weight: 3", "index_fields: score", "sources.omni: index_fields is a tuple of names"),
         ("weight: 3", "weight: heavy", "Source.weight must be a number of at least 0, got 'heavy'"),
         ("paths: [chat.tar]", "paths: []", "sources.words.sources.chat.paths must be a path, or a list of paths"),
-        ("weight: 3", "filter: 5", 'sources.omni.filter must be an expression, as in "tokens < 4096", got 5'),
+        ("weight: 3", "filter: 5", "sources.omni.filter must be a text, got 5"),
         ("  words:", "  omni:", "'omni' comes twice"),
         ("weight: 3", "weight: 3, weight: 4", "'weight' comes twice"),
-        ("weight: 3", "media_root: 5", "sources.omni.media_root must be a folder, got 5"),
+        ("weight: 3", "media_root: 5", "sources.omni.media_root must be a text, got 5"),
         (
             '"shard_factory:RECIPE"',
             "5",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from printed import Page
 from shard_factory import RECIPE, jpeg, omni_shards, write_shard
 
 import orchdata
@@ -17,26 +17,12 @@ from orchdata import views
 from orchdata.views import MOST_BYTES
 
 
-class Tags(HTMLParser):
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def look(value: Any) -> Tags:
+def look(value: Any) -> Page:
     """The view of a value: safe, small, and in a style that is its own."""
     html = value._repr_html_()
     assert isinstance(html, str)
     assert 0 < len(html.encode()) < MOST_BYTES
-    page = Tags(html)
+    page = Page(html)
     assert not {"script", "link", "iframe"} & {tag for tag, _ in page.tags}
     assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
     style = html[html.index("<style>") + 7 : html.index("</style>")]

@@ -386,7 +386,7 @@ def test_command_line_renames(tmp_path: Path) -> None:
     assert result.exit_code == 0 and json.loads(result.stdout)["totals"]["bad"] == 0
     assert CliRunner().invoke(app, ["profile", url, "--column", "transcription=text"]).exit_code == 0
     wrong = CliRunner().invoke(app, ["index", url, "--column", "transcription"])
-    assert wrong.exit_code != 0 and "is not OLD=NEW" in wrong.stderr
+    assert wrong.exit_code != 0 and "takes OLD=NEW" in wrong.stderr
 
 
 def test_workers_call_the_function(tmp_path: Path) -> None:

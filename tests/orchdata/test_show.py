@@ -8,18 +8,18 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import printed
 import pytest
 import soundfile
 from PIL import Image
 from shard_factory import RECIPE, audio, chat, jpeg, omni_samples, png, write_shard
-from typer.testing import CliRunner
 
 import orchdata as od
-from orchdata.cli import app
 from orchdata.showing import shown_rows
 
 TALK = [
@@ -35,14 +35,7 @@ def talk(tmp_path: Path) -> str:
     return write_shard(tmp_path / "talk.tar", TALK)
 
 
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, ["show", *(str(argument) for argument in arguments)])
-
-
-def run_json(*arguments: object) -> Any:
-    result = run(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
+run, run_json = partial(printed.run, "show"), partial(printed.run_json, "show")
 
 
 def recipe_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -24,7 +24,7 @@ from rank_jobs import run_rank, store_on_rank_0
 
 import orchdata as od
 from orchdata.planning.balance import Balance
-from orchdata.post_balancing.loader import PostBalanced, post_balance
+from orchdata.post_balancing.loader import STEPS_AHEAD, PostBalanced, post_balance
 from orchdata.ranks.wire import describe
 
 TIMEOUT_SECONDS = 180  # far more than a loaded machine takes to see that a rank has died
@@ -144,7 +144,7 @@ def wait_until_ahead(balanced: PostBalanced) -> None:
     """Train so long that the thread has made all the steps that it may, or has ended."""
     (prefetcher,) = balanced._running
     with prefetcher._changed:
-        prefetcher._changed.wait_for(lambda: prefetcher._over or len(prefetcher._ready) == prefetcher._depth)
+        prefetcher._changed.wait_for(lambda: prefetcher._over or len(prefetcher._ready) == STEPS_AHEAD)
 
 
 def wait_until_over(balanced: PostBalanced) -> None:

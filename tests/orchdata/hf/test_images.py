@@ -22,10 +22,9 @@ import transformers
 from hf_processors import BACKENDS, FAMILIES
 from PIL import Image, ImageOps
 
-from orchdata.hf.image.processors import running
-from orchdata.hf.image.sizes import _RULES
+from orchdata.hf.image_rules import FAMILIES as RULES
 from orchdata.hf.images import HFImages, _found, image_modality
-from orchdata.hf.processor_parts import as_array
+from orchdata.hf.processors import as_array, running
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.modality import PartSize, keeps_headers_of, stored_dtype
@@ -181,12 +180,12 @@ def test_photographs(family: str, backend: str, fixtures_dir: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", [name for name, rule in _RULES.items() if rule.__name__.startswith("_patches")])
+@pytest.mark.parametrize("name", [name for name, (rule, *_) in RULES.items() if rule.__name__.startswith("_patches")])
 def test_patches_of_every_class_with_a_rule_are_its_own_at_and_between_its_limits(name: str, backend: str) -> None:
     limits = {"shortest_edge": 100 * 100, "longest_edge": 300 * 300}
-    processor = hf_processors.image_processor(name, backend, size=limits)
+    processor = hf_processors.image_processor(f"{name}ImageProcessor", backend, size=limits)
     images, refused = image_modality(processor), 0
-    assert images.counted == "rule" and (images.native or name == "Cosmos3EdgeImageProcessor")
+    assert images.counted == "rule" and (images.native or name == "Cosmos3Edge")
     rng = np.random.default_rng(2)
     for width, height in np.exp(rng.uniform(np.log(8), np.log(900), (40, 2))).astype(int).tolist():
         picture = Image.fromarray(noise(height, width, 3))
@@ -228,10 +227,10 @@ def test_a_look_at_the_processor_finds_out_what_is_not_its_own(monkeypatch: pyte
     processor.image_processor.resample = 2  # what follows differs from the rest of these tests: nothing is cached
     native = image_modality(processor)
     assert native.native
-    monkeypatch.setattr("orchdata.hf.image.native.RESAMPLES", {2: "bicubic"})
+    monkeypatch.setattr("orchdata.hf.image_rules.RESAMPLES", {2: "bicubic"})
     processor.image_processor.resample = 2
     assert not image_modality(processor).native
-    monkeypatch.setattr("orchdata.hf.image.sizes._RULES", {"CLIPImageProcessor": lambda *_: {}})
+    monkeypatch.setattr("orchdata.hf.image_rules.FAMILIES", {"CLIP": (lambda *_: {}, None, None)})
     _found.cache_clear()
     assert image_modality(processor).counted == "measured"
     _found.cache_clear()

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pytest
+from printed import Page, run
 from shard_factory import RECIPE, audio, jpeg, omni_shards, write_shard
-from typer.testing import CliRunner
 
 import orchdata as od
-from orchdata.cli import app
 from orchdata.html import percent, plain
 from orchdata.profiling.page import POLICY, ShardNames
 
@@ -31,21 +29,7 @@ HOSTILE = (
 )
 
 
-class Page(HTMLParser):
-    """Tags, attributes and text of a page."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
+class SafePage(Page):
     def check_safe(self) -> None:
         """Fail for anything that runs or loads."""
         assert not {"script", "iframe", "object", "embed", "link", "base", "form", "foreignobject"} & {
@@ -89,7 +73,7 @@ def write(
 
 def test_the_page_has_the_figures_of_the_profile(dataset: od.ShardDataset, tmp_path: Path) -> None:
     profile, html = write(dataset, tmp_path)
-    page = Page(html)
+    page = SafePage(html)
     page.check_safe()
     known = profile.to_dict()
     assert known["summary"]
@@ -110,7 +94,7 @@ def test_the_page_has_the_figures_of_the_profile(dataset: od.ShardDataset, tmp_p
 
 def test_strings_of_the_data_stay_text(tmp_path: Path) -> None:
     _, html = write(hostile(tmp_path), tmp_path)
-    page = Page(html)
+    page = SafePage(html)
     page.check_safe()
     assert "<script>alert(1)</script>" in page.text
     assert "<i>bad" in page.text
@@ -124,7 +108,7 @@ def test_strings_of_the_data_stay_text(tmp_path: Path) -> None:
 def test_without_samples_nothing_of_a_sample_is_on_the_page(tmp_path: Path) -> None:
     data = hostile(tmp_path)
     profile, html = write(data, tmp_path, samples=0)
-    page = Page(html)
+    page = SafePage(html)
     page.check_safe()
     assert not [tag for tag, _ in page.tags if tag == "img"]
     index = data.index()
@@ -134,14 +118,14 @@ def test_without_samples_nothing_of_a_sample_is_on_the_page(tmp_path: Path) -> N
     assert profile.largest[0].key not in page.text
     # The check can fail: with samples, keys and texts are there.
     _, full = write(data, tmp_path)
-    assert plain(profile.largest[0].key) in Page(full).text
+    assert plain(profile.largest[0].key) in SafePage(full).text
 
 
 @pytest.mark.slow
 def test_a_mixture_has_a_part_for_each_source(dataset: od.ShardDataset, tmp_path: Path) -> None:
     mixture = od.Mixture({"<u>one": od.Source(dataset, weight=1), "two": od.Source(hostile(tmp_path), weight=3)})
     profile, html = write(mixture, tmp_path, samples=2)
-    page = Page(html)
+    page = SafePage(html)
     page.check_safe()
     assert [source.name for source in profile.content.sources] == ["<u>one", "two"]
     assert "<u>one" in page.text
@@ -185,7 +169,7 @@ def test_a_sample_that_cannot_be_read_now_is_shown_as_that(tmp_path: Path) -> No
     content = path.read_bytes()
     path.write_bytes(content[:512] + b"\0" * (len(content) - 512))
     profile.write_html(tmp_path / "report.html", data, samples=2)
-    assert Page((tmp_path / "report.html").read_text()).text.count("unreadable: ") == 2
+    assert SafePage((tmp_path / "report.html").read_text()).text.count("unreadable: ") == 2
 
 
 def test_shards_are_named_below_their_common_folder_and_without_secrets() -> None:
@@ -207,7 +191,7 @@ def test_without_a_cost_model_nothing_is_said_of_time(dataset: od.ShardDataset, 
 def test_text_alone_and_a_single_sample_have_a_page(tmp_path: Path) -> None:
     data = od.ShardDataset(write_shard(tmp_path / "a.tar", [{"__key__": "one", "txt": b"hello"}]), recipe=RECIPE)
     profile, html = write(data, tmp_path, cost=None)
-    Page(html).check_safe()
+    SafePage(html).check_safe()
     assert profile.content.joint.modalities == ("text",)
     assert "one" in html
     assert "1 sample in 1 shard, " in html
@@ -271,18 +255,14 @@ def test_a_report_that_is_there_keeps_its_mode_and_a_link_its_target(dataset: od
     assert target.stat().st_mode & 0o777 == 0o600
 
 
-def run(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    return result.exit_code, result.output
-
-
 def test_the_command_writes_it_and_its_json_has_the_figures(dataset: od.ShardDataset, tmp_path: Path) -> None:
     report = tmp_path / "report.html"
     arguments = ("profile", *dataset.urls, "--ranks", "2", "--html", report, "--samples", "1", "--json")
-    code, printed = run(*arguments)
+    done = run(*arguments)
+    code, printed = done.exit_code, done.output
     assert code == 0
     known = json.loads(printed)
-    assert known["summary"][0] in Page(report.read_text()).text
+    assert known["summary"][0] in SafePage(report.read_text()).text
 
 
 @pytest.mark.parametrize(
@@ -296,7 +276,8 @@ def test_the_command_writes_it_and_its_json_has_the_figures(dataset: od.ShardDat
 def test_a_place_that_takes_no_file_is_named_before_anything_is_measured(
     tmp_path: Path, target: str, said: str
 ) -> None:
-    code, printed = run("profile", tmp_path / "none.tar", "--html", tmp_path / target)
+    done = run("profile", tmp_path / "none.tar", "--html", tmp_path / target)
+    code, printed = done.exit_code, done.output
     assert code == 1
     assert said in printed
 
@@ -305,7 +286,8 @@ def test_without_matplotlib_the_error_says_what_to_install(
     dataset: od.ShardDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    code, printed = run("profile", *dataset.urls, "--html", tmp_path / "report.html")
+    done = run("profile", *dataset.urls, "--html", tmp_path / "report.html")
+    code, printed = done.exit_code, done.output
     assert code == 1
     assert "'matplotlib', which a drawing needs," in printed
     assert "pip install " in printed

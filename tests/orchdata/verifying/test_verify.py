@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from verified_samples import RECIPE
 
 import orchdata as od
+from orchdata.building.contents import IndexedShards
 from orchdata.cli import app
 from orchdata.loaders.index.build import build_index
 from orchdata.quarantine import write_quarantine
@@ -170,7 +171,7 @@ def test_a_shard_changed_in_place_is_stale(tmp_path: Path) -> None:
     with tarfile.open(shard, "w") as archive:
         add_member(archive, "a.txt", b"text")
     index = build_index([str(shard)], RECIPE)
-    compare_shard(index, RECIPE, 0)
+    compare_shard(IndexedShards(index=index, build_id=index.build_id, recipe=RECIPE), 0)
     status, data = shard.stat(), bytearray(shard.read_bytes())
     data[:1] = b"z"
     data[148:156] = b"%06o\0 " % (sum(data[:148]) + 8 * 32 + sum(data[156:512]))
@@ -178,7 +179,7 @@ def test_a_shard_changed_in_place_is_stale(tmp_path: Path) -> None:
         file.write(data)
     os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
     with pytest.raises(od.StaleIndexError, match="another checksum"):
-        compare_shard(index, RECIPE, 0)
+        compare_shard(IndexedShards(index=index, build_id=index.build_id, recipe=RECIPE), 0)
 
 
 def test_a_recipe_that_does_not_pickle_is_refused_by_name(tmp_path: Path) -> None:

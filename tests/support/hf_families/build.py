@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -12,6 +11,7 @@ from unittest import mock
 
 import torch
 import torchvision_operators  # noqa: F401
+import transformers
 from torch import nn
 
 
@@ -19,13 +19,12 @@ def has_torchvision() -> bool:
     return find_spec("torchvision") is not None
 
 
-def image_processor(module: str, name: str, **settings: Any) -> Any:
-    """The class of a family's image processor: torchvision's where that can be imported, else Pillow's."""
-    if has_torchvision():
-        found = importlib.import_module(f"transformers.models.{module}.image_processing_{module}")
-        return getattr(found, name)(**settings)
-    found = importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}")
-    return getattr(found, f"{name}Pil")(**settings)
+BACKENDS = ("pil", "torchvision") if has_torchvision() else ("pil",)
+
+
+def image_processor(name: str, backend: str, **settings: Any) -> Any:
+    """transformers' image processor of a model, of backend "pil" or "torchvision"."""
+    return getattr(transformers, name + ("Pil" if backend == "pil" else ""))(**settings)
 
 
 def build_processor(kind: Any, *args: Any, video: bool = True, **settings: Any) -> Any:
@@ -77,36 +76,3 @@ def random_model(kind: Any, config: Any, seed: int = 0) -> nn.Module:
             scale = 0.05 if parameter.dim() < 2 else min(0.3, parameter[0].numel() ** -0.5)
             parameter.copy_(parameter + scale * drawn if parameter.dim() < 2 else scale * drawn)
     return model.double().train()
-
-
-TEXT: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 32_768,
-}
-MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
-
-
-def ids(tokenizer: Any) -> dict[str, Any]:
-    """Vocabulary and end of text, as each text config names them."""
-    return {
-        "vocab_size": len(tokenizer),
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-
-
-QWEN = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-
-
-def qwen_images(**settings: Any) -> Any:
-    size = {"shortest_edge": 4 * 28 * 28, "longest_edge": 40 * 28 * 28}
-    return image_processor("qwen2_vl", "Qwen2VLImageProcessor", **({"size": size} | settings))
-
-
-QWEN_TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32}

@@ -23,24 +23,34 @@ def template(name: str) -> str:
     return _TEMPLATES[name](_generation)
 
 
-def _qwen2_vl(said: Wrap) -> str:
+_IMAGE = "content['type'] == 'image' or 'image' in content or 'image_url' in content"
+
+
+def _chatml(said: Wrap, items: str, counted: str = "") -> str:
+    """`items`: branches for media of a content; `counted`: the name of a counter in them."""
     body = (
         "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
         "{% for content in message['content'] %}"
-        "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
-        "{% set image_count.value = image_count.value + 1 %}"
-        "{% if add_vision_id %}Picture {{ image_count.value }}: {% endif %}<|vision_start|><|image_pad|><|vision_end|>"
-        "{% elif content['type'] == 'video' or 'video' in content %}<|vision_start|><|video_pad|><|vision_end|>"
-        "{% elif 'text' in content %}{{ content['text'] }}{% endif %}"
+        + items
+        + "{% elif 'text' in content %}{{ content['text'] }}{% endif %}"
         "{% endfor %}{% endif %}<|im_end|>"
     )
     return (
-        "{% set image_count = namespace(value=0) %}{% for message in messages %}"
-        "{% if loop.first and message['role'] != 'system' %}"
+        (f"{{% set {counted} = namespace(value=0) %}}" if counted else "")
+        + "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
         "<|im_start|>{{ message['role'] }}\n" + said(body) + "\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
+
+
+def _qwen2_vl(said: Wrap) -> str:
+    items = (
+        "{% if " + _IMAGE + " %}{% set image_count.value = image_count.value + 1 %}"
+        "{% if add_vision_id %}Picture {{ image_count.value }}: {% endif %}<|vision_start|><|image_pad|><|vision_end|>"
+        "{% elif content['type'] == 'video' or 'video' in content %}<|vision_start|><|video_pad|><|vision_end|>"
+    )
+    return _chatml(said, items, "image_count")
 
 
 def _qwen3_vl(said: Wrap) -> str:
@@ -61,42 +71,21 @@ def _qwen3_vl(said: Wrap) -> str:
 
 
 def _omni(said: Wrap) -> str:
-    body = (
-        "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-        "{% for content in message['content'] %}"
-        "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
-        "<|vision_bos|><|IMAGE|><|vision_eos|>"
+    items = (
+        "{% if " + _IMAGE + " %}<|vision_bos|><|IMAGE|><|vision_eos|>"
         "{% elif content['type'] == 'audio' or 'audio' in content or 'audio_url' in content %}"
         "<|audio_bos|><|AUDIO|><|audio_eos|>"
-        "{% elif 'text' in content %}{{ content['text'] }}{% endif %}"
-        "{% endfor %}{% endif %}<|im_end|>"
     )
-    return (
-        "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
-        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
-        "<|im_start|>{{ message['role'] }}\n" + said(body) + "\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
+    return _chatml(said, items)
 
 
 def _qwen2_audio(said: Wrap) -> str:
-    body = (
-        "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-        "{% for content in message['content'] %}"
+    items = (
         "{% if 'audio' in content or 'audio_url' in content or message['type'] == 'audio'"
-        " or content['type'] == 'audio' %}"
-        "{% set audio_count.value = audio_count.value + 1 %}"
+        " or content['type'] == 'audio' %}{% set audio_count.value = audio_count.value + 1 %}"
         "Audio {{ audio_count.value }}: <|audio_bos|><|AUDIO|><|audio_eos|>\n"
-        "{% elif 'text' in content %}{{ content['text'] }}{% endif %}"
-        "{% endfor %}{% endif %}<|im_end|>"
     )
-    return (
-        "{% set audio_count = namespace(value=0) %}{% for message in messages %}"
-        "{% if loop.first and message['role'] != 'system' %}"
-        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
-        "<|im_start|>{{ message['role'] }}\n" + said(body) + "\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
+    return _chatml(said, items, "audio_count")
 
 
 _IMAGES = "message['content'] | selectattr('type', 'equalto', 'image')"

@@ -1,4 +1,4 @@
-"""Image processors of Hugging Face as text, and what runs from it.
+"""Processors of Hugging Face as text, and what runs from it: of images here, their classes, outputs and text of all.
 
 processor --source_of--> JSON --running--> the same again, without a tokenizer, one a thread
 """
@@ -7,16 +7,97 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from importlib import import_module
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 
-from orchdata.hf.image.sizes import Outputs, Settings, rule_of
-from orchdata.hf.processor_parts import OwnByThread, class_at, path_of, placeholder_of
+from orchdata.hf.image_rules import Outputs, Settings, family_of
 from orchdata.loaders.modalities.image_decode import pass_order
+
+Built = TypeVar("Built")
+
+
+class OwnByThread(threading.local, Generic[Built]):
+    """What JSON describes, built once a thread: several decode at once, and not every class says that it can be shared.
+
+    Args:
+        build: makes it of what the JSON holds.
+    """
+
+    def __init__(self, build: Callable[[Mapping[str, Any]], Built]) -> None:
+        self._build = build
+        self._built: dict[str, Built] = {}
+
+    def __call__(self, source: str) -> Built:
+        built = self._built.get(source)
+        if built is None:
+            built = self._built[source] = self._build(json.loads(source))
+        return built
+
+
+def path_of(value: Any) -> list[str]:
+    """Module and name of its class. Raises ValueError where other processes could not import it by them."""
+    kind = type(value)
+    if getattr(import_module(kind.__module__), kind.__qualname__, None) is not kind:
+        raise ValueError(
+            f"{kind.__qualname__} cannot be imported from {kind.__module__}, as other processes do: define it in a file"
+        )
+    return [kind.__module__, kind.__qualname__]
+
+
+def class_at(path: Sequence[str]) -> Any:
+    module, name = path
+    return getattr(import_module(module), name)
+
+
+def merged_kwargs(processor: Any) -> dict[str, Any]:
+    """What a processor calls its parts with, by default."""
+    init_kwargs = getattr(getattr(processor, "tokenizer", None), "init_kwargs", {})
+    merged: dict[str, Any] = processor._merge_kwargs(
+        processor.valid_processor_kwargs, tokenizer_init_kwargs=init_kwargs
+    )
+    return merged
+
+
+def id_of(tokenizer: Any, mark: str) -> int:
+    """The id of what stands for a feature. Raises ValueError unless it is one token, and an added one."""
+    ids = tokenizer.encode(mark, add_special_tokens=False)
+    if len(ids) != 1 or mark not in tokenizer.get_added_vocab():
+        raise ValueError(f"{mark!r} must be one added token of {type(tokenizer).__name__}: add it as a special token")
+    return int(ids[0])
+
+
+def as_array(value: Any) -> np.ndarray[Any, Any]:
+    """One output, as NumPy has it."""
+    if hasattr(value, "detach"):
+        return np.asarray(value.detach().cpu().numpy())
+    return np.asarray(value)
+
+
+def placeholder_of(processor: Any) -> str:
+    """Return the text that a processor expects for an image; "" if it names none."""
+    marks = (getattr(processor, name, None) for name in ("image_placeholder_token", "image_token"))
+    return next((str(mark) for mark in marks if mark), "")
+
+
+def runs(text: str, mark: str) -> tuple[str | int, ...]:
+    """Text with marks in it -> strings, and numbers of marks in a row."""
+    pieces: list[str | int] = []
+    for at, piece in enumerate(text.split(mark)):
+        if at:
+            if pieces and isinstance(pieces[-1], int):
+                pieces[-1] += 1
+            else:
+                pieces.append(1)
+        if piece:
+            pieces.append(piece)
+    return tuple(pieces)
+
 
 _ITEMS: Final = "items by number"
 # Parts of a processor that are not its settings; none of them changes images.
@@ -40,9 +121,7 @@ def source_of(processor: Any, image_processor: Any) -> str:
     if processor is not None:
         if not hasattr(processor, "_process_images"):
             raise ValueError(f"{type(processor).__name__} is no processor of transformers 5.21 or later")
-        tokenizer = getattr(processor, "tokenizer", None)
-        init_kwargs = getattr(tokenizer, "init_kwargs", {})
-        merged = processor._merge_kwargs(processor.valid_processor_kwargs, tokenizer_init_kwargs=init_kwargs)
+        merged = merged_kwargs(processor)
         source["call"] = {name: value for name, value in merged["images_kwargs"].items() if name != "return_tensors"}
         # Some pass on their own arguments, such as the number of tokens of an image.
         own = inspect.signature(processor._process_images).parameters.values()
@@ -51,8 +130,13 @@ def source_of(processor: Any, image_processor: Any) -> str:
         attributes = {name: value for name, value in vars(processor).items() if name not in _PARTS}
         attributes = {name: getattr(value, "content", value) for name, value in attributes.items()}
         source["processor"] = {"class": path_of(processor)}
+        # A mapping by numbers as a list of its items, marked: JSON would make them strings.
         source["processor"]["attributes"] = {
-            name: _with_keys(value) for name, value in attributes.items() if _is_plain(value)
+            name: {_ITEMS: [[key, each] for key, each in value.items()]}
+            if isinstance(value, dict) and value and all(type(key) is int for key in value)
+            else value
+            for name, value in attributes.items()
+            if _is_plain(value)
         }
         source["nested"] = _takes_nested(processor)
     return json.dumps(source, sort_keys=True)
@@ -66,17 +150,6 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-def _with_keys(value: Any) -> Any:
-    """A mapping by numbers as a list of its items, marked: JSON would make them strings."""
-    if isinstance(value, dict) and value and all(type(key) is int for key in value):
-        return {_ITEMS: [[key, each] for key, each in value.items()]}
-    return value
-
-
-def _without_marks(value: Any) -> Any:
-    return dict(value[_ITEMS]) if isinstance(value, dict) and value.keys() == {_ITEMS} else value
-
-
 def _takes_nested(processor: Any) -> bool:
     """Return whether the image processor takes a list of each text's images."""
     from PIL import Image
@@ -86,9 +159,7 @@ def _takes_nested(processor: Any) -> bool:
     try:
         layout = processor.prepare_inputs_layout(images=[blank], text=text)[0]
     except KeyError:  # of those that look there for what they are called with
-        init_kwargs = getattr(getattr(processor, "tokenizer", None), "init_kwargs", {})
-        merged = processor._merge_kwargs(processor.valid_processor_kwargs, tokenizer_init_kwargs=init_kwargs)
-        layout = processor.prepare_inputs_layout(images=[blank], text=text, **merged)[0]
+        layout = processor.prepare_inputs_layout(images=[blank], text=text, **merged_kwargs(processor))[0]
     return isinstance(layout[0], list | tuple)
 
 
@@ -102,11 +173,8 @@ class Running:
     nested: bool
 
     def outputs(self, image: Any, copies: int = 1) -> tuple[Outputs, str | None]:
-        """What becomes of one image, and the text that stands for it; of several copies of it in one sample, where that
-        makes a difference.
-
-        Args:
-            image: a PIL image, RGB, or its bytes (height, width, 3) where the processor was seen to take these.
+        """What becomes of one PIL image, RGB, and the text that stands for it; of several copies of it in one sample,
+        where that makes a difference.
         """
         images = [[image] * copies] if self.nested or copies > 1 else [image]
         asked = {"return_tensors": "pt"}
@@ -130,10 +198,7 @@ class Running:
 
     def ruled(self, width: int, height: int) -> tuple[Outputs, str | None]:
         """Return what `outputs` does, by the rule of the class. Raises what the rule raises."""
-        rule = rule_of(self.image_processor)
-        if rule is None:
-            raise LookupError(f"no rule for {type(self.image_processor).__name__}")
-        arrays = rule(self.settings, width, height)
+        arrays = family_of(self.settings)[0](self.settings, width, height)
         return arrays, self.text(arrays)
 
     def measured(self, width: int, height: int) -> tuple[Outputs, str | None]:
@@ -156,7 +221,10 @@ def _built(source: Mapping[str, Any]) -> Running:
         # Without its constructor, which asks for a tokenizer that images do not need.
         kind = class_at(source["processor"]["class"])
         processor = kind.__new__(kind)
-        attributes = {name: _without_marks(value) for name, value in source["processor"]["attributes"].items()}
+        attributes = {
+            name: dict(value[_ITEMS]) if isinstance(value, dict) and value.keys() == {_ITEMS} else value
+            for name, value in source["processor"]["attributes"].items()
+        }
         vars(processor).update(attributes, image_processor=image_processor)
     return Running(image_processor, processor, source["call"], source["nested"])
 
