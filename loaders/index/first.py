@@ -11,22 +11,18 @@ tars and files of lines are, others are measured whole.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 from orchdata.loaders.errors import DamagedIndexError, StaleIndexError, StorageError, pass_trouble
-from orchdata.loaders.index.build import in_parallel, warn_of_retries
-from orchdata.loaders.index.builder import Builder, named
-from orchdata.loaders.index.index import Index, absolute
+from orchdata.loaders.index.build import Builder, in_parallel, refuse_repeats, warn_of_retries
+from orchdata.loaders.index.costs import CostTable, cost_shard
+from orchdata.loaders.index.facts import Probes
+from orchdata.loaders.index.index import Index, absolute, digest
 from orchdata.loaders.index.index_file import check_function_of, index_path
-from orchdata.loaders.index.joined import refuse_repeats
-from orchdata.loaders.index.probed import Probes
-from orchdata.loaders.index.shard_costs import CostTable, ShardCosts, cost_shard
 from orchdata.loaders.index.table import pack
 from orchdata.loaders.pace import threads_or_default
 from orchdata.loaders.recipe import Recipe
@@ -36,9 +32,9 @@ from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.reading import PLAIN, Reading
-from orchdata.loaders.shards.shard import Beginning, Shard
 from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.retries import BUILD_SECONDS, Patience
 from orchdata.loaders.watch import here
 
@@ -108,10 +104,18 @@ def build_first_index(
                 if (index := open_first(urls, recipe, count, cache=cache, reading=reading)) is not None:
                     return index
         workers = threads_or_default(num_threads)
-        first = _First(builder, recipe, reading, cache, workers, under_way, patience)
-        tables = first.tables(paths, count)
+
+        def whole(inside: Sequence[str]) -> dict[str, CostTable]:
+            return in_parallel(builder, inside, workers, None, under_way, patience)
+
+        def cut(url: str, left: int) -> CostTable | None:
+            call = partial(_cut, builder, recipe, reading, cache, url, left)
+            return patience.keep_trying(call, StorageError, StaleIndexError)
+
+        with measuring():
+            tables = _first_tables(paths, count, whole, cut, reading.files)
         builder.missing_media.check()
-        if len(tables) == len(paths) and not tables[-1].reach:  # these are all samples
+        if len(tables) == len(paths) and not tables[-1].shard.reach:  # these are all samples
             check_met(reading.columns, [table.meta.met for table in tables])
             path = index_path(urls, fingerprint, cache, reading)
         return patience.keep_trying(lambda: builder.merged(path, tables), StorageError, FileNotFoundError)
@@ -125,102 +129,68 @@ def _changed(path: Path) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-class _First:
-    """Measures the first samples of shards."""
+def _first_tables(
+    paths: Sequence[str],
+    count: int,
+    whole: Callable[[Sequence[str]], dict[str, CostTable]],
+    cut: Callable[[str, int], CostTable | None],
+    files: Files,
+) -> list[CostTable]:
+    """Return tables of the first shards that have `count` good samples together, or of all; the last may be cut.
 
-    def __init__(
-        self,
-        builder: Builder,
-        recipe: Recipe,
-        reading: Reading,
-        cache: CacheFolder,
-        workers: int,
-        under_way: Callable[[float, int], None] | None,
-        patience: Patience,
-    ) -> None:
-        self._builder = builder
-        self._recipe = recipe
-        self._reading = reading
-        self._cache = cache
-        self._workers = workers
-        self._under_way = under_way
-        self._patience = patience
-        self._probes = Probes(recipe, None)
-
-    def tables(self, paths: Sequence[str], count: int) -> list[CostTable]:
-        """Return tables of the first shards that have `count` good samples together, or of all; the last may be cut."""
-        tables: list[CostTable] = []
-        with measuring():
-            while len(tables) < len(paths):
-                left = count - sum(map(_num_good, tables))
-                if left <= 0:
-                    break
-                inside = self._inside(tables, paths[len(tables) :], left)
-                if not inside:
-                    url = paths[len(tables)]
-                    cut = self._patience.keep_trying(partial(self._cut, url, left), StorageError, StaleIndexError)
-                    if cut is not None:
-                        return [*tables, cut]
-                    inside = [url]
-                tables += self._whole(inside)
-        return tables
-
-    def _inside(self, tables: Sequence[CostTable], paths: Sequence[str], left: int) -> list[str]:
-        """Return the next shards that are likely to have fewer samples together than are left."""
-        num_bytes, good = sum(table.meta.size for table in tables), sum(map(_num_good, tables))
-        if not good:
-            return []
+    Args:
+        whole: measures shards.
+        cut: measures a shard up to its n-th good sample; None if it has fewer, or has to be measured whole.
+    """
+    tables: list[CostTable] = []
+    while len(tables) < len(paths) and (left := count - sum(map(_num_good, tables))) > 0:
+        # The next shards that are likely to have fewer samples together than are left.
+        num_bytes, good = sum(table.shard.size for table in tables), sum(map(_num_good, tables))
         inside: list[str] = []
-        room = _SURE * left * num_bytes / good
-        for path in paths:
-            room -= self._reading.files.size_of(path)
+        room = _SURE * left * num_bytes / max(1, good)
+        for path in paths[len(tables) :] if good else ():
+            room -= files.size_of(path)
             if room < 0:
                 break
             inside.append(path)
-        return inside
-
-    def _whole(self, paths: Sequence[str]) -> list[CostTable]:
-        measured = in_parallel(self._builder, paths, self._workers, None, self._under_way, self._patience)
-        return [measured[path] for path in paths]
-
-    def _cut(self, url: str, left: int) -> CostTable | None:
-        """Measure a shard up to its `left`-th good sample; None if it has fewer, or has to be measured whole."""
-        recipe, files, most = self._recipe, self._reading.files, left
-        rules = self._reading.rules(url, recipe)
-        root = self._reading.root_of(url, rules)
-        try:
-            opened = open_shard(url, limits=recipe.limits, cache=self._cache, media_root=root, rules=rules, files=files)
-            with here().at(url), closing(opened) as shard:
-                while isinstance(shard, TarShard | JsonLinesShard):
-                    first = shard.begin(most)
-                    if first.is_whole:
-                        return None
-                    costs = cost_shard(first.facts, partial(_same, shard), recipe, self._probes)
-                    good = costs.totals["samples"] - costs.totals["bad"]
-                    if good >= left:
-                        if isinstance(shard, JsonLinesShard) and shard.folder is not None:
-                            self._builder.missing_media.add(shard.folder)
-                        table = _table_of(url, costs, first, root)
-                        return named(table, rules)
-                    most += max(left - good, most // 2, _LEAST_MORE)  # some are bad, or left out
-            return None
-        except Exception as error:  # noqa: BLE001 - it is measured whole, which records what is wrong with it
-            pass_trouble(error)
-            return None
+        if not inside:
+            inside = [paths[len(tables)]]
+            if (table := cut(inside[0], left)) is not None:
+                return [*tables, table]
+        measured = whole(inside)
+        tables += [measured[path] for path in inside]
+    return tables
 
 
-def _same(shard: Shard) -> Shard:
-    return shard
+def _cut(
+    builder: Builder, recipe: Recipe, reading: Reading, cache: CacheFolder, url: str, left: int
+) -> CostTable | None:
+    """Measure a shard up to its `left`-th good sample; None if it has fewer, or has to be measured whole."""
+    files, most, probes = reading.files, left, Probes(recipe, None)
+    rules = reading.rules(url, recipe)
+    root = reading.root_of(url, rules)
+    try:
+        opened = open_shard(url, limits=recipe.limits, cache=cache, media_root=root, rules=rules, files=files)
+        with here().at(url), closing(opened) as shard:
+            while isinstance(shard, TarShard | JsonLinesShard):
+                first = shard.begin(most)
+                if first.is_whole:
+                    return None
+                costs = cost_shard(first.facts, lambda: opened, recipe, probes)
+                good = costs.totals["samples"] - costs.totals["bad"]
+                if good >= left:
+                    if isinstance(shard, JsonLinesShard) and shard.folder is not None:
+                        builder.missing_media.add(shard.folder)
+                    # A table that is in no file.
+                    values, body = costs.values(url, first.facts.meta, root), pack(costs.columns)
+                    content = digest([values, first.reach, hashlib.blake2b(body, digest_size=16).hexdigest()])
+                    return CostTable.of("", values, content, body, rules, first.reach)
+                most += max(left - good, most // 2, _LEAST_MORE)  # some are bad, or left out
+        return None
+    except Exception as error:  # noqa: BLE001 - it is measured whole, which records what is wrong with it
+        pass_trouble(error)
+        return None
 
 
 def _num_good(table: CostTable) -> int:
     return int(table.totals["samples"] - table.totals["bad"])
-
-
-def _table_of(url: str, costs: ShardCosts, first: Beginning, media_root: str | None) -> CostTable:
-    """Return costs as a table that is in no file."""
-    values = costs.values(url, first.facts.meta, media_root)
-    body = pack(costs.columns)
-    content = hashlib.blake2b(json.dumps([values, first.reach], sort_keys=True).encode(), digest_size=16)
-    content.update(body)
-    return replace(CostTable.of("", values, content.hexdigest(), body, costs.kinds), reach=first.reach)

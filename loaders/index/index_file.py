@@ -4,7 +4,7 @@
 
 It has the rows and columns of the index, so that it is the same file whoever writes it of the same data.
 
-Where indexes are stored: shards and a recipe -> the file of their index, without reading any shard.
+In the cache folder: shards and a recipe -> the file of their index, without reading any shard.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import mmap
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -27,11 +27,10 @@ from orchdata.loaders import versions
 from orchdata.loaders.claims import Claims
 from orchdata.loaders.errors import DamagedIndexError, MissingIndexError, StaleIndexError
 from orchdata.loaders.index.index import KIND, Index, Place, absolute, content_fingerprint, digest
-from orchdata.loaders.index.own_columns import packed_columns
-from orchdata.loaders.index.table import TableSize, TableWriter, body_bytes
-from orchdata.loaders.index.totals import sum_totals
+from orchdata.loaders.index.table import TableSize, TableWriter, Totals, sum_totals
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.reading import PLAIN, Reading
+from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.atomic import Buffer, opened, remove, replaced, status_of, write_at
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import Files
@@ -174,35 +173,96 @@ def write_index_file(
 
 def _write(path: Path, indexes: Sequence[Index], values: dict[str, Any]) -> None:
     shards = [shard for index in indexes for shard in index.shards]
-    fields = {name: number for number, name in enumerate(dict.fromkeys(each for one in indexes for each in one.fields))}
-    sizes = [index.size for index in indexes]
-    size = TableSize.sum(sizes)
     values |= {
         "fingerprint": content_fingerprint(shards, values["made_under"]),
         "build_id": indexes[0].build_id if len(indexes) == 1 else digest([index.build_id for index in indexes]),
         "recipe": indexes[0].recipe,
         "shard_rows": np.cumsum(np.concatenate([[0], *(np.diff(index.shard_rows) for index in indexes)])).tolist(),
-        "fields": list(fields),
         "modalities": list(indexes[0].modalities),
-        "totals": sum_totals([index.totals for index in indexes]),
-        "size": size.as_dict(),
     }
-    table = length = body_bytes(size)
     columns = [index.own for index in indexes if index.own is not None]
-    if len(columns) == len(indexes) and all(each.schema == columns[0].schema for each in columns):
-        values["own"], batch = packed_columns(pa.concat_batches(columns))
-        length += batch.size
-    start, number = body_start(values, length), 0
+    is_same = len(columns) == len(indexes) and all(each.schema == columns[0].schema for each in columns)
+    write_index(path, indexes, values, own=pa.concat_batches(columns) if is_same else None)
+    for index in indexes:
+        index.check_unchanged()
+
+
+class Source(Protocol):
+    """Rows of an index: the costs of a shard, or an index; its packed columns are read when they are written."""
+
+    @property
+    def size(self) -> TableSize: ...
+    @property
+    def fields(self) -> Sequence[str]: ...
+    @property
+    def totals(self) -> Totals: ...
+    def body(self) -> Buffer: ...
+
+
+def merge_tables(
+    path: Path,
+    shards: Sequence[ShardInfo],
+    tables: Sequence[Source],
+    *,
+    fingerprint: str,
+    modalities: Sequence[str],
+    recipe: Mapping[str, Any],
+    build_id: str = "",
+) -> None:
+    """Write the index of shards, in their order, to `path`.
+
+    Args:
+        shards, tables: one table for each.
+        fingerprint, modalities, recipe: of the recipe; its modalities by their codes, text first.
+        build_id: stored in the index, to recognize whether it was made from the same tables.
+
+    Raises StorageError if the disk is full, or not writable.
+    """
+    values = {
+        "fingerprint": content_fingerprint(shards, fingerprint),
+        "build_id": build_id,
+        "recipe": recipe,
+        "shards": [shard.as_list() for shard in shards],
+        "shard_rows": np.cumsum([0, *(table.size.rows for table in tables)]).tolist(),
+        "modalities": list(modalities),
+    }
+    write_index(path, tables, values)
+
+
+def write_index(
+    path: Path, sources: Sequence[Source], values: Mapping[str, Any], own: pa.RecordBatch | None = None
+) -> None:
+    """Write the rows of sources, one after another, as an index; it gets its name when it is complete.
+
+    Memory is bounded by one source and a few dozen MiB for any number of samples.
+
+    Args:
+        values: of the head, but for what is read from the sources.
+        own: the user's own columns, which come after the table.
+
+    Raises StorageError.
+    """
+    names = dict.fromkeys(name for source in sources for name in source.fields)
+    fields = {name: number for number, name in enumerate(names)}
+    size = TableSize.sum([source.size for source in sources])
+    totals = sum_totals([source.totals for source in sources])
+    values = {**values, "fields": list(names), "totals": totals, "size": asdict(size)}
+    after = memoryview(b"")
+    if own is not None:
+        stream = pa.BufferOutputStream()
+        with pa.ipc.new_stream(stream, own.schema) as writing:
+            writing.write_batch(own)
+        after = memoryview(stream.getvalue())
+        values["own"] = len(after)
+    length, number = size.num_bytes + len(after), 0
+    start = body_start(values, length)
     with replaced(path) as fd:
         writer = TableWriter(fd, start, size)
-        for index, its_size in zip(indexes, sizes, strict=True):
-            with index.body() as body:
-                writer.append(body, its_size, number, [fields[name] for name in index.fields])
-                writer.flush()
-            index.check_unchanged()
-            number += len(index.shards)
-        if length > table:
-            write_at(fd, memoryview(batch), start + table)
+        for source in sources:
+            writer.append(source.body(), source.size, number, [fields[name] for name in source.fields])
+            number += len(source.shards) if isinstance(source, Index) else 1
+        writer.flush()
+        write_at(fd, after, start + size.num_bytes)
         finish(fd, KIND, TABLE_FORMAT, values, start, length)
 
 

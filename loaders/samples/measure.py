@@ -126,6 +126,9 @@ class Outline:
         spans: runs of text; a number stands for the next run of tokens of the part with this number.
         starts: `Counts.text_start` of the pieces of a split text.
         cut_at: `TextPreprocessor.max_tokens` that these pieces have.
+        shape: as `shape_of`, of the expansions that were tokenized with the text.
+        unread: names of the sample that are not read, see `unread_names`.
+        others: number of further names.
     """
 
     parts: tuple[tuple[str, int], ...]
@@ -134,6 +137,9 @@ class Outline:
     spans: tuple[TextRun | int, ...]
     starts: tuple[int, ...] = ()
     cut_at: int = 0
+    shape: int = 0
+    unread: tuple[str, ...] = ()
+    others: int = 0
 
     def is_of_pieces(self, recipe: Recipe) -> bool:
         """Whether the text has the pieces that the recipe splits it into, so that it need not be tokenized again."""
@@ -310,6 +316,8 @@ def _outline(sample: Prepared, writer: SpanWriter, spans: Sequence[Span | TextRu
         tuple(outline),
         starts,
         limit if is_split and limit is not None else 0,
+        shape_of(parts, sample.sizes, recipe),
+        sample.unread,
     )
 
 
