@@ -16,8 +16,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from operator import index as as_int
 from typing import Final, NamedTuple, TypeVar, cast
@@ -49,6 +50,7 @@ from orchdata.loaders.samples.spans import (
 Sizes = dict[tuple[str, int], PartSize]
 """Sizes of parts that were counted from their bytes, by modality and index in the sample's members."""
 
+T = TypeVar("T")
 _INT32_MAX: Final = 2**31 - 1
 _OURS: Final = frozenset(BUILTINS.values())
 """Counts of these are not checked."""
@@ -160,10 +162,6 @@ class Prepared(NamedTuple):
     unread: tuple[str, ...]
 
 
-_Waiting = tuple[int, Prepared, SpanWriter]
-"""A sample whose text is to be tokenized: its number, and what writes its spans."""
-
-
 def prepare(
     members: Sequence[Member], payloads: Mapping[int, bytes | memoryview], recipe: Recipe, known: Sizes | None = None
 ) -> Prepared:
@@ -237,49 +235,48 @@ def outlines(
     Args:
         at: called with the number of a sample before each piece of work on its text alone.
     """
-    results: list[Outline | FieldError | None] = []
-    waiting: list[_Waiting] = []
+    writers: list[SpanWriter | FieldError] = []
     for number, sample in enumerate(samples):
         at(number)
-        try:
-            waiting.append((number, sample, sample.composition.written(recipe, SizesInTurn(sample.sizes))))
-            results.append(None)
-        except MemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 - an exception of a tokenizer or modality fails the sample
-            results.append(as_field_error(error, "measured"))
-    tokenized = _tokenized(waiting, recipe, at)
-    return [next(tokenized) if result is None else result for result in results]
+        writers.append(_or_error(partial(sample.composition.written, recipe, SizesInTurn(sample.sizes))))
 
-
-def _tokenized(
-    waiting: Sequence[_Waiting], recipe: Recipe, alone: Callable[[int], None]
-) -> Iterator[Outline | FieldError]:
     # Trained texts are counted; all others, and those that cannot be counted, are tokenized with offsets.
-    whole = {at: writer for at, (_, _, writer) in enumerate(waiting) if isinstance(writer, WholeWriter)}
-    texts = {at: text for at, writer in whole.items() if (text := writer.wanted()) is not None}
+    whole = {number: writer for number, writer in enumerate(writers) if isinstance(writer, WholeWriter)}
+    texts = {number: text for number, writer in whole.items() if (text := writer.wanted()) is not None}
     counts: dict[int, int] = {}
     if recipe.text.overflow != "split":  # whose pieces begin at offsets
-        trained = [at for at in texts if whole[at].is_trained_text]
+        trained = [number for number in texts if whole[number].is_trained_text]
         end = recipe.text.eos_token_id  # one of the text's or the tokenizer's own takes its place
         without = [*recipe.mark_tokens.values(), *([] if end is None else [end])]
-        found = recipe.text.count_all([texts[at] for at in trained], without) if trained else ()
-        counts = {at: count for at, count in zip(trained, found, strict=True) if count is not None}
-    others = [at for at in texts if at not in counts]
-    encoded = dict(zip(others, recipe.text.encode_all([texts[at] for at in others]) if others else (), strict=True))
-    for at, (number, sample, writer) in enumerate(waiting):
-        alone(number)
-        try:
-            spans: Sequence[Span | TextRun]
-            if at in counts:
-                spans = whole[at].close_counted(counts[at])
-            else:
-                spans = whole[at].close_with(encoded.get(at)) if at in whole else writer.close()
-            yield _outline(sample, writer, spans, recipe)
-        except MemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 - as in `outlines`
-            yield as_field_error(error, "measured")
+        found = recipe.text.count_all([texts[number] for number in trained], without) if trained else ()
+        counts = {number: count for number, count in zip(trained, found, strict=True) if count is not None}
+    others = [number for number in texts if number not in counts]
+    tokens = recipe.text.encode_all([texts[number] for number in others]) if others else ()
+    encoded = dict(zip(others, tokens, strict=True))
+
+    def outline(number: int, writer: SpanWriter) -> Outline:
+        spans: Sequence[Span | TextRun]
+        if number in counts:
+            spans = whole[number].close_counted(counts[number])
+        else:
+            spans = whole[number].close_with(encoded.get(number)) if number in whole else writer.close()
+        return _outline(samples[number], writer, spans, recipe)
+
+    results: list[Outline | FieldError] = []
+    for number, writer in enumerate(writers):
+        at(number)
+        results.append(writer if isinstance(writer, FieldError) else _or_error(partial(outline, number, writer)))
+    return results
+
+
+def _or_error(call: Callable[[], T]) -> T | FieldError:
+    """Return what a call returns; an exception of a tokenizer or modality fails its sample."""
+    try:
+        return call()
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        return as_field_error(error, "measured")
 
 
 def _outline(sample: Prepared, writer: SpanWriter, spans: Sequence[Span | TextRun], recipe: Recipe) -> Outline:

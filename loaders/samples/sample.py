@@ -31,9 +31,9 @@ from orchdata.loaders.modalities.modality import (
     stored_dtype,
 )
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.compose import Span, TextSpan, compose
+from orchdata.loaders.samples.compose import compose
 from orchdata.loaders.samples.members import Member
-from orchdata.loaders.samples.spans import SizeOf, SizesInTurn
+from orchdata.loaders.samples.spans import SizeOf, SizesInTurn, Span, TextSpan
 
 if TYPE_CHECKING:
     import torch
