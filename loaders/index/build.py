@@ -66,13 +66,8 @@ _IN_MEMORY_BYTES = 256 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildProgress:
-    """A shard is done.
-
-    Attributes:
-        url: of the shard.
-        measured: whether it was measured now; otherwise its cached costs were still valid.
-        samples, bad: numbers of samples in the shard.
-        done, total: numbers of shards.
+    """A shard is done: measured now, or its cached costs were still valid; `done` of `total` shards, with `samples` in
+    it, `bad` of which are bad.
     """
 
     url: str
@@ -100,18 +95,14 @@ def build_index(
     """Build or refresh the index of shards under a recipe, and open it.
 
     Several processes may build the same index together: each shard is measured by one of them, and each process ends
-    with the whole index. If a process is killed, another one measures its shards.
-
-    A bad sample or shard becomes a row of the index with an error, never an exception. A failed read or write does not
-    make a sample bad: it is retried, with a warning, and ends the build if it keeps failing.
+    with the whole index. If a process is killed, another one measures its shards. A bad sample or shard becomes a row
+    with an error, never an exception. A failed read or write does not make a sample bad: it is retried, with a warning,
+    and ends the build if it keeps failing.
 
     Args:
         urls: paths of the shards, expanded, in order; at least one.
         recipe: defines the costs. Its tokenizer is called from several threads.
-        cache: stores facts, costs and indexes; default: the folder that the environment names.
-        reading: how the shards are read; part of the identity of the index.
-        num_threads: most shards at a time (fewer if that is faster); default: one per CPU, at least 4
-            for object storage, at most 8.
+        num_threads: most shards at a time (fewer if that is faster).
         jobs: processes that measure shards, each one at a time; 1 for threads of this process alone. The recipe and
             the containers must pickle, and a script that calls this needs `if __name__ == "__main__"`.
         progress: called in this thread after each shard.
@@ -121,16 +112,10 @@ def build_index(
         force: scan and measure every shard again, and merge again, without the cache.
         retry_seconds: the time for retries over the whole build. A shard that does not exist ends it immediately.
 
-    Raises:
-        ValueError: no shards, an unknown suffix, two paths of one file, columns to rename that the data do not have, or
-            `jobs` with something that does not pickle, or with `num_threads`.
-        ProcessError: a process of `jobs` ended, three times with one shard.
-        StorageError: a shard cannot be read, or the cache cannot be written; or none of the files that records name
-            below a media_root exists.
-        MemoryError: a sample cannot be measured under the memory limit, even alone. Nothing of its shard is stored.
-        PackageError: a package that the recipe or a shard needs is missing or broken.
-        FunctionError: a function of the recipe is not deterministic, or its id was of another function.
-        StaleIndexError: a shard keeps changing while it is read.
+    Raises ValueError; ProcessError if a process of `jobs` ended, three times with one shard; StorageError if a shard
+    cannot be read, or the cache not be written, or none of the files that records name below a media_root exists;
+    MemoryError for a sample that cannot be measured under the memory limit, even alone; PackageError, FunctionError,
+    StaleIndexError.
     """
     if not urls:
         raise ValueError("no shards to index")
@@ -147,7 +132,7 @@ def build_index(
     load_for_scanning(recipe)
     cache = cache or CacheFolder()
     fingerprint = recipe.count_fingerprint()
-    patience = Patience(retry_seconds, lambda error: warn_of_retries(error, retry_seconds))
+    patience = patient(retry_seconds)
     reading = reading.looked_up(urls)
     path = index_path(urls, fingerprint, cache, reading)
     if recipe.record is not None and not force:
@@ -175,19 +160,21 @@ def build_index(
     return index
 
 
-def warn_of_retries(error: Exception, seconds: float) -> None:
-    """Warn that reads are tried again."""
-    is_refused = isinstance(error, StorageError) and error.is_refused
-    how_long = "some seconds" if is_refused else f"up to {seconds:g} s of waiting in this build"
-    warnings.warn(f"{error}; trying again for {how_long}", stacklevel=2)
+def patient(seconds: float) -> Patience:
+    """Return the time for retries of a build, which warns when reads are tried again."""
+
+    def warn(error: Exception) -> None:
+        is_refused = isinstance(error, StorageError) and error.is_refused
+        how_long = "some seconds" if is_refused else f"up to {seconds:g} s of waiting in this build"
+        warnings.warn(f"{error}; trying again for {how_long}", stacklevel=2)
+
+    return Patience(seconds, warn)
 
 
 def refuse_repeats(urls: Sequence[str], *, num_threads: int) -> None:
-    """Refuse shards that are the same file, by a symbolic link or a hard link.
+    """Raise ValueError for shards that are one file, by a symbolic or hard link: every sample of it would come twice.
 
-    Raises:
-        ValueError: naming both paths. Missing shards are ignored: opening them raises the error.
-        StorageError: a shard cannot be checked now.
+    Missing shards are ignored: opening them raises the error.
     """
     with ThreadPoolExecutor(num_threads, thread_name_prefix="orchdata-stat") as pool:  # for slow network file systems
         shares = list(
@@ -393,11 +380,8 @@ class Builder:
         self._files.forget(url)
 
     def costs(self, url: str, go_on: Callable[[], bool], spread: Spread | None = None) -> tuple[CostTable, bool] | None:
-        """Return the costs of a shard, and whether they were measured now.
-
-        Args:
-            go_on: whether to keep waiting while another process measures them; if not, the result is None.
-            spread: idle threads that may help.
+        """Return the costs of a shard, and whether they were measured now; None if another process measures them, and
+        `go_on` says not to keep waiting.
         """
         rules = self._reading.rules(url, self._recipe)
         root = self._reading.root_of(url, rules)
@@ -486,11 +470,7 @@ class Builder:
     def _measured(
         self, facts: Facts, opened: Callable[[], Shard], spread: Spread | None, identity: Sequence[Any]
     ) -> ShardCosts:
-        """Measure a shard, and keep its counts.
-
-        Args:
-            identity: what the names of its kept files depend on.
-        """
+        """Measure a shard, and keep its counts, in files named by its `identity`."""
         meta, recipe = facts.meta, self._recipe
         paths = {
             name: f"{self._cache.root}/{folder}/{digest([fingerprint, *identity])}.{folder}"

@@ -67,9 +67,6 @@ class CostTable:
 
     Attributes:
         path: the file; empty for a table that is in no file.
-        shard: as the index has it.
-        meta: of the facts that they were measured from.
-        size, fields, totals: as in the index.
         digest: of the whole content.
         packed: its columns; if None, `body` reads and verifies them again.
     """
@@ -85,11 +82,7 @@ class CostTable:
 
     @classmethod
     def open(cls, path: str, url: str, media_root: str | None = None, rules: FieldRules = NO_RULES) -> CostTable:
-        """Read and verify the file, with its columns. Raises OSError, or ValueError if it has changed.
-
-        Args:
-            url, media_root, rules: of the shard.
-        """
+        """Read and verify the file of a shard, with its columns. Raises OSError, or ValueError if it has changed."""
         head, body = read_sealed(path, _KIND, KEPT_FORMAT)
         values = head.values
         if (values["url"], values["media_root"]) != (url, media_root or ""):
@@ -100,11 +93,7 @@ class CostTable:
     def of(
         cls, path: str, values: Mapping[str, Any], digest: str, body: Buffer, rules: FieldRules, reach: int = 0
     ) -> CostTable:
-        """Return a table with a head and a body that `ShardCosts.values` and `pack` gave.
-
-        Args:
-            reach: as in ShardInfo.
-        """
+        """Return a table with a head and a body that `ShardCosts.values` and `pack` gave; `reach` as in ShardInfo."""
         size, meta = TableSize(**values["size"]), FactsMeta(**values["meta"])
         if memoryview(body).nbytes != size.num_bytes:
             raise Damaged(f"a table of {size} has {size.num_bytes} bytes, there are {memoryview(body).nbytes}")
@@ -125,9 +114,8 @@ class CostTable:
         return cls(path, shard, meta, size, tuple(values["fields"]), values["totals"], digest, body)
 
     def body(self) -> Buffer:
-        """Return its packed columns.
-
-        Raises StorageError if the file was removed, StaleIndexError if it was replaced.
+        """Return its packed columns. Raises StorageError if the file was removed, StaleIndexError if it was
+        replaced.
         """
         if self.packed is not None:
             return self.packed
@@ -173,21 +161,15 @@ def cost_shard(
     spread: Spread | None = None,
     counts: KeptCounts | None = None,
 ) -> ShardCosts:
-    """Measure every sample of a shard.
-
-    A sample that cannot be used becomes a row with an error, without an exception. A split sample becomes several rows.
+    """Measure every sample of a shard: one that cannot be used becomes a row with an error, a split one several rows.
 
     Args:
-        facts: of the shard.
         shard: returns the open shard; called if there is something to read.
-        recipe: defines the costs.
-        probes: headers of the recipe's own modalities.
         spread: idle threads that may help. The result is the same.
         counts: what is kept of the shard's counts; gets those to keep.
 
-    Raises:
-        ShardError: the shard can no longer be opened.
-        StorageError, StaleIndexError, MemoryError: for reasons outside of the samples.
+    Raises ShardError if the shard can no longer be opened; StorageError, StaleIndexError and MemoryError for reasons
+    outside of the samples.
     """
     scanned, facts = facts, with_inner(facts, recipe)
     rows = _Rows(facts.table, recipe)

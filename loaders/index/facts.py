@@ -64,16 +64,11 @@ def load_facts(
 
     Args:
         opened: opens the shard; called if it has to be scanned.
-        limits: applied while scanning. Facts that were scanned under others are not fresh, unless these would give the
-            same.
-        media_root: folder of the files that its records name.
-        rules: names of its fields, and the function that makes records.
+        limits: applied while scanning. Facts that were scanned under others are fresh if these would give the same.
         force: scan even if the cache has fresh facts.
 
-    Raises:
-        ValueError: unknown suffix.
-        StorageError: the file cannot be read, or the facts cannot be stored, now. Damage to the file is in the facts.
-        StaleIndexError: it changes while it is read.
+    Raises ValueError for an unknown suffix; StorageError if the file cannot be read, or the facts not be stored, now;
+    StaleIndexError if it changes while it is read. Damage to the file is in the facts.
     """
     if rules.container is None:
         suffix_of(url)
@@ -125,10 +120,7 @@ def _kept(path: str, url: str, limits: Limits, opened: Callable[[], Shard], file
 
 
 def is_fresh(meta: FactsMeta, url: str, opened: Callable[[], Shard], files: Files = PLAIN_FILES) -> bool:
-    """Return whether a shard, and the files that it names, still have the same sizes and modification times.
-
-    Raises StorageError if that cannot be known now.
-    """
+    """Return whether a shard, and the files that it names, still have the same sizes and modification times."""
     if files.version(url) != (meta.size, meta.version):
         return False
     if not meta.media:
@@ -148,12 +140,8 @@ def _unopened(url: str, reason: str, files: Files) -> Facts:
 
 
 class RecipeColumns(NamedTuple):
-    """Columns of a facts table under a recipe, one item per row.
-
-    Attributes:
-        kinds: codes of the recipe.
-        headers: of the modality that a row is read as.
-        errors: row -> its error.
+    """Columns of a facts table under a recipe, one item per row: its kind, the header of the modality that it is read
+    as, and the errors by row.
     """
 
     kinds: array[int]
@@ -162,12 +150,8 @@ class RecipeColumns(NamedTuple):
 
 
 class Probes:
-    """The facts of shards under a recipe; safe to use from several threads.
-
-    Args:
-        recipe: with the modalities to probe.
-        cache: stores headers; None: they are not kept.
-        force: probe again even if the cache has fresh headers.
+    """The facts of shards under a recipe; safe to use from several threads. Headers are kept in `cache`, if it is
+    given.
     """
 
     def __init__(self, recipe: Recipe, cache: CacheFolder | None, *, force: bool = False) -> None:
@@ -178,12 +162,7 @@ class Probes:
         self._own = dict(_own(recipe))
 
     def under_recipe(self, facts: Facts, fields: Sequence[str], shard: Callable[[], Shard]) -> RecipeColumns:
-        """Return the columns of a shard's facts. Raises as `cost_shard`.
-
-        Args:
-            fields: the names in the facts.
-            shard: returns the open shard; called if something has to be probed.
-        """
+        """Return the columns of a shard's facts with these names of fields. Raises as `cost_shard`."""
         # The kind of each row under the recipe. An error of a whole sample stays, for any modality.
         table, recipe = facts.table, self._recipe
         known: dict[tuple[str, int], int] = {}

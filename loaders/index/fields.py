@@ -67,13 +67,7 @@ _KINDS: Final = {type_: kind for kind, type_ in TYPES.items()}
 
 
 class Piece(NamedTuple):
-    """The column of one shard.
-
-    Attributes:
-        url: of the shard.
-        values: of one of the types.
-        is_text: whether it is text that may stand for numbers, such as cells of CSV.
-    """
+    """The column of one shard, of one of the types; `is_text` if it may stand for numbers, such as cells of CSV."""
 
     url: str
     values: pa.Array
@@ -213,19 +207,13 @@ def with_fields(
     Of several processes one reads them, and the others wait.
 
     Args:
-        index: of the shards under the recipe.
-        names: of the columns, in order.
-        containers: of the user's, with which the index was built.
         may_build: whether to read shards.
         force: read all shards again.
         progress: called with the shards that are done, and the number of all.
-        files: where the shards are.
 
-    Raises:
-        ValueError: values that the index does not keep, columns of several types, or a name that no sample has.
-        MissingIndexError: they are not kept, and `may_build` is false.
-        StaleIndexError: a shard changed since it was indexed.
-        StorageError: a shard cannot be read, or the cache cannot be written, now.
+    Raises ValueError for values that the index does not keep, columns of several types, or a name that no sample has;
+    MissingIndexError if they are not kept, and `may_build` is false; StaleIndexError if a shard changed since it was
+    indexed; StorageError.
     """
     if index.own is not None and {*names} <= {*index.own.schema.names} and not force:
         return index
@@ -284,12 +272,7 @@ def _is_readable(index: Index, number: int) -> bool:
 
 
 def _columns(index: Index, names: Sequence[str], read: Sequence[_Read]) -> pa.RecordBatch:
-    """Return the columns of all shards, in the order of the index. Pieces of a sample have the values of the sample.
-
-    Raises:
-        ValueError: types of shards that differ, or a name that no sample has.
-        StaleIndexError: a shard has other samples than in the index.
-    """
+    """Return the columns of all shards, in the order of the index. Pieces of a sample have the values of the sample."""
     bad = index.bad_rows()
     rows = [_rows_of(index, number, keys, bad) for number, (keys, _) in enumerate(read)]
     is_any_readable = any(_is_readable(index, number) for number in range(len(read)))
@@ -331,12 +314,7 @@ def _read(
     files: Files,
     info: ShardInfo,
 ) -> _Read:
-    """Read the values of all samples of a shard. Samples that cannot be read have none.
-
-    Raises:
-        ValueError: a value that the index does not keep, naming shard and field, or the shard cannot be read any more.
-        StorageError, StaleIndexError: as `with_fields`.
-    """
+    """Read the values of all samples of a shard. Samples that cannot be read have none. Raises as `with_fields`."""
     uses_record = info.container or suffix_of(info.url) in RECORD_SUFFIXES
     rules = rules_of(info, containers, recipe.record if uses_record else None)
     how: dict[str, Any] = {"record": rules.record, "containers": containers, "files": files}

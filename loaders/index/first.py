@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from orchdata.loaders.errors import DamagedIndexError, StaleIndexError, StorageError, pass_trouble
-from orchdata.loaders.index.build import Builder, in_parallel, refuse_repeats, warn_of_retries
+from orchdata.loaders.index.build import Builder, in_parallel, patient, refuse_repeats
 from orchdata.loaders.index.costs import CostTable, cost_shard
 from orchdata.loaders.index.facts import Probes
 from orchdata.loaders.index.index import Index, absolute, digest
@@ -34,8 +34,7 @@ from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.reading import PLAIN, Reading
 from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.files import Files
-from orchdata.loaders.storage.retries import BUILD_SECONDS, Patience
+from orchdata.loaders.storage.retries import BUILD_SECONDS
 from orchdata.loaders.watch import here
 
 _SURE: Final = 0.8
@@ -43,20 +42,10 @@ _SURE: Final = 0.8
 _LEAST_MORE: Final = 16
 
 
-def open_first(
-    urls: Sequence[str],
-    recipe: Recipe,
-    count: int,
-    *,
-    cache: CacheFolder | None = None,
-    reading: Reading = PLAIN,
-) -> Index | None:
-    """Open the index that `build_first_index` made of these shards for `count` samples; None if there is none.
-
-    Raises as `open_index`.
-    """
+def open_first(urls: Sequence[str], recipe: Recipe, count: int, *, reading: Reading = PLAIN) -> Index | None:
+    """Open the index that `build_first_index` made of these shards for `count` samples; None if there is none."""
     try:
-        index = Index(index_path(urls, recipe.count_fingerprint(), cache or CacheFolder(), reading, first=count))
+        index = Index(index_path(urls, recipe.count_fingerprint(), CacheFolder(), reading, first=count))
     except FileNotFoundError:
         return None
     index.check_urls([absolute(url) for url in urls[: len(index.shards)]])
@@ -69,7 +58,6 @@ def build_first_index(
     recipe: Recipe,
     count: int,
     *,
-    cache: CacheFolder | None = None,
     reading: Reading = PLAIN,
     num_threads: int | None = None,
     under_way: Callable[[float, int], None] | None = None,
@@ -78,42 +66,35 @@ def build_first_index(
     """Build or refresh an index with the first rows of the full one: at least to the `count`-th good sample.
 
     If that takes all samples, it is the full index. Processes with one cache folder build it one after another, and
-    each uses what another one has just built.
-
-    Args:
-        urls: paths of the shards, expanded, in order; at least one.
-        recipe: defines the costs.
-        count: number of good samples, at least 1.
-        cache, reading, num_threads, under_way, retry_seconds: as of `build_index`.
-
-    Raises as `build_index`, but not for columns to rename that these samples do not have.
+    each uses what another one has just built. Arguments and errors are those of `build_index`, but for columns to
+    rename that these samples do not have.
     """
     load_for_scanning(recipe)
-    cache = cache or CacheFolder()
-    fingerprint = recipe.count_fingerprint()
-    reading = reading.looked_up(urls)
+    cache, fingerprint, reading = CacheFolder(), recipe.count_fingerprint(), reading.looked_up(urls)
     path = index_path(urls, fingerprint, cache, reading, first=count)
     before = _changed(path)
-    patience = Patience(retry_seconds, lambda error: warn_of_retries(error, retry_seconds))
+    patience = patient(retry_seconds)
     builder = patience.keep_trying(lambda: Builder(recipe, fingerprint, cache, reading, False), StorageError)
     paths = [absolute(url) for url in urls]
     refuse_repeats(paths, num_threads=8)
-    with closing(builder), builder.claims.claim(str(path), go_on=lambda: True):
+    tables: list[CostTable] = []
+    with closing(builder), builder.claims.claim(str(path), go_on=lambda: True), measuring():
         if _changed(path) != before:  # another process has built it meanwhile
             with suppress(DamagedIndexError):
-                if (index := open_first(urls, recipe, count, cache=cache, reading=reading)) is not None:
+                if (index := open_first(urls, recipe, count, reading=reading)) is not None:
                     return index
-        workers = threads_or_default(num_threads)
-
-        def whole(inside: Sequence[str]) -> dict[str, CostTable]:
-            return in_parallel(builder, inside, workers, None, under_way, patience)
-
-        def cut(url: str, left: int) -> CostTable | None:
-            call = partial(_cut, builder, recipe, reading, cache, url, left)
-            return patience.keep_trying(call, StorageError, StaleIndexError)
-
-        with measuring():
-            tables = _first_tables(paths, count, whole, cut, reading.files)
+        while len(tables) < len(paths) and (left := count - sum(map(_num_good, tables))) > 0:
+            # The next shards that are likely to have fewer samples together than are left, or part of the next.
+            inside = _inside(tables, paths[len(tables) :], left, reading)
+            if not inside:
+                inside = [paths[len(tables)]]
+                cut = partial(_cut, builder, recipe, reading, inside[0], left)
+                table = patience.keep_trying(cut, StorageError, StaleIndexError)
+                if table is not None:
+                    tables.append(table)
+                    break
+            measured = in_parallel(builder, inside, threads_or_default(num_threads), None, under_way, patience)
+            tables += [measured[each] for each in inside]
         builder.missing_media.check()
         if len(tables) == len(paths) and not tables[-1].shard.reach:  # these are all samples
             check_met(reading.columns, [table.meta.met for table in tables])
@@ -129,48 +110,25 @@ def _changed(path: Path) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-def _first_tables(
-    paths: Sequence[str],
-    count: int,
-    whole: Callable[[Sequence[str]], dict[str, CostTable]],
-    cut: Callable[[str, int], CostTable | None],
-    files: Files,
-) -> list[CostTable]:
-    """Return tables of the first shards that have `count` good samples together, or of all; the last may be cut.
-
-    Args:
-        whole: measures shards.
-        cut: measures a shard up to its n-th good sample; None if it has fewer, or has to be measured whole.
-    """
-    tables: list[CostTable] = []
-    while len(tables) < len(paths) and (left := count - sum(map(_num_good, tables))) > 0:
-        # The next shards that are likely to have fewer samples together than are left.
-        num_bytes, good = sum(table.shard.size for table in tables), sum(map(_num_good, tables))
-        inside: list[str] = []
-        room = _SURE * left * num_bytes / max(1, good)
-        for path in paths[len(tables) :] if good else ():
-            room -= files.size_of(path)
-            if room < 0:
-                break
-            inside.append(path)
-        if not inside:
-            inside = [paths[len(tables)]]
-            if (table := cut(inside[0], left)) is not None:
-                return [*tables, table]
-        measured = whole(inside)
-        tables += [measured[path] for path in inside]
-    return tables
+def _inside(tables: Sequence[CostTable], paths: Sequence[str], left: int, reading: Reading) -> list[str]:
+    num_bytes, good = sum(table.shard.size for table in tables), sum(map(_num_good, tables))
+    inside: list[str] = []
+    room = _SURE * left * num_bytes / max(1, good)
+    for path in paths if good else ():
+        room -= reading.files.size_of(path)
+        if room < 0:
+            break
+        inside.append(path)
+    return inside
 
 
-def _cut(
-    builder: Builder, recipe: Recipe, reading: Reading, cache: CacheFolder, url: str, left: int
-) -> CostTable | None:
+def _cut(builder: Builder, recipe: Recipe, reading: Reading, url: str, left: int) -> CostTable | None:
     """Measure a shard up to its `left`-th good sample; None if it has fewer, or has to be measured whole."""
     files, most, probes = reading.files, left, Probes(recipe, None)
     rules = reading.rules(url, recipe)
     root = reading.root_of(url, rules)
     try:
-        opened = open_shard(url, limits=recipe.limits, cache=cache, media_root=root, rules=rules, files=files)
+        opened = open_shard(url, limits=recipe.limits, cache=CacheFolder(), media_root=root, rules=rules, files=files)
         with here().at(url), closing(opened) as shard:
             while isinstance(shard, TarShard | JsonLinesShard):
                 first = shard.begin(most)

@@ -54,21 +54,16 @@ _STILL_SECONDS = 24 * 3600.0
 
 
 class Place(NamedTuple):
-    """Where the shards of an index file are, whose names in it are relative.
-
-    Attributes:
-        root: their folder, with a final "/".
-        media_root: folder of the files that their records name, as of `Reading`.
+    """Where the shards of an index file are, whose names in it are relative: their folder, with a final "/", and the
+    folder of the files that their records name.
     """
 
     root: str
     media_root: str | None = None
 
     def of(self, shard: ShardInfo, made_in: str) -> ShardInfo:
-        """Return a shard of the index where it is now. The times of files in another folder do not count.
-
-        Args:
-            made_in: the root then.
+        """Return a shard of an index made in another root where it is now. Times of files in another folder do not
+        count.
         """
         url = self.root + shard.url
         media_root = (media_root_of(url, self.media_root) or shard.media_root) if shard.media_root else ""
@@ -129,16 +124,10 @@ class Index(Columns):
     base: Path | None = None
 
     def __init__(self, path: str | Path, lent: Lent | None = None, place: Place | None = None) -> None:
-        """Map the file, or the one that another process lends. It is read completely, and checked, once per machine;
-        see `storage.verified`.
+        """Map the file, or the one that another process lends. It is read completely, and checked, once per machine.
 
-        Args:
-            place: where the shards are, of an index that was written as a file.
-
-        Raises:
-            FileNotFoundError: no such file.
-            DamagedIndexError: not an index of this format, or changed since it was written.
-            StorageError: it cannot be read now.
+        `place` says where the shards are, of an index that was written as a file. Raises FileNotFoundError;
+        DamagedIndexError if it is no index of this format, or changed since it was written; StorageError.
         """
         self.path = Path(path)
         try:
@@ -175,10 +164,7 @@ class Index(Columns):
             raise self.damaged(f"it is said to be of {len(self.shards)} shards instead of {len(urls)}")
 
     def check_unchanged(self) -> None:
-        """Raise DamagedIndexError if the file was written to since it was opened; call it after use.
-
-        Builders write a new file under the name, and do not touch this one.
-        """
+        """Raise DamagedIndexError if the file was written to since it was opened; call it after use."""
         try:
             now = os.fstat(self._fd)
         except OSError as error:
@@ -289,11 +275,7 @@ class Index(Columns):
         return self.modalities[code]
 
     def sizes(self, parts: NDArray[np.int64] | range, recipe: Recipe) -> list[PartSize]:
-        """Return the sizes of parts, as counted by their modality.
-
-        Args:
-            recipe: of the index: gives the width of each modality's extents, which are stored at the largest width.
-        """
+        """Return the sizes of parts, as counted by their modality under the recipe of the index."""
         columns = (self.part_modality, self.part_positions, self.part_tokens, self.part_rows, self.part_extent)
         wanted = slice(parts.start, parts.stop) if isinstance(parts, range) else parts
         values = [column[wanted].tolist() for column in columns]
@@ -412,14 +394,9 @@ class Index(Columns):
 
     def find_all(self, shard: str | None, key: str) -> list[int]:
         """Return the rows of a sample: of all its pieces, and more if its key comes back in its shard. Only the keys of
-        that shard are read.
+        that shard are read: its url, a path as data sets take it, or the last component of a url; None: any shard.
 
-        Args:
-            shard: a url as in `shards`, a path as data sets take it, or the last component of a url; None: all rows of
-                that key, in any shard.
-
-        Raises:
-            ValueError: several shards with that name have the key.
+        Raises ValueError if several shards with that name have the key.
         """
         if shard is None:
             return [row for number in range(len(self.shards)) for row in self._rows_of(number, key)]
@@ -516,10 +493,7 @@ _Mapped = tuple[dict[str, Any], Columns, "pa.RecordBatch | None", int, os.stat_r
 
 
 def _map(path: Path, lent: Lent | None) -> _Mapped:
-    """Return verified head, mapped columns and the user's own columns of an index, a descriptor, its status.
-
-    Raises ValueError, OSError.
-    """
+    """Return verified head, mapped columns and the user's own columns of an index, a descriptor, its status."""
     with opened_lent(path, lent) as fd:
         status = os.fstat(fd)
         head = head_of(fd, KIND, TABLE_FORMAT)

@@ -51,7 +51,6 @@ class IndexFile(NamedTuple):
     """A file with an index, as it was when the first rank looked at it.
 
     Attributes:
-        size, version: as `Storage`.
         digest: of its head, which has the checksums of its body.
         root: the folder that its shards were in, with a final "/".
         recipe: fingerprint of the recipe that it was made under.
@@ -73,10 +72,7 @@ class IndexFile(NamedTuple):
 def look(url: str, files: Files) -> IndexFile:
     """Return what a file is now; its head alone is read.
 
-    Raises:
-        MissingIndexError: there is no such file.
-        DamagedIndexError: it is not an index that was written as a file.
-        StorageError: it cannot be read.
+    Raises MissingIndexError; DamagedIndexError if it was not written as a file; StorageError.
     """
     version = files.version(url)
     if version is None:
@@ -95,9 +91,7 @@ def look(url: str, files: Files) -> IndexFile:
 def opened_copy(file: IndexFile, files: Files, place: Place) -> Index:
     """Return the index of a file, from the node's copy, which is made if it is missing.
 
-    Raises:
-        DamagedIndexError: the file was replaced or damaged since it was looked at.
-        StorageError: it cannot be read, or the cache folder cannot be written.
+    Raises DamagedIndexError if the file was replaced or damaged since it was looked at; StorageError.
     """
     cache = CacheFolder()
     path = cache.root / "index" / f"{file.digest}.index"
@@ -135,15 +129,10 @@ def root_of(paths: Sequence[str]) -> str:
 def write_index_file(
     indexes: Sequence[Index], url: str, files: Files, *, root: str, recipe: str, rules: Sequence[int], share: str = ""
 ) -> None:
-    """Write an index, or one of the shards of several, as a file. It appears when it is complete.
+    """Write an index, or one of the shards of several (of one recipe), as a file. It appears when it is complete.
 
-    Args:
-        indexes: of one recipe; none of their shards is in two of them.
-        root: the folder that all shards are in.
-        recipe, share: as in `IndexFile`.
-        rules: its `verdicts` and `counts`.
-
-    Raises ValueError if a shard is not in the folder, or comes twice; StorageError.
+    `root` is the folder that all shards are in; `recipe`, `share` and `rules` as in `IndexFile`. Raises ValueError if
+    a shard is not in the folder, or comes twice; StorageError.
     """
     shards = [shard for index in indexes for shard in index.shards]
     for shard in shards:
@@ -209,14 +198,9 @@ def merge_tables(
     recipe: Mapping[str, Any],
     build_id: str = "",
 ) -> None:
-    """Write the index of shards, in their order, to `path`.
+    """Write the index of shards, each with its table, to `path`. Raises StorageError.
 
-    Args:
-        shards, tables: one table for each.
-        fingerprint, modalities, recipe: of the recipe; its modalities by their codes, text first.
-        build_id: stored in the index, to recognize whether it was made from the same tables.
-
-    Raises StorageError if the disk is full, or not writable.
+    `build_id` recognizes whether it was made from the same tables.
     """
     values = {
         "fingerprint": content_fingerprint(shards, fingerprint),
@@ -234,13 +218,8 @@ def write_index(
 ) -> None:
     """Write the rows of sources, one after another, as an index; it gets its name when it is complete.
 
-    Memory is bounded by one source and a few dozen MiB for any number of samples.
-
-    Args:
-        values: of the head, but for what is read from the sources.
-        own: the user's own columns, which come after the table.
-
-    Raises StorageError.
+    Memory is bounded by one source and a few dozen MiB for any number of samples. `values` are those of the head that
+    are not read from the sources; `own` are the user's own columns, after the table. Raises StorageError.
     """
     names = dict.fromkeys(name for source in sources for name in source.fields)
     fields = {name: number for number, name in enumerate(names)}
@@ -308,20 +287,9 @@ def open_index(
     cache: CacheFolder | None = None,
     reading: Reading = PLAIN,
 ) -> Index | None:
-    """Open the index that `build_index` made of these shards under the recipe. Return None if there is none.
+    """Open the index that `build_index` made of these shards under the recipe; None if there is none. No shard is read.
 
-    No shard is read.
-
-    Args:
-        urls: paths of the shards, expanded, in order.
-        recipe: that the costs must belong to.
-        cache: stores indexes; default: the folder that the environment names.
-        reading: as passed to `build_index`.
-
-    Raises:
-        DamagedIndexError: it has changed since it was written.
-        StorageError: it cannot be read now.
-        FunctionError: it was made with another function that had the same id.
+    Raises DamagedIndexError; StorageError; FunctionError if it was made with another function that had the same id.
     """
     try:
         index = Index(index_path(urls, recipe.count_fingerprint(), cache or CacheFolder(), reading))
@@ -344,10 +312,8 @@ def check_function_of(index: Index, recipe: Recipe) -> None:
 
 
 def refuse_other_source(before: str, recipe: Recipe) -> None:
-    """Raise FunctionError if the function of a recipe has another source text than one with its id had.
-
-    Args:
-        before: digest of that one's source text; "" if it had none.
+    """Raise FunctionError if the function of a recipe has another source text than `before`, the digest of that of one
+    with its id ("": it had none).
     """
     if recipe.record is not None and before and recipe.record.digest and before != recipe.record.digest:
         raise recipe.record.unfit(
@@ -365,11 +331,7 @@ def index_path(
     *,
     first: int = 0,
 ) -> Path:
-    """Return the path of the index of these shards under a recipe fingerprint; no shard is read.
-
-    Args:
-        first: of the index of so many samples at the beginning; 0: of all.
-    """
+    """Return the path of the index of these shards, or of their `first` samples, under a recipe fingerprint."""
     only = [{"first": first}] if first else []
     name = digest([TABLE_FORMAT, versions.rules(), recipe, [absolute(url) for url in urls], *reading.identity(), *only])
     return cache.root / "index" / f"{name}.index"

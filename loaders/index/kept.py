@@ -66,16 +66,13 @@ sample out."""
 
 @dataclass(slots=True)
 class ShardSample:
-    """One sample of the facts.
+    """One sample of the facts: its members are the rows from `start` on, those in `wanted` are read.
 
     Attributes:
-        start: its members are the rows of the facts from here on.
-        wanted: indices of the members to read.
         layout: digest of the names and kinds of its members: the text of another layout is another text.
         names: digest of their names alone.
         error: of the whole sample.
-        kept: what is kept of its text, if that can be used.
-        sizes: what is kept of its parts.
+        kept, sizes: what is kept of its text, if that can be used, and of its parts.
     """
 
     key: str
@@ -127,12 +124,8 @@ MOST: Final = 2**63 - 1
 class KeptCounts:
     """The counts of a shard under one recipe: those that are kept, and those to keep, sample by sample.
 
-    Args:
-        facts: of the shard.
-        paths: of the files, by `_TEXTS` and the names of modalities that count from bytes.
-        force: use nothing that was kept.
-
-    Raises FunctionError if texts were counted with another function of the user's.
+    `paths` are the files, by `_TEXTS` and the names of modalities that count from bytes; with `force`, they are not
+    read. Raises FunctionError if texts were counted with another function of the user's.
     """
 
     def __init__(self, recipe: Recipe, facts: Facts, paths: Mapping[str, str], *, force: bool = False) -> None:
@@ -176,12 +169,7 @@ class KeptCounts:
         self._lists[name] = SampleLists(values["layouts"], values["num_samples"], found[1])
 
     def sizes_of(self, number: int, names: str) -> Sizes:
-        """Return the sizes that are kept of a sample's parts.
-
-        Args:
-            number: of the sample in its shard.
-            names: digest of the names of its members.
-        """
+        """Return the sizes that are kept of the parts of the `number`-th sample, by a digest of its members' names."""
         sizes: Sizes = {}
         for name, lists in self._lists.items():
             left = iter(lists.get(number, names) if name != _TEXTS else ())
@@ -282,12 +270,7 @@ class KeptCounts:
 
 
 def _encoded(text: Outline, codes: Mapping[str, int], names: Sequence[int]) -> list[int]:
-    """Return an outline as integers.
-
-    Args:
-        codes: of modalities.
-        names: numbers of its unread names.
-    """
+    """Return an outline as integers, with the codes of modalities and the numbers of its unread names."""
     parts = [number for name, member in text.parts for number in (codes[name], member)]
     spans: list[int] = []
     for span in text.spans:

@@ -48,12 +48,7 @@ Content = bytes | memoryview | FieldError
 
 @dataclass(slots=True)
 class Chunk:
-    """Samples of a shard, in order, with what is measured of them.
-
-    Attributes:
-        first: number of its first sample in the shard.
-        texts: by row of the facts.
-    """
+    """Samples of a shard, in order, from the `first`-th on, with what is read of them, by row of the facts."""
 
     first: int
     samples: list[ShardSample]
@@ -66,11 +61,7 @@ class Chunk:
 def read_chunks(
     samples: Iterable[ShardSample], table: FactsTable, shard: Callable[[], Shard], limits: Limits
 ) -> Iterator[Chunk]:
-    """Yield all samples of a shard, in chunks.
-
-    Args:
-        shard: returns the open shard; called if there is something to read.
-    """
+    """Yield all samples of a shard, in chunks. `shard` returns the open shard; called if there is something to read."""
     first = 0
     for group in _chunks(samples, limits.text_bytes):
         has_texts = any(sample.wanted for sample in group)
@@ -146,12 +137,7 @@ _TOGETHER = 64
 
 
 class Result(NamedTuple):
-    """What came of a sample.
-
-    Attributes:
-        outcome: what the index gets.
-        text, sizes: what to keep of its text, and of its parts.
-    """
+    """What came of a sample: what the index gets, and what to keep of its text and of its parts."""
 
     outcome: Outcome
     text: Text | None
@@ -159,12 +145,7 @@ class Result(NamedTuple):
 
 
 class Progress:
-    """How much of a shard is measured, by any of the threads that measure it.
-
-    Args:
-        shown: notes of the thread that has the shard.
-        num_members: of the shard.
-    """
+    """How much of a shard with so many members is measured, by any of the threads that measure it; `shown` in one."""
 
     def __init__(self, shown: ThreadProgress, num_members: int) -> None:
         self._shown = shown

@@ -62,11 +62,7 @@ _LOOKED_AT: Final = 32
 
 
 class StoredSample:
-    """One row of the index, with access to its bytes.
-
-    Args:
-        whole: use the whole sample; the row is then the first of its pieces.
-    """
+    """One row of the index, with access to its bytes; with `whole`, the sample whose first piece it is."""
 
     def __init__(self, index: Index, shards: OpenShards, row: int, *, whole: bool = False) -> None:
         self.row = row
@@ -201,12 +197,8 @@ class StoredSample:
         return specs | {~at: (*all_specs[at][:3], all_specs[at][3] + VALUE) for at in before}
 
     def spans(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview], size_of: SizeOf) -> list[Span]:
-        """Return the spans of the row's sequence. Raises FieldError as `compose` and `divided`, and for all pieces of a
-        sample if the counts of any piece differ from the index.
-
-        Args:
-            payloads: from `read`.
-            size_of: as in `compose`.
+        """Return the spans of the row's sequence, from what `read` returned. Raises FieldError as `compose` and
+        `divided`, and for all pieces of a sample if the counts of any piece differ from the index.
         """
         if self._is_undivided:
             spans = compose(self.members, payloads, recipe, size_of, self._made(recipe, payloads))
@@ -239,9 +231,6 @@ class StoredSample:
     def token_ids(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]) -> NDArray[np.int32]:
         """Return the token ids of a row of text alone, (llm_tokens,). Raises FieldError as `spans`, and if the counts
         differ from the index.
-
-        Args:
-            payloads: from `read`.
         """
         sizes = SizesInTurn(self._index.sizes(self.parts, recipe))
         spans = [span for span in self.spans(recipe, payloads, sizes) if isinstance(span, TextSpan)]
@@ -302,11 +291,7 @@ class StoredSample:
         return fields | self._made_values(recipe, payloads)
 
     def kept_values(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]) -> dict[str, KeptValue]:
-        """Return the values of the fields that the recipe keeps, by its names. Raises FieldError.
-
-        Args:
-            payloads: from `read` with `kept=True`.
-        """
+        """Return the values of the fields that the recipe keeps, by its names, of what `read` with `kept` returned."""
         values: dict[str, KeptValue] = {}
         for field, data, kind in self._kept_members(recipe, payloads):
             if kind == "json":
@@ -318,11 +303,7 @@ class StoredSample:
         return plain | self._made_values(recipe, payloads)
 
     def made_fields(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]) -> Mapping[str, Any]:
-        """Return the fields that the user's function adds. Raises FieldError.
-
-        Args:
-            payloads: from `read` with `kept=True`.
-        """
+        """Return the fields that the user's function adds, of what `read` with `kept` returned. Raises FieldError."""
         uses = uses_of(self.members, recipe)
         if not uses.made:
             return {}
@@ -356,21 +337,15 @@ class StoredSample:
                 yield field, data, "text" if shard.is_text(name, encoding) else "bytes"
 
     def records(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]) -> Iterator[dict[str, Any]]:
-        """Yield the JSON objects whose keys are kept, before a function of the user's. Raises FieldError.
-
-        Args:
-            payloads: from `read` with `kept=True`.
-        """
+        """Yield the JSON objects whose keys are kept, before a function of the user's. Raises FieldError."""
         for at in uses_of(self.members, recipe).records:
             record = json_value(self.members[at].field, payloads.get(~at, payloads[at]))
             if isinstance(record, dict):
                 yield record
 
     def _check_counts(self, losses: Sequence[NDArray[np.bool_]], recipe: Recipe) -> None:
-        """Raise FieldError if the text yields other counts than the index, by which steps are planned.
-
-        Args:
-            losses: masks of the text tokens that carry loss.
+        """Raise FieldError if the text, with these loss masks, yields other counts than the index, by which steps are
+        planned.
         """
         rows = self._rows if self._whole else range(self.row, self.row + 1)
         llm_tokens, indexed_loss = (
@@ -418,8 +393,8 @@ def read_ahead(
 ) -> list[object]:
     """Begin to read what is wanted of objects of storage. Keep the result until it was read.
 
-    What fails here fails again when the sample is read, and is raised there. Raises MemoryError, before anything is
-    read, if less memory is left than its bytes take: clients of object storage end the process for lack of memory.
+    What fails here fails again when the sample is read. Raises MemoryError, before anything is read, if less memory is
+    left than its bytes take: clients of object storage end the process for lack of memory.
     """
     if not shards.any_remote:
         return []
@@ -445,10 +420,8 @@ def read_ahead(
 
 
 class Wanted(NamedTuple):
-    """What a step reads of a row, as the arguments of `StoredSample.read`.
-
-    Attributes:
-        sample: that reads it, if it was made already.
+    """What a step reads of a row, as the arguments of `StoredSample.read`; `sample` reads it, if it was made
+    already.
     """
 
     row: int
@@ -472,12 +445,7 @@ def missing_names(
     containers: Mapping[str, Container] = NO_CONTAINERS,
     files: Files = PLAIN_FILES,
 ) -> Missing:
-    """Return the names of `recipe.keep` that are no field of the index, and no key of some records spread over it.
-
-    Args:
-        containers: of the user's, by identity.
-        files: where the shards are.
-    """
+    """Return the names of `recipe.keep` that are no field of the index, and no key of some records spread over it."""
     others = dict.fromkeys(map(bare_name, (*index.fields, *index.totals["ignored_fields"])))
     others.pop(RECORD_FIELD, None)
     missing = [name for name in recipe.keep if not any(is_kept_as(field, name) for field in index.fields)]

@@ -196,12 +196,9 @@ def views(body: Buffer, size: TableSize) -> Columns:
 
 
 class TableWriter:
-    """Writes the body of one table, piece by piece, in order.
+    """Writes the body of one table of `size`, at `start` of a file, piece by piece, in order.
 
-    Args:
-        fd: of the file; written with pwrite, so that a full disk raises an error, and no signal kills the process.
-        start: offset of the body in the file.
-        size: of the whole table.
+    With pwrite: a full disk raises an error, and no signal kills the process.
     """
 
     def __init__(self, fd: int, start: int, size: TableSize) -> None:
@@ -338,11 +335,8 @@ def summarize(
 
 
 def overflow_of(piece: NDArray[np.int32], cut_tokens: NDArray[np.int32]) -> dict[str, int]:
-    """Count the samples that `TextPreprocessor.overflow` changed, by their columns of an index, all rows in order.
-
-    Returns:
-        truncated: number of samples, and cut_tokens: LLM tokens that they lost; split: number of samples, and pieces:
-        number of their rows.
+    """Count the samples that `TextPreprocessor.overflow` changed: truncated, and the LLM tokens that they lost; split,
+    and the rows that they have.
     """
     continued = piece > 0
     split = int(np.count_nonzero(continued[1:] & ~continued[:-1]))

@@ -56,11 +56,7 @@ def check_context(turns: Sequence[Turn], context: Sequence[int], fields: Fields)
 
 
 def check_unread(documents: Mapping[int, Document], used: Collection[int], fields: Fields) -> None:
-    """Raise FieldError if a sample without a text to learn has words that are neither read nor kept.
-
-    Args:
-        used: members that its text is from.
-    """
+    """Raise FieldError if a sample without a text to learn has words that are neither read nor kept."""
     members, texts, recipe, uses = fields
     for index in uses.json:
         document = documents[index]
@@ -151,12 +147,8 @@ def check_whole(
     texts: Mapping[int, bytes | memoryview],
     recipe: Recipe,
 ) -> None:
-    """Raise FieldError for a clip that is longer than the stretch of it that an item, a record or the row names.
-
-    Args:
-        parts: modality and member of each.
-        items: member -> what an item of a turn says about it.
-        record: made by the user's function; None: the sample's own fields say it.
+    """Raise FieldError for a clip that is longer than the stretch of it that an item of a turn, the user's record, or
+    else the row names.
     """
     has_clips = any(has_length(name, recipe) for name, _ in parts)
     if not has_clips and not any(items.values()):
@@ -251,9 +243,7 @@ def check_marks(
     """Raise FieldError for a mark of media, of any tool, that is left in the text.
 
     Left alone are added tokens that stand for no part of media, and `<image>` where the recipe says that it is text.
-
-    Args:
-        said: returns the values that a chat is from: other marks in its text are its template's. None for other texts.
+    `said` returns the values that a chat is from: other marks in its text are its template's.
     """
     # Templates write the same text before and after each turn.
     marked = {

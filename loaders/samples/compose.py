@@ -70,25 +70,16 @@ def compose(
 
     A conversation in JSON goes before plain text, plain text before a text in JSON; other JSON is metadata. Media fill
     their placeholders in field order, numbered fields by number. Media of a modality without any placeholder come
-    first, in the recipe's order.
+    first, in the recipe's order. `size_of` is called once for each part; `made` is what the user's function made.
 
-    Args:
-        texts: payloads of `text_members`.
-        size_of: called once for each part.
-        made: what the user's function made of the sample; None: it is called here.
-
-    Raises:
-        FieldError: no usable field, text that cannot be read, media that do not match their placeholders.
+    Raises FieldError: no usable field, text that cannot be read, media that do not match their placeholders.
     """
     return composition_of(members, texts, recipe, made).written(recipe, size_of).close()
 
 
 class ReadRecord(NamedTuple):
-    """A JSON value of a sample, and what its text was read from it.
-
-    Attributes:
-        member: index of the member that it is; None for a record of several members, or of the user's function.
-        document: None if no text is from it.
+    """A JSON value of a sample, what its text was read from it (None: nothing), and the member that it is; None for a
+    record of several members, or of the user's function.
     """
 
     member: int | None
@@ -189,9 +180,6 @@ def unread_in(
     """Return the names of what a sample has and its composition does not use: members, columns, and keys of JSON.
 
     What `Recipe.keep` or a count needs is among them.
-
-    Args:
-        payloads: of the members that were read.
     """
     if len(members) == len(composition.texts) == 1 and not composition.records:
         return ()

@@ -57,13 +57,10 @@ _OURS: Final = frozenset(BUILTINS.values())
 
 
 class Counts(NamedTuple):
-    """Counts of a row.
+    """Tokens of a row, those of media included, and those with loss.
 
-    Attributes:
-        llm_tokens: its length, tokens of media included.
-        loss_tokens: number of tokens with loss.
-        text_start: start of a piece in the text, as `overflow.packed` encodes it; negative if the piece cannot be
-            tokenized without the rest of its sample. 0 if the sample is not split.
+    `text_start`: start of a piece in the text, as `packed` encodes it; negative if the piece cannot be tokenized
+    without the rest of its sample; 0 if the sample is not split.
     """
 
     llm_tokens: int
@@ -81,13 +78,9 @@ class MeasuredPart(NamedTuple):
 
 @dataclass(slots=True)
 class Measured:
-    """Counts of one sample.
+    """Counts of one sample: of each of its rows, and of its parts in the order of their slots.
 
-    Attributes:
-        pieces: counts of each row of the sample: one row, or several if it is split.
-        parts: in the order of their slots.
-        used_members: members that the sample uses or keeps, ascending; others are ignored.
-        cut_tokens: number of tokens lost by truncation.
+    `used_members` are those that it uses or keeps, ascending; `cut_tokens` those that it lost by truncation.
     """
 
     pieces: list[Counts]
@@ -165,16 +158,7 @@ class Prepared(NamedTuple):
 def prepare(
     members: Sequence[Member], payloads: Mapping[int, bytes | memoryview], recipe: Recipe, known: Sizes | None = None
 ) -> Prepared:
-    """Compose a sample, and measure its parts.
-
-    Args:
-        payloads: of `texts_to_read` and `parts_to_read`.
-        known: as in `part_sizes`.
-
-    Raises:
-        LeftOut: the recipe's function leaves the sample out.
-        FieldError: as `compose`, or a part is bad.
-    """
+    """Compose a sample, and measure its parts. Raises FieldError as `compose`, or for a bad part; LeftOut."""
     composition = composition_of(members, payloads, recipe)
     sizes = part_sizes(composition.parts, members, payloads, recipe, known)
     if composition.parts:
@@ -191,10 +175,9 @@ def part_sizes(
     recipe: Recipe,
     known: Sizes | None = None,
 ) -> list[PartSize]:
-    """Return the size of each part of a sample. Raises FieldError for the first that is bad.
+    """Return the size of each part of a sample; those in `known` were counted before, others are added to it.
 
-    Args:
-        known: sizes that were counted before; those that are counted now are added.
+    Raises FieldError for the first that is bad.
     """
     if not parts:
         return []
@@ -232,8 +215,7 @@ def outlines(
 ) -> list[Outline | FieldError]:
     """Tokenize the texts of samples, together if the tokenizer can. Return an outline of each, or its error.
 
-    Args:
-        at: called with the number of a sample before each piece of work on its text alone.
+    `at` is called with the number of a sample before each piece of work on its text alone.
     """
     writers: list[SpanWriter | FieldError] = []
     for number, sample in enumerate(samples):
@@ -321,11 +303,8 @@ def _outline(sample: Prepared, writer: SpanWriter, spans: Sequence[Span | TextRu
 def measure(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview], recipe: Recipe) -> Measured:
     """Count the tokens and parts of a sample, without decoding media.
 
-    Args:
-        payloads: of `texts_to_read` and `parts_to_read`.
-
-    Raises:
-        FieldError: as `compose` and `divided`, or a limit is exceeded.
+    `payloads` are of `texts_to_read` and `parts_to_read`. Raises FieldError as `compose` and `divided`, or above a
+    limit.
     """
     sample = prepare(members, payloads, recipe)
     (outline,) = outlines([sample], recipe)
@@ -335,11 +314,7 @@ def measure(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview
 
 
 def counted(outline: Outline, sizes: Sequence[PartSize], members: Sequence[Member], recipe: Recipe) -> Measured:
-    """Return the counts of a sample, from its text and the sizes of its parts.
-
-    Raises:
-        FieldError: as `divided`, or a limit is exceeded.
-    """
+    """Return the counts of a sample, from its text and the sizes of its parts. Raises FieldError as `measure`."""
     if len(sizes) > recipe.limits.sample_parts:
         raise _above("parts of media", len(sizes), "sample_parts", recipe.limits)
     spans = _with_media(outline, sizes, recipe)
@@ -503,11 +478,7 @@ def decoded_bytes(
     recipe: Recipe,
     row_bytes: Mapping[str, int] | None = None,
 ) -> int:
-    """Return the memory that decoding these parts takes: their arrays, and the working memory of their modalities.
-
-    Args:
-        row_bytes: of a row of each modality's arrays; default: under the recipe's dtypes.
-    """
+    """Return the memory that decoding these parts takes: their arrays, and the working memory of their modalities."""
     row_bytes = recipe.row_bytes if row_bytes is None else row_bytes
     headers: dict[str, list[tuple[Header, PartSize]]] = {}
     total = 0
@@ -527,10 +498,8 @@ AnySpan = TypeVar("AnySpan", TextSpan | MediaSlot, TextRun | MediaSlot)
 def divided(spans: list[AnySpan], recipe: Recipe) -> list[list[AnySpan]]:
     """Return the spans of each row of a sample: all spans in one row, the rest of a truncated sample, or its pieces.
 
-    Every piece but the last has `max_tokens` tokens. The first token of each leads, like that of a sample.
-
-    Raises:
-        FieldError: the sample has more tokens than `max_tokens`, and may not be cut, or not at this token.
+    Every piece but the last has `max_tokens` tokens. The first token of each leads, like that of a sample. Raises
+    FieldError if the sample has more tokens than `max_tokens`, and may not be cut, or not at this token.
     """
     limit = recipe.text.max_tokens
     if limit is None or (tokens := num_tokens(spans)) <= limit:

@@ -312,10 +312,6 @@ def kept_values(
     A field with exactly that name goes before fields that only end in it. Numbered fields ("0.cls", an item of a
     Parquet list), and several fields, are a list. Without such a field it is the value under that key of the first
     record that has it. None if the sample has neither.
-
-    Args:
-        fields: of the sample, by name.
-        records: its JSON records.
     """
     return {
         name: _value(name, [field for field in fields if is_kept_as(field, name)], fields, records) for name in names

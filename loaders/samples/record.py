@@ -41,11 +41,8 @@ _Groups: TypeAlias = Mapping[str, tuple[bool, list[int]]]
 
 
 class MadeSample(NamedTuple):
-    """A record that the user's function made.
-
-    Attributes:
-        record: without references to media.
-        media: modality -> members of its parts, in the order of the record.
+    """A record that the user's function made, without references to media; and modality -> members of its parts, in the
+    order of the record.
     """
 
     record: dict[str, Any]
@@ -56,13 +53,8 @@ def record_of(members: Sequence[Member], texts: Payloads, recipe: Recipe) -> dic
     """Return the fields of a sample by name.
 
     Text is a string, JSON and columns that are no strings are values, and everything else is a `Media`. Fields with a
-    number ("0.jpg", "images.0") form a list under the name without it.
-
-    Args:
-        texts: payloads of `text_members`.
-
-    Raises:
-        FieldError: a text cannot be read, or two fields have the same name here ("txt" and "txt.gz").
+    number ("0.jpg", "images.0") form a list under the name without it. Raises FieldError if a text cannot be read, or
+    two fields have the same name here ("txt" and "txt.gz").
     """
     fields = Fields(members, texts, recipe, uses_of(members, recipe))
     return _record(_grouped(members, recipe), fields)
@@ -84,11 +76,8 @@ def made_sample(fields: Fields) -> MadeSample:
     """Call the recipe's function.
 
     Without any `Media` in its record all media are used, in the order of the fields; but an empty list or None under a
-    key such as "images" chooses none.
-
-    Raises:
-        LeftOut: it leaves the sample out.
-        FieldError: a text cannot be read, the function fails, or refers to media that the sample does not have.
+    key such as "images" chooses none. Raises LeftOut; FieldError as `record_of`, or if the function fails, or refers to
+    media that the sample does not have.
     """
     members, _, recipe, uses = fields
     assert recipe.record is not None
