@@ -18,8 +18,8 @@ from benchmarks.command import run_command
 from benchmarks.loading.corpus import Corpus
 from orchdata.bench.harness import Result, interleave, work_folder
 from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.probed import Probes
-from orchdata.loaders.index.shard_costs import cost_shard
+from orchdata.loaders.index.costs import cost_shard
+from orchdata.loaders.index.facts import Probes
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.open import open_shard

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-FACTS_FORMAT = 1
-"""Layout of facts files: their head and their table."""
-
-TEXTS_FORMAT = 1
-"""Layout of files with the counts of a shard's texts."""
-
-SIZES_FORMAT = 1
-"""Layout of files with the sizes of a shard's parts that a modality counts from their bytes."""
-
-COSTS_FORMAT = 1
-"""Layout of cost tables."""
+KEPT_FORMAT = 2
+"""Layout of what is kept of one shard: facts, counts and costs."""
 
 TABLE_FORMAT = 1
 """Layout of the merged index."""

@@ -22,7 +22,7 @@ from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import OrchdataError, one_line
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.index_file import open_index
-from orchdata.loaders.index.totals import Totals
+from orchdata.loaders.index.table import Totals
 from orchdata.loaders.samples.sample import MediaPart, Sample, TextPart
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.storage import basename

@@ -5,45 +5,77 @@
 Every layer is written atomically, and records what it was made from, so builders may run at the same time, and after a
 killed one the next only repeats unfinished work. Cached files are verified before use, damaged ones are built again.
 
-The threads of a build: each measures one shard or several, small ones together, and large ones with idle threads.
-
-shards --chunks--> threads --Builder.costs--> tables
-                      |--> measured by another process: checked again, and waited for
-                      |--> a read failed: tried again, outside of the thread's turn
-                      '--> too little memory: measured again, while no other shard is
+    shards --chunks--> threads --Builder.costs--> tables
+                          |--> measured by another process: checked again, and waited for
+                          |--> a read failed: tried again, outside of the thread's turn
+                          '--> too little memory: measured again, while no other shard is
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import gc
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Any, Final
 
-from orchdata.loaders.errors import DamagedIndexError, StaleIndexError, StorageError
-from orchdata.loaders.index.builder import Builder
-from orchdata.loaders.index.index import Index, absolute
-from orchdata.loaders.index.index_file import check_function_of, index_path
+from orchdata.loaders import versions
+from orchdata.loaders.claims import Claims
+from orchdata.loaders.errors import DamagedIndexError, StaleIndexError, StorageError, pass_trouble
+from orchdata.loaders.index.costs import CostTable, ShardCosts, cost_shard
+from orchdata.loaders.index.facts import Probes, is_fresh, load_facts
+from orchdata.loaders.index.index import Index, absolute, content_fingerprint, digest
+from orchdata.loaders.index.index_file import check_function_of, index_path, merge_tables, stored_description
 from orchdata.loaders.index.jobs import Given, Jobs
-from orchdata.loaders.index.joined import refuse_repeats
-from orchdata.loaders.index.shard_costs import CostTable
+from orchdata.loaders.index.kept import KeptCounts
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.pace import Turns, threads_or_default
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_for_scanning
 from orchdata.loaders.shards.fields import check_met
+from orchdata.loaders.shards.jsonl.media_files import MissingMedia
+from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
+from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.reading import PLAIN, Reading
+from orchdata.loaders.shards.shard import Facts, Shard
 from orchdata.loaders.spread import Spread
 from orchdata.loaders.storage.cache import CacheFolder, remove_leftovers
+from orchdata.loaders.storage.files import PLAIN_FILES
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.retries import BUILD_SECONDS, Patience
+from orchdata.loaders.versions import KEPT_FORMAT
 from orchdata.loaders.watch import here, shards_under_way
+
+_TICK_SECONDS: Final = 0.5
+_CHUNK_SHARDS: Final = 16
+"""Shards that a thread takes together if there are very many; it retries those with errors at the end of the chunk."""
+_SHARD_WORK: Final = 5
+"""Work of measuring a shard besides its samples, in samples; checking one with cached costs is 1."""
+_IN_MEMORY_BYTES = 256 << 20
+"""Cost tables up to this total size stay in memory until they are merged; the others are read again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildProgress:
+    """A shard is done: measured now, or its cached costs were still valid; `done` of `total` shards, with `samples` in
+    it, `bad` of which are bad.
+    """
+
+    url: str
+    measured: bool
+    samples: int
+    bad: int
+    done: int
+    total: int
 
 
 def build_index(
@@ -63,18 +95,14 @@ def build_index(
     """Build or refresh the index of shards under a recipe, and open it.
 
     Several processes may build the same index together: each shard is measured by one of them, and each process ends
-    with the whole index. If a process is killed, another one measures its shards.
-
-    A bad sample or shard becomes a row of the index with an error, never an exception. A failed read or write does not
-    make a sample bad: it is retried, with a warning, and ends the build if it keeps failing.
+    with the whole index. If a process is killed, another one measures its shards. A bad sample or shard becomes a row
+    with an error, never an exception. A failed read or write does not make a sample bad: it is retried, with a warning,
+    and ends the build if it keeps failing.
 
     Args:
         urls: paths of the shards, expanded, in order; at least one.
         recipe: defines the costs. Its tokenizer is called from several threads.
-        cache: stores facts, costs and indexes; default: the folder that the environment names.
-        reading: how the shards are read; part of the identity of the index.
-        num_threads: most shards at a time (fewer if that is faster); default: one per CPU, at least 4
-            for object storage, at most 8.
+        num_threads: most shards at a time (fewer if that is faster).
         jobs: processes that measure shards, each one at a time; 1 for threads of this process alone. The recipe and
             the containers must pickle, and a script that calls this needs `if __name__ == "__main__"`.
         progress: called in this thread after each shard.
@@ -84,16 +112,10 @@ def build_index(
         force: scan and measure every shard again, and merge again, without the cache.
         retry_seconds: the time for retries over the whole build. A shard that does not exist ends it immediately.
 
-    Raises:
-        ValueError: no shards, an unknown suffix, two paths of one file, columns to rename that the data do not have, or
-            `jobs` with something that does not pickle, or with `num_threads`.
-        ProcessError: a process of `jobs` ended, three times with one shard.
-        StorageError: a shard cannot be read, or the cache cannot be written; or none of the files that records name
-            below a media_root exists.
-        MemoryError: a sample cannot be measured under the memory limit, even alone. Nothing of its shard is stored.
-        PackageError: a package that the recipe or a shard needs is missing or broken.
-        FunctionError: a function of the recipe is not deterministic, or its id was of another function.
-        StaleIndexError: a shard keeps changing while it is read.
+    Raises ValueError; ProcessError if a process of `jobs` ended, three times with one shard; StorageError if a shard
+    cannot be read, or the cache not be written, or none of the files that records name below a media_root exists;
+    MemoryError for a sample that cannot be measured under the memory limit, even alone; PackageError, FunctionError,
+    StaleIndexError.
     """
     if not urls:
         raise ValueError("no shards to index")
@@ -110,7 +132,7 @@ def build_index(
     load_for_scanning(recipe)
     cache = cache or CacheFolder()
     fingerprint = recipe.count_fingerprint()
-    patience = Patience(retry_seconds, lambda error: warn_of_retries(error, retry_seconds))
+    patience = patient(retry_seconds)
     reading = reading.looked_up(urls)
     path = index_path(urls, fingerprint, cache, reading)
     if recipe.record is not None and not force:
@@ -138,40 +160,40 @@ def build_index(
     return index
 
 
-Done = list[tuple[str, CostTable, bool]]
-"""For each shard: its path, its costs, and whether they were measured now."""
+def patient(seconds: float) -> Patience:
+    """Return the time for retries of a build, which warns when reads are tried again."""
 
-_TICK_SECONDS = 0.5
-_CHUNK_SHARDS = 16
-"""Shards that a thread takes together if there are very many; it retries those with errors at the end of the chunk."""
-_SHARD_WORK = 5
-"""Work of measuring a shard besides its samples, in samples; checking one with cached costs is 1."""
+    def warn(error: Exception) -> None:
+        is_refused = isinstance(error, StorageError) and error.is_refused
+        how_long = "some seconds" if is_refused else f"up to {seconds:g} s of waiting in this build"
+        warnings.warn(f"{error}; trying again for {how_long}", stacklevel=2)
+
+    return Patience(seconds, warn)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BuildProgress:
-    """A shard is done.
+def refuse_repeats(urls: Sequence[str], *, num_threads: int) -> None:
+    """Raise ValueError for shards that are one file, by a symbolic or hard link: every sample of it would come twice.
 
-    Attributes:
-        url: of the shard.
-        measured: whether it was measured now; otherwise its cached costs were still valid.
-        samples, bad: numbers of samples in the shard.
-        done, total: numbers of shards.
+    Missing shards are ignored: opening them raises the error.
     """
-
-    url: str
-    measured: bool
-    samples: int
-    bad: int
-    done: int
-    total: int
-
-
-def warn_of_retries(error: Exception, seconds: float) -> None:
-    """Warn that reads are tried again."""
-    is_refused = isinstance(error, StorageError) and error.is_refused
-    how_long = "some seconds" if is_refused else f"up to {seconds:g} s of waiting in this build"
-    warnings.warn(f"{error}; trying again for {how_long}", stacklevel=2)
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="orchdata-stat") as pool:  # for slow network file systems
+        shares = list(
+            pool.map(
+                lambda first: [PLAIN_FILES.file_number(url) for url in urls[first::num_threads]], range(num_threads)
+            )
+        )
+    seen: dict[Hashable, list[str]] = {}
+    for at, url in enumerate(urls):
+        number = shares[at % num_threads][at // num_threads]
+        if number is None:
+            continue
+        same_number = seen.setdefault(number, [])
+        for other in same_number:
+            if how := PLAIN_FILES.why_same(other, url):
+                raise ValueError(
+                    f"{url} and {other} are the same file ({how}), and every sample would come twice: name one of them"
+                )
+        same_number.append(url)
 
 
 def in_parallel(
@@ -186,24 +208,25 @@ def in_parallel(
     # A task per small shard would take a fifth of the time of measuring it.
     length = max(1, min(_CHUNK_SHARDS, len(urls) // (64 * workers)))
     tables: dict[str, CostTable] = {}
-    shown = [0.0]
+    shown = 0.0
     crew = _Crew(builder, workers, patience)
     pool = ThreadPoolExecutor(workers, thread_name_prefix="orchdata-index")
     try:
-        with measuring(), _cancelled(pool, crew):
+        with measuring(), _ended(crew, pool):
             chunks = [urls[start : start + length] for start in range(0, len(urls), length)]
             while chunks:  # shards that other processes are measuring are checked again, and waited for
                 futures = [pool.submit(crew.measure, chunk) for chunk in chunks]
-                tick = None if under_way is None else functools.partial(_show, under_way, tables, len(urls), shown)
-                for future in _completed(futures, tick):
-                    for url, table, measured in future.result():
+                for future in _completed(futures, None if under_way is None else _TICK_SECONDS):
+                    for url, table, measured in () if future is None else future.result():
                         tables[url] = table
                         if progress is not None:
                             counts = {"samples": table.totals["samples"], "bad": table.totals["bad"]}
-                            done = BuildProgress(
-                                url=url, measured=measured, done=len(tables), total=len(urls), **counts
-                            )
-                            progress(done)
+                            counts |= {"done": len(tables), "total": len(urls)}
+                            progress(BuildProgress(url=url, measured=measured, **counts))
+                    if under_way is not None:
+                        # A shard that a child has just measured may still count as under way: never less than before.
+                        shown = min(len(urls), max(shown, len(tables) + shards_under_way()))
+                        under_way(shown, len(urls))
                 chunks = [[url] for url in crew.take_others()]
     finally:
         pool.shutdown()  # after an error or Ctrl-C, wait for the shards that are being measured
@@ -211,35 +234,8 @@ def in_parallel(
     return tables
 
 
-def _show(
-    under_way: Callable[[float, int], None], tables: Mapping[str, CostTable], total: int, shown: list[float]
-) -> None:
-    """Show progress, never less than before: a shard that was just measured does not count as done at once."""
-    # A shard that a child has just measured may still count as under way.
-    shown[0] = min(total, max(shown[0], len(tables) + shards_under_way()))
-    under_way(shown[0], total)
-
-
-def _completed(futures: Sequence[Future[Done]], tick: Callable[[], None] | None) -> Iterator[Future[Done]]:
-    """Yield futures as they are done, and call `tick` in between. Its work does not grow with those that are not."""
-    done: SimpleQueue[Future[Done]] = SimpleQueue()
-    for future in futures:
-        future.add_done_callback(done.put)
-    left = len(futures)
-    while left:
-        try:
-            future = done.get(timeout=None if tick is None else _TICK_SECONDS)
-        except Empty:
-            pass
-        else:
-            left -= 1
-            yield future
-        if tick is not None:
-            tick()
-
-
 @contextmanager
-def _cancelled(pool: ThreadPoolExecutor, crew: _Crew) -> Iterator[None]:
+def _ended(crew: _Crew, pool: ThreadPoolExecutor) -> Iterator[None]:
     """After an error in the block, cancel the shards that have not begun, and all retries."""
     try:
         yield
@@ -247,6 +243,22 @@ def _cancelled(pool: ThreadPoolExecutor, crew: _Crew) -> Iterator[None]:
         crew.end()
         pool.shutdown(wait=False, cancel_futures=True)
         raise
+
+
+def _completed(futures: Sequence[Future[Any]], tick_seconds: float | None) -> Iterator[Future[Any] | None]:
+    """Yield futures as they are done, and None in between. Its work does not grow with those that are not."""
+    done: SimpleQueue[Future[Any]] = SimpleQueue()
+    for future in futures:
+        future.add_done_callback(done.put)
+    left = len(futures)
+    while left:
+        try:
+            future = done.get(timeout=tick_seconds)
+        except Empty:
+            yield None
+        else:
+            left -= 1
+            yield future
 
 
 class _Crew:
@@ -268,7 +280,7 @@ class _Crew:
     def _go_on(self) -> bool:
         return self._waits and not self._turns.ended
 
-    def measure(self, urls: Sequence[str]) -> Done:
+    def measure(self, urls: Sequence[str]) -> list[tuple[str, CostTable, bool]]:
         """Return (url, costs, whether they were measured now) of these shards; fewer after `end`."""
         here().ended = lambda: self._turns.ended
         done: list[tuple[str, CostTable, bool]] = []
@@ -334,3 +346,164 @@ class _Crew:
     def close(self) -> None:
         """Wait for the threads that helped."""
         self._spread.close()
+
+
+class Builder:
+    """Measures the shards of a build, and merges their tables."""
+
+    def __init__(self, recipe: Recipe, fingerprint: str, cache: CacheFolder, reading: Reading, force: bool) -> None:
+        self._recipe = recipe
+        self._fingerprint = fingerprint
+        self._reading = reading
+        self._files = reading.files
+        self._cache = cache
+        self._force = force
+        # What is kept of shards besides costs: its folder and suffix, and what it depends on besides the shard.
+        sizes = {name: ("sizes", recipe.size_fingerprint(name)) for name in recipe.counted_from_bytes}
+        self._counts = {"": ("texts", recipe.text_fingerprint()), **sizes}
+        for folder in {"costs", *(folder for folder, _ in self._counts.values())}:
+            cache.make(folder)
+        self._probes = Probes(recipe, cache, force=force)
+        self._lock = threading.Lock()
+        self._free_bytes = _IN_MEMORY_BYTES
+        self.missing_media = MissingMedia()
+        self.claims = Claims(cache.file("locks", "index"))
+        self.jobs: Jobs | None = None
+
+    def close(self) -> None:
+        if self.jobs is not None:
+            self.jobs.close()
+        self.claims.close()
+
+    def forget(self, url: str) -> None:
+        """Look at a shard again, which may have changed."""
+        self._files.forget(url)
+
+    def costs(self, url: str, go_on: Callable[[], bool], spread: Spread | None = None) -> tuple[CostTable, bool] | None:
+        """Return the costs of a shard, and whether they were measured now; None if another process measures them, and
+        `go_on` says not to keep waiting.
+        """
+        rules = self._reading.rules(url, self._recipe)
+        root = self._reading.root_of(url, rules)
+        name = digest([KEPT_FORMAT, versions.rules(), self._fingerprint, url, root, rules.identity(url)])
+        path = f"{self._cache.root}/costs/{name}.costs"
+        how: dict[str, Any] = {"limits": self._recipe.limits, "cache": self._cache, "media_root": root, "rules": rules}
+        how["files"] = self._files
+        with ExitStack() as resources, here().at(url):
+
+            @functools.cache
+            def opened() -> Shard:
+                shard = resources.enter_context(closing(open_shard(url, **how, whole=True)))
+                if isinstance(shard, JsonLinesShard) and shard.folder is not None:
+                    resources.callback(self.missing_media.add, shard.folder)  # after all its files were looked up
+                return shard
+
+            def cached() -> CostTable | None:
+                """Return the cached costs if the shard, and the files that it names, have not changed."""
+                if self._force:
+                    return None
+                try:
+                    table = CostTable.open(path, url, root, rules)
+                    # Without a checksum the shard could not be opened, for a reason that may be temporary. The
+                    # modification time counts too: editing text in place may not change size and headers.
+                    return table if table.meta.checksum and is_fresh(table.meta, url, opened, self._files) else None
+                except (OSError, ValueError):
+                    return None  # absent, damaged or of another version
+
+            if (table := cached()) is not None:
+                return self._kept_in_memory(table), False
+            with self.claims.claim(path, go_on) as ours:
+                if not ours:
+                    return None
+                if (table := cached()) is not None:  # another process has measured it
+                    return self._kept_in_memory(table), False
+                if self.jobs is not None and not (spread is not None and self.jobs.divides(url)):
+                    self.missing_media.add_found(self.jobs.measure(url))
+                    try:
+                        table = CostTable.open(path, url, root, rules)
+                    except (OSError, ValueError) as error:
+                        raise StorageError(path, f"was removed or damaged during the build: {error}") from error
+                    return self._kept_in_memory(table), True
+                facts = load_facts(url, opened, **how, force=self._force)
+                costs, meta = self._measured(facts, opened, spread, [url, root, rules.identity(url)]), facts.meta
+                del facts  # a large shard's take as much memory as its costs
+                return self._kept_in_memory(costs.write(path, url, meta, root, rules)), True
+
+    def merged(self, path: Path, tables: Sequence[CostTable]) -> Index:
+        """Return the index of these tables: the existing one if it is valid, else a new one."""
+        build_id = digest([table.digest for table in tables])
+        shards = [table.shard for table in tables]
+        content = content_fingerprint(shards, self._fingerprint)
+        index = _existing_index(path, [shard.url for shard in shards])
+        if index is not None and not self._force and (index.build_id, index.fingerprint) == (build_id, content):
+            return index
+        self._cache.make("index")
+        of_recipe: dict[str, Any] = {"modalities": self._recipe.kinds, "recipe": stored_description(self._recipe)}
+        try:
+            merge_tables(path, shards, tables, fingerprint=self._fingerprint, build_id=build_id, **of_recipe)
+            return Index(path)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            there = [self._there(table) for table in tables]
+            if all(one is other for one, other in zip(there, tables, strict=True)):
+                raise
+        return self.merged(path, there)
+
+    def _there(self, table: CostTable) -> CostTable:
+        """Return the table; measure the shard again if its file was removed."""
+        with contextlib.suppress(StorageError):
+            table.body()
+            return table
+        costs = self.costs(table.shard.url, lambda: True)
+        assert costs is not None  # because it waits for other processes
+        return costs[0]
+
+    def _kept_in_memory(self, table: CostTable) -> CostTable:
+        """Return the table, without its columns if all tables together would take too much memory."""
+        with self._lock:
+            if table.size.num_bytes > self._free_bytes:
+                return replace(table, packed=None)
+            self._free_bytes -= table.size.num_bytes
+            return table
+
+    def _measured(
+        self, facts: Facts, opened: Callable[[], Shard], spread: Spread | None, identity: Sequence[Any]
+    ) -> ShardCosts:
+        """Measure a shard, and keep its counts, in files named by its `identity`."""
+        meta, recipe = facts.meta, self._recipe
+        paths = {
+            name: f"{self._cache.root}/{folder}/{digest([fingerprint, *identity])}.{folder}"
+            for name, (folder, fingerprint) in self._counts.items()
+        }
+        counts = KeptCounts(recipe, facts, paths, force=self._force)
+
+        def shard() -> Shard:
+            # Only read the file that was scanned: this process decodes a Parquet file only after a child has done it.
+            current = opened()
+            if (current.size, current.version) != (meta.size, meta.version):
+                raise StaleIndexError(current.url, "was changed while it was indexed")
+            return current
+
+        if self.jobs is not None:
+            spread = self.jobs.spread(meta.url, len(facts.table))
+        try:
+            costs = cost_shard(facts, shard, recipe, self._probes, spread, counts)
+        except Exception as error:  # noqa: BLE001 - an exception while reading a shard fails that shard
+            pass_trouble(error)
+            reason = f"the shard cannot be measured: {type(error).__name__}: {error}"
+            return cost_shard(Facts(facts.table.all_failed(reason), meta), shard, recipe, self._probes)
+        counts.write()
+        return costs
+
+
+def _existing_index(path: Path, urls: Sequence[str]) -> Index | None:
+    try:
+        index = Index(path)
+        index.check_urls(urls)
+        return index
+    except FileNotFoundError:
+        return None
+    except DamagedIndexError as error:
+        warnings.warn(f"the index {path} is damaged: {error.reason}; it is built again", RuntimeWarning, stacklevel=3)
+        return None

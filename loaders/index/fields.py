@@ -3,6 +3,9 @@
     shard --_read--> keys, columns --joined, taken in the order of the index--> another index with the same rows
 
 Nothing is measured again: the index says what its samples are, and the facts of shards are those of its build.
+
+A column has integers, floats, strings or booleans, and nulls; one type for all shards. Integers and floats together are
+floats. Other mixtures are an error, because a comparison would silently leave out a part of the samples.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from contextlib import closing
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -29,17 +32,11 @@ from orchdata.loaders.errors import (
     MissingIndexError,
     ShardError,
     StaleIndexError,
+    one_line,
 )
 from orchdata.loaders.index.facts import load_facts
-from orchdata.loaders.index.index import KIND, Index, digest
-from orchdata.loaders.index.own_columns import (
-    MOST_BYTES,
-    Piece,
-    column_of_array,
-    column_of_values,
-    joined,
-    packed_columns,
-)
+from orchdata.loaders.index.index import Index, digest
+from orchdata.loaders.index.index_file import write_index
 from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.members import has_keys
@@ -51,14 +48,140 @@ from orchdata.loaders.shards.open import by_identity, open_indexed, rules_of
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.parquet.shard import ParquetShard
 from orchdata.loaders.shards.shard import FactsTable, Shard, ShardInfo
-from orchdata.loaders.storage.atomic import replaced, write_at
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import PLAIN_FILES, Files
 from orchdata.loaders.storage.paths import RECORD_SUFFIXES, suffix_of
-from orchdata.loaders.storage.sealed import body_start, finish
 from orchdata.loaders.text.conversation import parse_json
 from orchdata.loaders.text.preprocessor import decode_utf8
-from orchdata.loaders.versions import TABLE_FORMAT
+
+MOST_BYTES: Final = 1024
+"""Most bytes of a string."""
+TYPES: Final = {
+    "null": pa.null(),
+    "bool": pa.bool_(),
+    "int": pa.int64(),
+    "float": pa.float64(),
+    "str": pa.large_string(),
+}
+_KINDS: Final = {type_: kind for kind, type_ in TYPES.items()}
+
+
+class Piece(NamedTuple):
+    """The column of one shard, of one of the types; `is_text` if it may stand for numbers, such as cells of CSV."""
+
+    url: str
+    values: pa.Array
+    is_text: bool
+
+
+def fields_of(columns: pa.RecordBatch) -> dict[str, dict[str, Any]]:
+    """Return the type of each column, and the number of its nulls, JSON-safe."""
+    return {
+        name: {"type": _KINDS[column.type], "nulls": column.null_count}
+        for name, column in zip(columns.schema.names, columns.columns, strict=True)
+    }
+
+
+def column_of_values(values: Sequence[Any], url: str, keys: Sequence[str], name: str) -> pa.Array:
+    """Return a column of Python values of one type. Raises ValueError."""
+    kinds = {type(value) for value in values if value is not None}
+    if not kinds <= {bool, int, float, str} or (len(kinds) > 1 and kinds != {int, float}):
+        raise _wrong(url, name, f"is {' and '.join(sorted(kind.__name__ for kind in kinds))}")
+    try:
+        return column_of_array(pa.array(values), (), url, keys, name)
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
+        raise _wrong(url, name, f"cannot be kept: {one_line(error)}") from error
+
+
+def column_of_array(array: pa.Array, labels: Sequence[str], url: str, keys: Sequence[str], name: str) -> pa.Array:
+    """Return a column of a file, as one of the types. Names take the place of numbers of classes; times, dates and the
+    like are strings as Python writes them. Raises ValueError.
+    """
+    if pa.types.is_run_end_encoded(array.type):
+        array = pc.run_end_decode(array)
+    type_, kinds, text = array.type, pa.types, TYPES["str"]
+    try:
+        if labels:
+            numbers = pc.if_else(pc.less(array, 0), None, array)  # -1 is "no class"
+            array = pa.array(list(labels), text).take(numbers)
+        elif kinds.is_null(type_) or kinds.is_boolean(type_):
+            return array
+        elif kinds.is_integer(type_):
+            return array.cast(TYPES["int"])
+        elif kinds.is_floating(type_) or kinds.is_decimal(type_):
+            return array.cast(TYPES["float"])
+        elif kinds.is_string(type_) or kinds.is_large_string(type_) or kinds.is_string_view(type_):
+            array.validate(full=True)
+            array = array.cast(text)
+        elif kinds.is_temporal(type_):
+            array = pa.array([None if value is None else str(value) for value in array.to_pylist()], text)
+        else:
+            raise _wrong(url, name, f"is {str(type_)[:80]}")
+    except (pa.ArrowException, ArithmeticError, UnicodeDecodeError) as error:
+        raise _wrong(url, name, f"cannot be kept: {one_line(error)}") from error
+    lengths = pc.fill_null(pc.binary_length(array), 0)
+    most = pc.max(lengths).as_py() or 0
+    if most > MOST_BYTES:
+        at = pc.index(lengths, most).as_py()
+        raise _wrong(f"{url}: sample {keys[at]!r}", name, f"has {most} bytes, above {MOST_BYTES}")
+    return array
+
+
+def joined(pieces: Sequence[Piece], name: str) -> list[pa.Array]:
+    """Return the columns of all shards with one type. Raises ValueError, naming the shards whose types differ."""
+    kinds = [_text_kind(piece.values) if piece.is_text else _KINDS[piece.values.type] for piece in pieces]
+    if "str" in kinds:  # text stands for numbers only if all of it does, and all other shards have numbers
+        kinds = ["str" if piece.is_text and kind != "null" else kind for piece, kind in zip(pieces, kinds, strict=True)]
+    found = {kind: piece.url for piece, kind in zip(reversed(pieces), reversed(kinds), strict=True) if kind != "null"}
+    if len(found) > 1 and found.keys() != {"int", "float"}:
+        (one, first), (other, second) = sorted(found.items())[:2]
+        raise ValueError(
+            f"index_fields: {name!r} is {one} in {first} and {other} in {second}: write it with one type, or leave it "
+            "out"
+        )
+    kind = "float" if len(found) > 1 else next(iter(found), "null")
+    return [_converted(piece, kind, name) for piece in pieces]
+
+
+def _converted(piece: Piece, kind: str, name: str) -> pa.Array:
+    if kind == "null":
+        return pa.nulls(len(piece.values))
+    values = _stripped(piece.values) if piece.is_text else piece.values
+    try:
+        return values.cast(TYPES[kind])
+    except pa.ArrowException as error:
+        raise _wrong(piece.url, name, f"has an integer that no float equals: {one_line(error)}") from error
+
+
+def _text_kind(texts: pa.Array) -> str:
+    """Return the type that all of these texts can be read as. A number does not begin with a zero before digits."""
+    texts = _stripped(texts)
+    if texts.null_count == len(texts):
+        return "null"
+    if pc.any(pc.match_substring_regex(texts, r"^[+-]?0[0-9]")).as_py():
+        return "str"
+    for kind in ("int", "float"):
+        try:
+            texts.cast(TYPES[kind])
+        except pa.ArrowException:
+            continue
+        return kind
+    return "str"
+
+
+def _stripped(texts: pa.Array) -> pa.Array:
+    """Return texts without white space around them; empty ones are null."""
+    if pa.types.is_null(texts.type):
+        return texts
+    texts = pc.utf8_trim_whitespace(texts)
+    return pc.if_else(pc.equal(pc.binary_length(texts), 0), pa.scalar(None, texts.type), texts)
+
+
+def _wrong(where: str, name: str, what: str) -> ValueError:
+    return ValueError(
+        f"index_fields: {where}: {name!r} {what}; the index keeps numbers, booleans and strings of up to {MOST_BYTES} "
+        "bytes, of one type in all shards: leave it out of index_fields"
+    )
 
 
 class _Read(NamedTuple):
@@ -84,19 +207,13 @@ def with_fields(
     Of several processes one reads them, and the others wait.
 
     Args:
-        index: of the shards under the recipe.
-        names: of the columns, in order.
-        containers: of the user's, with which the index was built.
         may_build: whether to read shards.
         force: read all shards again.
         progress: called with the shards that are done, and the number of all.
-        files: where the shards are.
 
-    Raises:
-        ValueError: values that the index does not keep, columns of several types, or a name that no sample has.
-        MissingIndexError: they are not kept, and `may_build` is false.
-        StaleIndexError: a shard changed since it was indexed.
-        StorageError: a shard cannot be read, or the cache cannot be written, now.
+    Raises ValueError for values that the index does not keep, columns of several types, or a name that no sample has;
+    MissingIndexError if they are not kept, and `may_build` is false; StaleIndexError if a shard changed since it was
+    indexed; StorageError.
     """
     if index.own is not None and {*names} <= {*index.own.schema.names} and not force:
         return index
@@ -111,7 +228,10 @@ def with_fields(
             kept = None if force else _kept(path, index)
             if kept is None:
                 read = partial(_read, names, recipe, by_identity(containers), cache, files)
-                _write(path, index, _columns(index, names, _read_all(index, read, progress)))
+                columns = _columns(index, names, _read_all(index, read, progress))
+                values = {**index.head().values, "shards": [shard.as_list() for shard in index.shards]}
+                write_index(path, [index], values, columns)
+                index.check_unchanged()
                 kept = Index(path)
     kept.fetch, kept.base = index.fetch, index.path  # its rows are the same
     return kept
@@ -123,19 +243,6 @@ def _kept(path: Path, index: Index) -> Index | None:
     except (FileNotFoundError, DamagedIndexError):
         return None
     return kept if (kept.build_id, kept.shards) == (index.build_id, index.shards) else None
-
-
-def _write(path: Path, index: Index, columns: pa.RecordBatch) -> None:
-    """Write the index with these columns after its table. Raises StorageError."""
-    head, (own, batch) = index.head(), packed_columns(columns)
-    values = {**head.values, "shards": [shard.as_list() for shard in index.shards], "own": own}
-    with index.body() as table, replaced(path) as fd:
-        size = len(table) + batch.size
-        start = body_start(values, size)
-        write_at(fd, table, start)
-        write_at(fd, memoryview(batch), start + len(table))
-        finish(fd, KIND, TABLE_FORMAT, values, start, size)
-    index.check_unchanged()
 
 
 def _read_all(index: Index, read: Callable[[ShardInfo], _Read], progress: Any) -> list[_Read]:
@@ -165,12 +272,7 @@ def _is_readable(index: Index, number: int) -> bool:
 
 
 def _columns(index: Index, names: Sequence[str], read: Sequence[_Read]) -> pa.RecordBatch:
-    """Return the columns of all shards, in the order of the index. Pieces of a sample have the values of the sample.
-
-    Raises:
-        ValueError: types of shards that differ, or a name that no sample has.
-        StaleIndexError: a shard has other samples than in the index.
-    """
+    """Return the columns of all shards, in the order of the index. Pieces of a sample have the values of the sample."""
     bad = index.bad_rows()
     rows = [_rows_of(index, number, keys, bad) for number, (keys, _) in enumerate(read)]
     is_any_readable = any(_is_readable(index, number) for number in range(len(read)))
@@ -212,12 +314,7 @@ def _read(
     files: Files,
     info: ShardInfo,
 ) -> _Read:
-    """Read the values of all samples of a shard. Samples that cannot be read have none.
-
-    Raises:
-        ValueError: a value that the index does not keep, naming shard and field, or the shard cannot be read any more.
-        StorageError, StaleIndexError: as `with_fields`.
-    """
+    """Read the values of all samples of a shard. Samples that cannot be read have none. Raises as `with_fields`."""
     uses_record = info.container or suffix_of(info.url) in RECORD_SUFFIXES
     rules = rules_of(info, containers, recipe.record if uses_record else None)
     how: dict[str, Any] = {"record": rules.record, "containers": containers, "files": files}

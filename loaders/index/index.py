@@ -2,9 +2,8 @@
 
     recipe + shard paths --name of the file--> mapped columns --row--> members to read, parts to decode
 
-Opening reads no shard, and reads the columns once per machine to verify them: their checksums, and that their values
-are possible in an index. A plan touches only the rows of its step.
-There is no Python object per sample, so worker processes share the pages instead of copying them.
+Opening reads no shard, and reads the columns once per machine to verify their checksums. A plan touches only the rows
+of its step. There is no Python object per sample, so worker processes share the pages instead of copying them.
 
 Offsets and other positions are checked when they are used: one that points outside raises DamagedIndexError, and never
 gives a wrong text or a crash.
@@ -20,21 +19,19 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from orchdata.loaders import versions
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import DamagedIndexError, DataError, MissingIndexError, StorageError
-from orchdata.loaders.index.foreign import check_columns, check_head
-from orchdata.loaders.index.own_columns import stored_columns
-from orchdata.loaders.index.table import MOST_BYTES, Columns, TableSize, views
-from orchdata.loaders.index.totals import Totals
+from orchdata.loaders.index.table import MOST_BYTES, Columns, TableSize, Totals, views
 from orchdata.loaders.modalities.modality import PartSize, outer_of
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.shards.jsonl.media_files import MISSING
@@ -48,8 +45,6 @@ from orchdata.loaders.storage.storage import basename
 from orchdata.loaders.versions import TABLE_FORMAT
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from orchdata.loaders.recipe import Recipe
 
 KIND = b"indx"
@@ -60,21 +55,16 @@ _STILL_SECONDS = 24 * 3600.0
 
 
 class Place(NamedTuple):
-    """Where the shards of an index file are, whose names in it are relative.
-
-    Attributes:
-        root: their folder, with a final "/".
-        media_root: folder of the files that their records name, as of `Reading`.
+    """Where the shards of an index file are, whose names in it are relative: their folder, with a final "/", and the
+    folder of the files that their records name.
     """
 
     root: str
     media_root: str | None = None
 
     def of(self, shard: ShardInfo, made_in: str) -> ShardInfo:
-        """Return a shard of the index where it is now. The times of files in another folder do not count.
-
-        Args:
-            made_in: the root then.
+        """Return a shard of an index made in another root where it is now. Times of files in another folder do not
+        count.
         """
         url = self.root + shard.url
         media_root = (media_root_of(url, self.media_root) or shard.media_root) if shard.media_root else ""
@@ -85,7 +75,7 @@ class Place(NamedTuple):
         return replace(shard, url=url, media_root=media_root, version=version, moved_media=is_moved)
 
 
-class Index:
+class Index(Columns):
     """A mapped index; pickles as its path, and as the open file: what a prune has removed is there for workers too.
 
     n rows in the order of their shards, p parts, m members; every array is a read-only view of the file. A sample is
@@ -123,7 +113,7 @@ class Index:
         member_header: result of the modality's probe, int64 (m, H); filled with zeros if it has fewer numbers.
         fields: names of all fields in use.
         own: the user's own columns, with a value for each row; None if it was not built with any.
-        totals: see `totals.summarize`.
+        totals: see `table.summarize`.
         recipe: `Recipe.describe()` of the recipe that the costs belong to.
         place: where its shards are, if it was written as a file.
         fetch: opens the index from the file that a user named, on a machine without a copy of it; it pickles. None: it
@@ -135,21 +125,15 @@ class Index:
     base: Path | None = None
 
     def __init__(self, path: str | Path, lent: Lent | None = None, place: Place | None = None) -> None:
-        """Map the file, or the one that another process lends. It is read completely, and checked, once per machine;
-        see `storage.verified`.
+        """Map the file, or the one that another process lends. It is read completely, and checked, once per machine.
 
-        Args:
-            place: where the shards are, of an index that was written as a file.
-
-        Raises:
-            FileNotFoundError: no such file.
-            DamagedIndexError: not an index of this format, or changed since it was written.
-            StorageError: it cannot be read now.
+        `place` says where the shards are, of an index that was written as a file. Raises FileNotFoundError;
+        DamagedIndexError if it is no index of this format, or changed since it was written; StorageError.
         """
         self.path = Path(path)
         try:
             metadata, columns, self.own, self._fd, self._opened = self._mapped(lent)
-        except ValueError as error:
+        except (ValueError, LookupError, TypeError, AttributeError, pa.ArrowException) as error:
             raise self.damaged(str(error)) from error
         weakref.finalize(self, os.close, self._fd)
         self._used = time.monotonic()
@@ -168,29 +152,10 @@ class Index:
         self.first_rows = np.array([0], np.int64)
         self.shard_rows: NDArray[np.int64] = np.array(metadata["shard_rows"], np.int64)
 
-        self._columns = columns
+        for name in Columns.__slots__:
+            setattr(self, name, getattr(columns, name))
         self.num_rows = columns.shard.size
         self.num_samples: int = self.totals["samples"]
-        self.shard = columns.shard
-        self.llm_tokens = columns.llm_tokens
-        self.loss_tokens = columns.loss_tokens
-        self.piece = columns.piece
-        self.cut_tokens = columns.cut_tokens
-        self.text_start = columns.text_start
-        self.part_offsets = columns.part_offsets
-        self.part_modality = columns.part_modality
-        self.part_member = columns.part_member
-        self.part_positions = columns.part_positions
-        self.part_tokens = columns.part_tokens
-        self.part_rows = columns.part_rows
-        self.part_extent = columns.part_extent
-        self.member_offsets = columns.member_offsets
-        self.member_field = columns.member_field
-        self.member_kind = columns.member_kind
-        self.member_encoding = columns.member_encoding
-        self.member_offset = columns.member_offset
-        self.member_size = columns.member_size
-        self.member_header = columns.member_header
 
     def check_urls(self, urls: Sequence[str]) -> None:
         """Raise DamagedIndexError if it is not the index of these shards, which its file name promises."""
@@ -201,10 +166,7 @@ class Index:
             raise self.damaged(f"it is said to be of {len(self.shards)} shards instead of {len(urls)}")
 
     def check_unchanged(self) -> None:
-        """Raise DamagedIndexError if the file was written to since it was opened; call it after use.
-
-        Builders write a new file under the name, and do not touch this one.
-        """
+        """Raise DamagedIndexError if the file was written to since it was opened; call it after use."""
         try:
             now = os.fstat(self._fd)
         except OSError as error:
@@ -239,26 +201,15 @@ class Index:
     def __reduce__(self) -> tuple[Callable[..., Index], tuple[Path, Lent, Place | None]]:
         return _opened_again, (self.path, lend(self._fd), self.place)
 
-    @property
-    def size(self) -> TableSize:
-        """The numbers of its rows, parts, members and bytes."""
-        return self._columns.size
-
     def head(self) -> Head:
         """Return the head of its file."""
         return head_of(self._fd, KIND, TABLE_FORMAT)
 
-    @contextmanager
-    def body(self) -> Iterator[memoryview]:
-        """Yield its columns as they are stored, without its `own`."""
-        head = self.head()
-        end = head.start + head.size - head.values.get("own", {"bytes": 0})["bytes"]
-        with (
-            mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ) as mapped,
-            memoryview(mapped) as view,
-            view[head.start : end] as body,
-        ):
-            yield body
+    def body(self) -> memoryview:
+        """Return its columns as they are stored, without its `own`."""
+        mapped: Any = self.shard.base
+        start = self.head().start
+        return memoryview(mapped.obj)[start : start + self.size.num_bytes]
 
     def damaged(self, reason: str) -> DamagedIndexError:
         """Return the error to raise for impossible values. The file will be verified again when it is next opened."""
@@ -326,11 +277,7 @@ class Index:
         return self.modalities[code]
 
     def sizes(self, parts: NDArray[np.int64] | range, recipe: Recipe) -> list[PartSize]:
-        """Return the sizes of parts, as counted by their modality.
-
-        Args:
-            recipe: of the index: gives the width of each modality's extents, which are stored at the largest width.
-        """
+        """Return the sizes of parts, as counted by their modality under the recipe of the index."""
         columns = (self.part_modality, self.part_positions, self.part_tokens, self.part_rows, self.part_extent)
         wanted = slice(parts.start, parts.stop) if isinstance(parts, range) else parts
         values = [column[wanted].tolist() for column in columns]
@@ -378,12 +325,12 @@ class Index:
 
     def bad_rows(self) -> NDArray[np.int64]:
         """Return the samples that cannot be used, ascending, int64."""
-        return self._columns.bad_row
+        return self.bad_row
 
     def failure(self, row: int) -> DataError:
         """Return the error of a bad sample."""
-        number = int(np.searchsorted(self._columns.bad_row, row))
-        if number == self._columns.bad_row.size or self._columns.bad_row[number] != row:
+        number = int(np.searchsorted(self.bad_row, row))
+        if number == self.bad_row.size or self.bad_row[number] != row:
             raise ValueError(f"row {row} is not a bad sample")
         field, reason = self._text("error_field", number), self._text("error_reason", number)
         shard = self.shard_of(row)
@@ -449,14 +396,9 @@ class Index:
 
     def find_all(self, shard: str | None, key: str) -> list[int]:
         """Return the rows of a sample: of all its pieces, and more if its key comes back in its shard. Only the keys of
-        that shard are read.
+        that shard are read: its url, a path as data sets take it, or the last component of a url; None: any shard.
 
-        Args:
-            shard: a url as in `shards`, a path as data sets take it, or the last component of a url; None: all rows of
-                that key, in any shard.
-
-        Raises:
-            ValueError: several shards with that name have the key.
+        Raises ValueError if several shards with that name have the key.
         """
         if shard is None:
             return [row for number in range(len(self.shards)) for row in self._rows_of(number, key)]
@@ -478,11 +420,11 @@ class Index:
 
     def keys(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
         """Return the keys of the rows from start to stop: their offsets, int64 (stop - start + 1,), and UTF-8 bytes."""
-        offsets = self._columns.key_offsets[start : stop + 1]
+        offsets = self.key_offsets[start : stop + 1]
         first, last = int(offsets[0]), int(offsets[-1])
-        if not 0 <= first <= last <= self._columns.key_bytes.size or np.diff(offsets).min(initial=0) < 0:
+        if not 0 <= first <= last <= self.key_bytes.size or np.diff(offsets).min(initial=0) < 0:
             raise self.damaged(f"the keys of rows {start} to {stop} are said to be outside of all keys")
-        return offsets - first, self._columns.key_bytes[first:last]
+        return offsets - first, self.key_bytes[first:last]
 
     def _rows_of(self, number: int, key: str) -> list[int]:
         start, stop = self.shard_rows[number : number + 2].tolist()
@@ -500,8 +442,8 @@ class Index:
 
     def _text(self, column: str, number: int) -> str:
         """Return one value of a string column; `number` is a row for `key`, an index in `bad_row` for errors."""
-        offsets: NDArray[np.int64] = getattr(self._columns, f"{column}_offsets")
-        values: NDArray[np.uint8] = getattr(self._columns, f"{column}_bytes")
+        offsets: NDArray[np.int64] = getattr(self, f"{column}_offsets")
+        values: NDArray[np.uint8] = getattr(self, f"{column}_bytes")
         start, stop = offsets[number : number + 2].tolist()
         if not 0 <= start <= stop <= values.size:
             raise self.damaged(
@@ -553,43 +495,36 @@ _Mapped = tuple[dict[str, Any], Columns, "pa.RecordBatch | None", int, os.stat_r
 
 
 def _map(path: Path, lent: Lent | None) -> _Mapped:
-    """Return verified head, mapped columns and the user's own columns of an index, a descriptor, its status.
-
-    Raises ValueError, OSError.
-    """
+    """Return verified head, mapped columns and the user's own columns of an index, a descriptor, its status."""
     with opened_lent(path, lent) as fd:
         status = os.fstat(fd)
         head = head_of(fd, KIND, TABLE_FORMAT)
-        noted = is_noted(path, status)
+        noted, values = is_noted(path, status), head.values
         if not noted:
-            check_head(head.values)
+            _check_names(values)
             verify_body(fd, head)
-        mapped = memoryview(mmap.mmap(fd, status.st_size, access=mmap.ACCESS_READ))
-        own, own_bytes = stored_columns(head.values, mapped[head.start :], check=not noted)
-        columns = views(mapped[head.start : status.st_size - own_bytes], TableSize(**head.values["size"]))
-        if noted:
-            columns.check_ends()
-        else:
-            _check_all(columns, head.values)
-            now = os.fstat(fd)
-            if all(getattr(now, name) == getattr(status, name) for name in ("st_size", "st_mtime_ns", "st_ctime_ns")):
-                note(path, status)
-        return head.values, columns, own, os.dup(fd), status
+        body = memoryview(mmap.mmap(fd, status.st_size, access=mmap.ACCESS_READ))[head.start :]
+        end, own = len(body) - values.get("own", 0), None
+        columns = views(body[:end], TableSize(**values["size"]))
+        columns.check_ends()
+        if end < len(body):
+            own = pa.ipc.open_stream(pa.py_buffer(body[end:])).read_next_batch()
+            if own.num_rows != columns.shard.size:
+                raise ValueError(f"index_fields have {own.num_rows} rows, of {columns.shard.size}")
+        now = os.fstat(fd)
+        if not noted and all(
+            getattr(now, name) == getattr(status, name) for name in ("st_size", "st_mtime_ns", "st_ctime_ns")
+        ):
+            note(path, status)
+        return values, columns, own, os.dup(fd), status
 
 
-def _check_all(columns: Columns, values: dict[str, Any]) -> None:
-    shard_rows = np.array(values["shard_rows"], np.int64)
-    check_columns(
-        columns,
-        modalities=values["modalities"],
-        num_fields=len(values["fields"]),
-        shard_rows=shard_rows,
-        totals=values["totals"],
-    )
-    num_bad = np.diff(np.searchsorted(columns.bad_row, shard_rows))
-    for shard, bad in zip(values["shards"], num_bad.tolist(), strict=True):
-        if ShardInfo.of_list(shard).lost_bytes and not bad:
-            raise ValueError(f"{shard[0]} is said to be damaged, and none of its samples is bad")
+def _check_names(values: dict[str, Any]) -> None:
+    """Raise ValueError if a file that a user names has a shard outside of the folder that he names."""
+    for name, *_, media_root in (shard[:7] for shard in values["shards"] if "root" in values):
+        is_outside = "://" in name or "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/"))
+        if is_outside or media_root not in ("", "."):
+            raise ValueError(f"the shard {name!r:.200} is not named by a path below the common folder")
 
 
 def absolute(url: str) -> str:

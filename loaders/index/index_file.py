@@ -4,7 +4,7 @@
 
 It has the rows and columns of the index, so that it is the same file whoever writes it of the same data.
 
-Where indexes are stored: shards and a recipe -> the file of their index, without reading any shard.
+In the cache folder: shards and a recipe -> the file of their index, without reading any shard.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import mmap
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -27,11 +27,10 @@ from orchdata.loaders import versions
 from orchdata.loaders.claims import Claims
 from orchdata.loaders.errors import DamagedIndexError, MissingIndexError, StaleIndexError
 from orchdata.loaders.index.index import KIND, Index, Place, absolute, content_fingerprint, digest
-from orchdata.loaders.index.own_columns import packed_columns
-from orchdata.loaders.index.table import TableSize, TableWriter, body_bytes
-from orchdata.loaders.index.totals import sum_totals
+from orchdata.loaders.index.table import TableSize, TableWriter, Totals, sum_totals
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.reading import PLAIN, Reading
+from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.atomic import Buffer, opened, remove, replaced, status_of, write_at
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import Files
@@ -52,7 +51,6 @@ class IndexFile(NamedTuple):
     """A file with an index, as it was when the first rank looked at it.
 
     Attributes:
-        size, version: as `Storage`.
         digest: of its head, which has the checksums of its body.
         root: the folder that its shards were in, with a final "/".
         recipe: fingerprint of the recipe that it was made under.
@@ -74,10 +72,7 @@ class IndexFile(NamedTuple):
 def look(url: str, files: Files) -> IndexFile:
     """Return what a file is now; its head alone is read.
 
-    Raises:
-        MissingIndexError: there is no such file.
-        DamagedIndexError: it is not an index that was written as a file.
-        StorageError: it cannot be read.
+    Raises MissingIndexError; DamagedIndexError if it was not written as a file; StorageError.
     """
     version = files.version(url)
     if version is None:
@@ -96,9 +91,7 @@ def look(url: str, files: Files) -> IndexFile:
 def opened_copy(file: IndexFile, files: Files, place: Place) -> Index:
     """Return the index of a file, from the node's copy, which is made if it is missing.
 
-    Raises:
-        DamagedIndexError: the file was replaced or damaged since it was looked at.
-        StorageError: it cannot be read, or the cache folder cannot be written.
+    Raises DamagedIndexError if the file was replaced or damaged since it was looked at; StorageError.
     """
     cache = CacheFolder()
     path = cache.root / "index" / f"{file.digest}.index"
@@ -136,15 +129,10 @@ def root_of(paths: Sequence[str]) -> str:
 def write_index_file(
     indexes: Sequence[Index], url: str, files: Files, *, root: str, recipe: str, rules: Sequence[int], share: str = ""
 ) -> None:
-    """Write an index, or one of the shards of several, as a file. It appears when it is complete.
+    """Write an index, or one of the shards of several (of one recipe), as a file. It appears when it is complete.
 
-    Args:
-        indexes: of one recipe; none of their shards is in two of them.
-        root: the folder that all shards are in.
-        recipe, share: as in `IndexFile`.
-        rules: its `verdicts` and `counts`.
-
-    Raises ValueError if a shard is not in the folder, or comes twice; StorageError.
+    `root` is the folder that all shards are in; `recipe`, `share` and `rules` as in `IndexFile`. Raises ValueError if
+    a shard is not in the folder, or comes twice; StorageError.
     """
     shards = [shard for index in indexes for shard in index.shards]
     for shard in shards:
@@ -174,35 +162,86 @@ def write_index_file(
 
 def _write(path: Path, indexes: Sequence[Index], values: dict[str, Any]) -> None:
     shards = [shard for index in indexes for shard in index.shards]
-    fields = {name: number for number, name in enumerate(dict.fromkeys(each for one in indexes for each in one.fields))}
-    sizes = [index.size for index in indexes]
-    size = TableSize.sum(sizes)
     values |= {
         "fingerprint": content_fingerprint(shards, values["made_under"]),
         "build_id": indexes[0].build_id if len(indexes) == 1 else digest([index.build_id for index in indexes]),
         "recipe": indexes[0].recipe,
         "shard_rows": np.cumsum(np.concatenate([[0], *(np.diff(index.shard_rows) for index in indexes)])).tolist(),
-        "fields": list(fields),
         "modalities": list(indexes[0].modalities),
-        "totals": sum_totals([index.totals for index in indexes]),
-        "size": size.as_dict(),
     }
-    table = length = body_bytes(size)
     columns = [index.own for index in indexes if index.own is not None]
-    if len(columns) == len(indexes) and all(each.schema == columns[0].schema for each in columns):
-        values["own"], batch = packed_columns(pa.concat_batches(columns))
-        length += batch.size
-    start, number = body_start(values, length), 0
+    is_same = len(columns) == len(indexes) and all(each.schema == columns[0].schema for each in columns)
+    write_index(path, indexes, values, own=pa.concat_batches(columns) if is_same else None)
+    for index in indexes:
+        index.check_unchanged()
+
+
+class Source(Protocol):
+    """Rows of an index: the costs of a shard, or an index; its packed columns are read when they are written."""
+
+    @property
+    def size(self) -> TableSize: ...
+    @property
+    def fields(self) -> Sequence[str]: ...
+    @property
+    def totals(self) -> Totals: ...
+    def body(self) -> Buffer: ...
+
+
+def merge_tables(
+    path: Path,
+    shards: Sequence[ShardInfo],
+    tables: Sequence[Source],
+    *,
+    fingerprint: str,
+    modalities: Sequence[str],
+    recipe: Mapping[str, Any],
+    build_id: str = "",
+) -> None:
+    """Write the index of shards, each with its table, to `path`. Raises StorageError.
+
+    `build_id` recognizes whether it was made from the same tables.
+    """
+    values = {
+        "fingerprint": content_fingerprint(shards, fingerprint),
+        "build_id": build_id,
+        "recipe": recipe,
+        "shards": [shard.as_list() for shard in shards],
+        "shard_rows": np.cumsum([0, *(table.size.rows for table in tables)]).tolist(),
+        "modalities": list(modalities),
+    }
+    write_index(path, tables, values)
+
+
+def write_index(
+    path: Path, sources: Sequence[Source], values: Mapping[str, Any], own: pa.RecordBatch | None = None
+) -> None:
+    """Write the rows of sources, one after another, as an index; it gets its name when it is complete.
+
+    Memory is bounded by one source and a few dozen MiB for any number of samples. `values` are those of the head that
+    are not read from the sources; `own` are the user's own columns, after the table. Raises StorageError.
+    """
+    names = dict.fromkeys(name for source in sources for name in source.fields)
+    fields = {name: number for number, name in enumerate(names)}
+    size = TableSize.sum([source.size for source in sources])
+    totals = sum_totals([source.totals for source in sources])
+    values = {**values, "fields": list(names), "totals": totals, "size": asdict(size)}
+    after = memoryview(b"")
+    if own is not None:
+        stream = pa.BufferOutputStream()
+        with pa.ipc.new_stream(stream, own.schema) as writing:
+            writing.write_batch(own)
+        after = memoryview(stream.getvalue())
+        values["own"] = len(after)
+    length, number = size.num_bytes + len(after), 0
+    start = body_start(values, length)
     with replaced(path) as fd:
         writer = TableWriter(fd, start, size)
-        for index, its_size in zip(indexes, sizes, strict=True):
-            with index.body() as body:
-                writer.append(body, its_size, number, [fields[name] for name in index.fields])
-                writer.flush()
-            index.check_unchanged()
-            number += len(index.shards)
-        if length > table:
-            write_at(fd, memoryview(batch), start + table)
+        for source in sources:
+            writer.append(source.body(), source.size, number, [fields[name] for name in source.fields])
+            number += len(source.shards) if isinstance(source, Index) else 1
+        writer.flush()
+        write_at(fd, after, start + size.num_bytes)
         finish(fd, KIND, TABLE_FORMAT, values, start, length)
 
 
@@ -248,20 +287,9 @@ def open_index(
     cache: CacheFolder | None = None,
     reading: Reading = PLAIN,
 ) -> Index | None:
-    """Open the index that `build_index` made of these shards under the recipe. Return None if there is none.
+    """Open the index that `build_index` made of these shards under the recipe; None if there is none. No shard is read.
 
-    No shard is read.
-
-    Args:
-        urls: paths of the shards, expanded, in order.
-        recipe: that the costs must belong to.
-        cache: stores indexes; default: the folder that the environment names.
-        reading: as passed to `build_index`.
-
-    Raises:
-        DamagedIndexError: it has changed since it was written.
-        StorageError: it cannot be read now.
-        FunctionError: it was made with another function that had the same id.
+    Raises DamagedIndexError; StorageError; FunctionError if it was made with another function that had the same id.
     """
     try:
         index = Index(index_path(urls, recipe.count_fingerprint(), cache or CacheFolder(), reading))
@@ -284,10 +312,8 @@ def check_function_of(index: Index, recipe: Recipe) -> None:
 
 
 def refuse_other_source(before: str, recipe: Recipe) -> None:
-    """Raise FunctionError if the function of a recipe has another source text than one with its id had.
-
-    Args:
-        before: digest of that one's source text; "" if it had none.
+    """Raise FunctionError if the function of a recipe has another source text than `before`, the digest of that of one
+    with its id ("": it had none).
     """
     if recipe.record is not None and before and recipe.record.digest and before != recipe.record.digest:
         raise recipe.record.unfit(
@@ -305,11 +331,7 @@ def index_path(
     *,
     first: int = 0,
 ) -> Path:
-    """Return the path of the index of these shards under a recipe fingerprint; no shard is read.
-
-    Args:
-        first: of the index of so many samples at the beginning; 0: of all.
-    """
+    """Return the path of the index of these shards, or of their `first` samples, under a recipe fingerprint."""
     only = [{"first": first}] if first else []
     name = digest([TABLE_FORMAT, versions.rules(), recipe, [absolute(url) for url in urls], *reading.identity(), *only])
     return cache.root / "index" / f"{name}.index"

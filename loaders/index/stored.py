@@ -4,13 +4,12 @@ A piece of a split sample is tokenized alone if the index allows it. Otherwise t
 with the open shards, so that later pieces need not read and tokenize it again.
 
 What the samples of a step need of objects of storage is asked for before any of them is decoded: `read_ahead`.
-
-What a step reads of the rows of an index, said ahead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Final, Literal, NamedTuple
@@ -27,10 +26,12 @@ from orchdata.loaders.modalities.checks import read_header
 from orchdata.loaders.modalities.modality import PartSize, counts_from_header
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import ADDED_FIELDS, RECORD_FIELD
-from orchdata.loaders.samples.compose import Composition, compose, compose_piece, composition_of, text_members
+from orchdata.loaders.samples.compose import Composition, compose, composition_of, text_members
 from orchdata.loaders.samples.measure import divided, num_tokens, unpacked
 from orchdata.loaders.samples.members import (
+    Fields,
     KeptValue,
+    has_keys,
     is_cell_without_content,
     is_made,
     json_value,
@@ -41,10 +42,13 @@ from orchdata.loaders.samples.members import (
 )
 from orchdata.loaders.samples.record import MadeSample, made_sample
 from orchdata.loaders.samples.sample import Sample, TextPart, decode_sample
-from orchdata.loaders.samples.spans import SizeOf, SizesInTurn, Span, TextSpan, Window
+from orchdata.loaders.samples.spans import SizeOf, SizesInTurn, Span, TextSpan, WholeWriter, Window
+from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.fields import NAMED
-from orchdata.loaders.shards.open import OpenShards
+from orchdata.loaders.shards.open import NO_CONTAINERS, OpenShards
 from orchdata.loaders.shards.shard import ShardInfo
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.files import PLAIN_FILES, Files
 from orchdata.loaders.storage.remote import requests
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.storage import basename
@@ -54,15 +58,12 @@ Spec = tuple[int, int, int, str]
 """Where a member is, as `Index.read_spec` says."""
 _SPAN_BYTES: Final = 256
 """Memory of a span without its token ids."""
-"""The reason of the failure of a sample that the user leaves blank."""
+_LOOKED_AT: Final = 32
+"""Records of a data set that are read to see their keys."""
 
 
 class StoredSample:
-    """One row of the index, with access to its bytes.
-
-    Args:
-        whole: use the whole sample; the row is then the first of its pieces.
-    """
+    """One row of the index, with access to its bytes; with `whole`, the sample whose first piece it is."""
 
     def __init__(self, index: Index, shards: OpenShards, row: int, *, whole: bool = False) -> None:
         self.row = row
@@ -79,7 +80,6 @@ class StoredSample:
         needs_whole_text = not self._is_undivided and self._window is None
         self._made_sample: MadeSample | None = None
         self._cached: list[list[Span]] | None = shards.texts.get(self._name) if needs_whole_text else None
-        self._asked: tuple[tuple[Any, ...], _Places] | None = None
 
     def _find_window(self) -> Window | None:
         """Return the range of the piece's text; None if it cannot be tokenized alone."""
@@ -120,16 +120,18 @@ class StoredSample:
         """
         if self.row in self._shards.blank:
             raise DataError(self.shard, self.key, "*", BLANK)
-        specs, distinct, num_bytes = self._places(recipe, text=text, parts=parts, kept=kept)
+        specs = self._places(recipe, text=text, parts=parts, kept=kept)
         self._index.check_unchanged()
-        if not distinct:
+        if not specs:
             return {}
+        distinct = list(dict.fromkeys(specs.values()))  # some members share their bytes
         try:
             contents = self._shards.get(self.shard, self._info, recipe.record).read_many(distinct)
         except FieldError as error:
             self.refuse_moved(error)
             raise error.at(self.shard, self.key) from error.__cause__
-        self._shards.reads.used.add(num_bytes)
+        used = dict.fromkeys(spec for member, spec in specs.items() if member >= 0)
+        self._shards.reads.used.add(sum(size for _, size, _, _ in used))
         by_spec = dict(zip(distinct, contents, strict=True))
         payloads = {member: by_spec[spec] for member, spec in specs.items()}
         if self._info.moved_media:
@@ -168,7 +170,7 @@ class StoredSample:
         self, recipe: Recipe, *, text: bool = True, parts: Iterable[int] | None = None, kept: bool = False
     ) -> list[Spec]:
         """Return what `read` with the same arguments reads of the shard, for `Shard.expect`."""
-        return self._places(recipe, text=text, parts=parts, kept=kept).distinct
+        return list(dict.fromkeys(self._places(recipe, text=text, parts=parts, kept=kept).values()))
 
     def refuse_moved(self, error: FieldError) -> None:
         """Raise StaleIndexError for a failure where files that records name are in another place: they may be others,
@@ -181,14 +183,8 @@ class StoredSample:
                 f"{error.field!r}: {error.reason}): run `orchdata index` for this place",
             ) from None
 
-    def _places(self, recipe: Recipe, *, text: bool, parts: Iterable[int] | None, kept: bool) -> _Places:
-        """Return where the members to read are. The last answer is kept: what is read ahead is read soon."""
-        asked = id(recipe), text, None if parts is None else tuple(parts), kept
-        if self._asked is None or self._asked[0] != asked:
-            self._asked = asked, self._find_places(recipe, text=text, parts=parts, kept=kept)
-        return self._asked[1]
-
-    def _find_places(self, recipe: Recipe, *, text: bool, parts: Iterable[int] | None, kept: bool) -> _Places:
+    def _places(self, recipe: Recipe, *, text: bool, parts: Iterable[int] | None, kept: bool) -> dict[int, Spec]:
+        """Return where the members to read are."""
         before: tuple[int, ...] = ()
         wanted = {self.member_of(part) for part in (self.parts if parts is None else parts)}
         if kept:
@@ -199,24 +195,20 @@ class StoredSample:
         needed = sorted(wanted.union(text_members(self.members, recipe) if text and self._cached is None else ()))
         all_specs = self._index.read_spec(self.row)
         specs = {member: all_specs[member] for member in needed}
-        num_bytes = sum(size for _, size, _, _ in dict.fromkeys(specs.values()))
-        specs |= {~at: (*all_specs[at][:3], all_specs[at][3] + VALUE) for at in before}
-        return _Places(specs, list(dict.fromkeys(specs.values())), num_bytes)
+        return specs | {~at: (*all_specs[at][:3], all_specs[at][3] + VALUE) for at in before}
 
     def spans(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview], size_of: SizeOf) -> list[Span]:
-        """Return the spans of the row's sequence. Raises FieldError as `compose` and `divided`, and for all pieces of a
-        sample if the counts of any piece differ from the index.
-
-        Args:
-            payloads: from `read`.
-            size_of: as in `compose`.
+        """Return the spans of the row's sequence, from what `read` returned. Raises FieldError as `compose` and
+        `divided`, and for all pieces of a sample if the counts of any piece differ from the index.
         """
         if self._is_undivided:
             spans = compose(self.members, payloads, recipe, size_of, self._made(recipe, payloads))
             return spans if len(self._rows) > 1 else divided(spans, recipe)[0]
         if self._window is not None:
             made = self._made(recipe, payloads)
-            return compose_piece(self.members, payloads, recipe, size_of, self._window, made)
+            writer = composition_of(self.members, payloads, recipe, made).written(recipe, size_of)
+            assert isinstance(writer, WholeWriter)
+            return writer.window(self._window)
         pieces = self._cached
         if pieces is None:
             pieces = self._shards.texts.made(self._name, partial(self._pieces, recipe, payloads, size_of))
@@ -240,9 +232,6 @@ class StoredSample:
     def token_ids(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]) -> NDArray[np.int32]:
         """Return the token ids of a row of text alone, (llm_tokens,). Raises FieldError as `spans`, and if the counts
         differ from the index.
-
-        Args:
-            payloads: from `read`.
         """
         sizes = SizesInTurn(self._index.sizes(self.parts, recipe))
         spans = [span for span in self.spans(recipe, payloads, sizes) if isinstance(span, TextSpan)]
@@ -303,11 +292,7 @@ class StoredSample:
         return fields | self._made_values(recipe, payloads)
 
     def kept_values(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]) -> dict[str, KeptValue]:
-        """Return the values of the fields that the recipe keeps, by its names. Raises FieldError.
-
-        Args:
-            payloads: from `read` with `kept=True`.
-        """
+        """Return the values of the fields that the recipe keeps, by its names, of what `read` with `kept` returned."""
         values: dict[str, KeptValue] = {}
         for field, data, kind in self._kept_members(recipe, payloads):
             if kind == "json":
@@ -319,11 +304,7 @@ class StoredSample:
         return plain | self._made_values(recipe, payloads)
 
     def made_fields(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]) -> Mapping[str, Any]:
-        """Return the fields that the user's function adds. Raises FieldError.
-
-        Args:
-            payloads: from `read` with `kept=True`.
-        """
+        """Return the fields that the user's function adds, of what `read` with `kept` returned. Raises FieldError."""
         uses = uses_of(self.members, recipe)
         if not uses.made:
             return {}
@@ -335,7 +316,7 @@ class StoredSample:
     def _made(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]) -> MadeSample | None:
         """Return what the user's function makes of the members; it is called once. None: it has no part in them."""
         if self._made_sample is None and is_made(self.members, recipe):
-            self._made_sample = made_sample(self.members, uses_of(self.members, recipe), payloads, recipe)
+            self._made_sample = made_sample(Fields(self.members, payloads, recipe, uses_of(self.members, recipe)))
         return self._made_sample
 
     def _made_values(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]) -> dict[str, KeptValue]:
@@ -357,21 +338,15 @@ class StoredSample:
                 yield field, data, "text" if shard.is_text(name, encoding) else "bytes"
 
     def records(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]) -> Iterator[dict[str, Any]]:
-        """Yield the JSON objects whose keys are kept, before a function of the user's. Raises FieldError.
-
-        Args:
-            payloads: from `read` with `kept=True`.
-        """
+        """Yield the JSON objects whose keys are kept, before a function of the user's. Raises FieldError."""
         for at in uses_of(self.members, recipe).records:
             record = json_value(self.members[at].field, payloads.get(~at, payloads[at]))
             if isinstance(record, dict):
                 yield record
 
     def _check_counts(self, losses: Sequence[NDArray[np.bool_]], recipe: Recipe) -> None:
-        """Raise FieldError if the text yields other counts than the index, by which steps are planned.
-
-        Args:
-            losses: masks of the text tokens that carry loss.
+        """Raise FieldError if the text, with these loss masks, yields other counts than the index, by which steps are
+        planned.
         """
         rows = self._rows if self._whole else range(self.row, self.row + 1)
         llm_tokens, indexed_loss = (
@@ -402,19 +377,6 @@ def _decoded(field: str, data: bytes | memoryview) -> str:
         raise FieldError(field, f"a column of text that is not UTF-8: {error}") from error
 
 
-class _Places(NamedTuple):
-    """Where the members that are read of a sample are.
-
-    Attributes:
-        distinct: the places in `specs`, each once: some members share their bytes.
-        num_bytes: bytes of the members.
-    """
-
-    specs: dict[int, Spec]
-    distinct: list[Spec]
-    num_bytes: int
-
-
 def _check_room(num_bytes: int) -> None:
     """Raise MemoryError if a step's bytes, and those that are on their way, take more memory than is left."""
     left = room()
@@ -432,8 +394,8 @@ def read_ahead(
 ) -> list[object]:
     """Begin to read what is wanted of objects of storage. Keep the result until it was read.
 
-    What fails here fails again when the sample is read, and is raised there. Raises MemoryError, before anything is
-    read, if less memory is left than its bytes take: clients of object storage end the process for lack of memory.
+    What fails here fails again when the sample is read. Raises MemoryError, before anything is read, if less memory is
+    left than its bytes take: clients of object storage end the process for lack of memory.
     """
     if not shards.any_remote:
         return []
@@ -459,10 +421,8 @@ def read_ahead(
 
 
 class Wanted(NamedTuple):
-    """What a step reads of a row, as the arguments of `StoredSample.read`.
-
-    Attributes:
-        sample: that reads it, if it was made already.
+    """What a step reads of a row, as the arguments of `StoredSample.read`; `sample` reads it, if it was made
+    already.
     """
 
     row: int
@@ -470,3 +430,46 @@ class Wanted(NamedTuple):
     parts: Sequence[int] | None = None
     kept: bool = False
     sample: StoredSample | None = None
+
+
+class Missing(NamedTuple):
+    """Names that no sample has, the names that there are, and the number of records that were read for it."""
+
+    names: tuple[str, ...]
+    others: tuple[str, ...]
+    num_records: int
+
+
+def missing_names(
+    index: Index,
+    recipe: Recipe,
+    containers: Mapping[str, Container] = NO_CONTAINERS,
+    files: Files = PLAIN_FILES,
+) -> Missing:
+    """Return the names of `recipe.keep` that are no field of the index, and no key of some records spread over it."""
+    others = dict.fromkeys(map(bare_name, (*index.fields, *index.totals["ignored_fields"])))
+    others.pop(RECORD_FIELD, None)
+    missing = [name for name in recipe.keep if not any(is_kept_as(field, name) for field in index.fields)]
+    count = 0
+    if missing and (recipe.record is not None or any(map(has_keys, index.fields))):
+        for record in _some_records(index, recipe, containers, files):
+            count += 1
+            others |= dict.fromkeys(record)
+            missing = [name for name in missing if key_of(name, record) is None]
+            if not missing:
+                break
+    return Missing(tuple(missing), tuple(others), count)
+
+
+def _some_records(
+    index: Index, recipe: Recipe, containers: Mapping[str, Container], files: Files
+) -> Iterator[dict[str, Any]]:
+    rows = np.unique(np.linspace(0, index.num_rows - 1, min(_LOOKED_AT, index.num_rows)).astype(np.int64))
+    how: dict[str, Any] = {"limits": recipe.limits, "cache": CacheFolder(), "containers": containers, "files": files}
+    with closing(OpenShards(**how)) as shards:
+        for row in rows[~np.isin(rows, index.bad_rows())].tolist():
+            sample = StoredSample(index, shards, row)
+            with suppress(DataError, FieldError, ShardError):  # the loader reports it
+                payloads = sample.read(recipe, text=False, parts=(), kept=True)
+                records = [*sample.records(recipe, payloads), sample.made_fields(recipe, payloads)]
+                yield {key: value for record in records for key, value in record.items()}

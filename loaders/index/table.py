@@ -1,4 +1,4 @@
-"""The columns of an index on disk: the body of a sealed file, with a layout that follows from nine numbers.
+"""The columns of an index, and what they add up to: the body of a sealed file, its layout given by nine numbers.
 
     columns of a row --offsets--> its parts, its members, its key (flat columns over all rows)
 
@@ -12,9 +12,10 @@ size, table by table, in bounded memory.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import chain
 from typing import Any, Final
 
@@ -22,22 +23,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.storage.atomic import Buffer, write_at
+from orchdata.loaders.unread_names import sum_unread
 
-PARTS: Final[dict[str, Any]] = {
-    "modality": np.uint8,
-    "member": np.int32,
-    "positions": np.int32,
-    "tokens": np.int32,
-    "rows": np.int32,
-    "extent": np.int32,
+_I1, _I4, _I8 = np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.int64)
+ROWS: Final = ("llm_tokens", "loss_tokens", "piece", "cut_tokens", "text_start")
+PARTS: Final[dict[str, np.dtype[Any]]] = {
+    "modality": _I1,
+    **dict.fromkeys(("member", "positions", "tokens", "rows", "extent"), _I4),
 }
-MEMBERS: Final[dict[str, Any]] = {
-    "field": np.int32,
-    "kind": np.uint8,
-    "encoding": np.uint8,
-    "offset": np.int64,
-    "size": np.int64,
-    "header": np.int64,
+MEMBERS: Final[dict[str, np.dtype[Any]]] = {
+    "field": _I4,
+    "kind": _I1,
+    "encoding": _I1,
+    "offset": _I8,
+    "size": _I8,
+    "header": _I8,
 }
 WIDTHS: Final = {"part_extent": "extent_width", "member_header": "header_width"}
 """Columns of fixed-width lists, each the last of its kind, and the field of TableSize with their width."""
@@ -46,22 +46,17 @@ STRINGS: Final = {"key": "rows", "error_field": "bad", "error_reason": "bad"}
 """String columns, stored as offsets and bytes, and the field of TableSize with their number of strings."""
 
 # Column -> its dtype, the field of TableSize with its length, and the number of additional values.
-LAYOUT: Final[dict[str, tuple[Any, str, int]]] = {
-    "shard": (np.int32, "rows", 0),
-    "llm_tokens": (np.int32, "rows", 0),
-    "loss_tokens": (np.int32, "rows", 0),
-    "piece": (np.int32, "rows", 0),
-    "cut_tokens": (np.int32, "rows", 0),
-    "text_start": (np.int32, "rows", 0),
-    "part_offsets": (np.int64, "rows", 1),
+LAYOUT: Final[dict[str, tuple[np.dtype[Any], str, int]]] = {
+    **dict.fromkeys(("shard", *ROWS), (_I4, "rows", 0)),
+    "part_offsets": (_I8, "rows", 1),
     **{f"part_{name}": (dtype, "parts", 0) for name, dtype in PARTS.items()},
-    "member_offsets": (np.int64, "rows", 1),
+    "member_offsets": (_I8, "rows", 1),
     **{f"member_{name}": (dtype, "members", 0) for name, dtype in MEMBERS.items()},
-    "bad_row": (np.int64, "bad", 0),
+    "bad_row": (_I8, "bad", 0),
 }
 for _name, _of in STRINGS.items():
-    LAYOUT[f"{_name}_offsets"] = (np.int64, _of, 1)
-    LAYOUT[f"{_name}_bytes"] = (np.uint8, f"{_name}_bytes", 0)
+    LAYOUT[f"{_name}_offsets"] = (_I8, _of, 1)
+    LAYOUT[f"{_name}_bytes"] = (_I1, f"{_name}_bytes", 0)
 
 # Offsets -> the column of the counted elements.
 OFFSETS: Final = {
@@ -91,20 +86,26 @@ class TableSize:
     extent_width: int
     header_width: int
 
-    def as_dict(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in TableSize.__slots__}
-
     @staticmethod
     def sum(sizes: Sequence[TableSize]) -> TableSize:
         """Return the size of all tables together; their widths are the same."""
         total = {name: sum(getattr(size, name) for size in sizes) for name in TableSize.__slots__}
         return TableSize(**total | {name: getattr(sizes[0], name) for name in WIDTHS.values()})
 
-    def items(self, column: str) -> int:
-        """Return the number of values in a column of this table."""
-        _, of, more = LAYOUT[column]
-        width = WIDTHS.get(column)
-        return (int(getattr(self, of)) + more) * (1 if width is None else int(getattr(self, width)))
+    @lru_cache(maxsize=1024)  # noqa: B019 - many small shards have the same size
+    def places(self) -> dict[str, slice]:
+        """Return the bytes of each column in the body, and those of all."""
+        places: dict[str, slice] = {}
+        end = 0
+        for name, (dtype, of, more) in LAYOUT.items():
+            width = getattr(self, WIDTHS[name]) if name in WIDTHS else 1
+            places[name] = slice(end, end + (getattr(self, of) + more) * width * dtype.itemsize)
+            end = places[name].stop + -places[name].stop % _ALIGNMENT
+        return {**places, "": slice(0, end)}
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.places()[""].stop)
 
 
 @dataclass(slots=True, eq=False)
@@ -182,45 +183,31 @@ def pack(columns: Columns) -> bytes:
     return b"".join(pieces)
 
 
-def body_bytes(size: TableSize) -> int:
-    """Return the length of the body of a table of this size."""
-    return _positions(size)[1]
-
-
 def views(body: Buffer, size: TableSize) -> Columns:
-    """Return the columns of a body, read-only if the body is.
-
-    Raises:
-        ValueError: its length is not that of a table of this size.
-    """
-    positions, total = _positions(size)
-    if memoryview(body).nbytes != total:
-        raise ValueError(f"a table of {size} has {total} bytes, there are {memoryview(body).nbytes}")
-    arrays: dict[str, NDArray[Any]] = {
-        name: np.frombuffer(body, dtype, size.items(name), positions[name]) for name, (dtype, _, _) in LAYOUT.items()
-    }
+    """Return the columns of a body, read-only if the body is. Raises ValueError if it has another length."""
+    view = memoryview(body)
+    if view.nbytes != size.num_bytes:
+        raise ValueError(f"a table of {size} has {size.num_bytes} bytes, there are {view.nbytes}")
+    places = size.places()
+    arrays = {name: np.frombuffer(view[places[name]], dtype) for name, (dtype, _, _) in LAYOUT.items()}
     for name, width in WIDTHS.items():
         arrays[name] = arrays[name].reshape(getattr(size, LAYOUT[name][1]), getattr(size, width))
     return Columns(**arrays)
 
 
 class TableWriter:
-    """Writes the body of one table, piece by piece, in order.
+    """Writes the body of one table of `size`, at `start` of a file, piece by piece, in order.
 
-    Args:
-        fd: of the file; written with pwrite, so that a full disk raises an error, and no signal kills the process.
-        start: offset of the body in the file.
-        size: of the whole table.
+    With pwrite: a full disk raises an error, and no signal kills the process.
     """
 
     def __init__(self, fd: int, start: int, size: TableSize) -> None:
-        positions, total = _positions(size)
         self._fd = fd
-        self._at = {name: start + position for name, position in positions.items()}
+        self._at = {name: start + place.start for name, place in size.places().items()}
         self._waiting: list[tuple[memoryview, TableSize, int, Sequence[int]]] = []
         self._waiting_bytes = 0
         self._done = dict.fromkeys(("rows", *OFFSETS.values()), 0)
-        os.ftruncate(fd, start + total)
+        os.ftruncate(fd, start + size.num_bytes)
         for name in OFFSETS:
             self._write(name, np.zeros(1, np.int64))
 
@@ -237,15 +224,21 @@ class TableWriter:
         if not self._waiting:
             return
         bodies, sizes, shards, numbers = zip(*self._waiting, strict=True)
-        slices = [_slices(size) for size in sizes]
         rows = self._shift("rows", [size.rows for size in sizes])
-        for name, (dtype, of, _) in LAYOUT.items():
+        for name, (dtype, of, more) in LAYOUT.items():
             counts = [getattr(size, of) for size in sizes]
             # Join the column of all tables, and check that its values stay inside of their table.
-            pieces = [body[each[name]] for body, each in zip(bodies, slices, strict=True)]
+            places = [size.places()[name] for size in sizes]  # of offsets without the first, which is 0
+            pieces = [
+                body[place.start + more * dtype.itemsize : place.stop]
+                for body, place in zip(bodies, places, strict=True)
+            ]
             joined: NDArray[Any] = np.frombuffer(b"".join(pieces), dtype)
             if name in OFFSETS:
-                self._check_last(name, joined, counts, [getattr(size, LAYOUT[OFFSETS[name]][1]) for size in sizes])
+                lengths = np.array([getattr(size, LAYOUT[OFFSETS[name]][1]) for size in sizes], np.int64)
+                has_rows = np.array(counts) > 0
+                if (joined[np.cumsum(counts)[has_rows] - 1] != lengths[has_rows]).any():
+                    raise ValueError(f"{name} of a table do not end with it")
             elif name in ("member_field", "bad_row"):
                 below = list(map(len, numbers)) if name == "member_field" else [size.rows for size in sizes]
                 if (joined < 0).any() or (joined >= np.repeat(below, counts)).any():
@@ -260,29 +253,20 @@ class TableWriter:
             elif name == "bad_row":
                 joined = joined + np.repeat(rows, counts)
             elif name in OFFSETS:
-                target = LAYOUT[OFFSETS[name]][1]
-                joined = joined + np.repeat(
-                    self._shift(OFFSETS[name], [getattr(size, target) for size in sizes]), counts
-                )
+                joined = joined + np.repeat(self._shift(OFFSETS[name], lengths), counts)
             self._write(name, joined)
         self._waiting, self._waiting_bytes = [], 0
 
-    def _check_last(self, name: str, joined: NDArray[np.int64], counts: Sequence[int], lengths: Sequence[int]) -> None:
-        """Raise ValueError if the offsets of a table do not end at the end of its column."""
-        has_rows = np.array(counts) > 0
-        last = joined[np.cumsum(counts)[has_rows] - 1]
-        if (last != np.array(lengths)[has_rows]).any():
-            raise ValueError(f"{name} of a table do not end with it")
-
-    def _shift(self, column: str, lengths: Sequence[int]) -> NDArray[np.int64]:
+    def _shift(self, column: str, lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the position in the whole column where each table begins."""
         ends = self._done[column] + np.cumsum(lengths, dtype=np.int64)
         self._done[column] = int(ends[-1])
         return ends - np.array(lengths, np.int64)
 
     def _write(self, name: str, values: NDArray[Any]) -> None:
-        write_at(self._fd, np.ascontiguousarray(values, LAYOUT[name][0]).data, self._at[name])
-        self._at[name] += values.size * _itemsize(LAYOUT[name][0])
+        data = np.ascontiguousarray(values, LAYOUT[name][0]).data
+        write_at(self._fd, data, self._at[name])
+        self._at[name] += data.nbytes
 
 
 def offsets_of(lengths: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
@@ -292,29 +276,111 @@ def offsets_of(lengths: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
     return offsets
 
 
-@cache
-def _itemsize(dtype: Any) -> int:
-    return int(np.dtype(dtype).itemsize)
+Totals = dict[str, Any]
+
+_NAMED_BY_DATA = "ignored_fields"
+UNREAD = "unread"
+"""Name of the counts of what is not read: see `unread_names.UnreadNames`."""
 
 
-@lru_cache(maxsize=1024)  # many small shards have the same size
-def _slices(size: TableSize) -> dict[str, slice]:
-    """Return the slice of each column in the body; for offsets without the first, which is 0."""
-    slices: dict[str, slice] = {}
-    for name, start in _positions(size)[0].items():
-        dtype, _, more = LAYOUT[name]
-        stop = start + size.items(name) * _itemsize(dtype)
-        slices[name] = slice(start + more * _itemsize(dtype), stop)
-    return slices
+def summarize(
+    columns: Columns,
+    modalities: Sequence[str],
+    ignored_fields: Mapping[str, int],
+    unread: Mapping[str, Any],
+) -> Totals:
+    """Count the samples of a table.
+
+    Every number is a sum, but those called `max_...`. A split sample counts once, for any number of pieces.
+
+    Args:
+        columns: of a table without unused members.
+        modalities: their names by code, text first.
+        ignored_fields: field -> number of members that the recipe does not use.
+        unread: as `UnreadNames.totals`.
+
+    Returns:
+        samples (bad ones included), bad, bytes and members (of the usable samples), llm_tokens, loss_tokens,
+        without_loss (usable samples without a token that carries loss), max_llm_tokens (of a row), overflow (see
+        `overflow_of`), ignored_fields (under `records.LEFT_OUT`: samples that `Recipe.record` leaves out), and for each
+        modality: samples that have it, parts, positions, tokens, max_positions. Text has no positions or parts; its
+        tokens are those that no encoder fills.
+    """
+    starts = offsets_of(columns.part_tokens)[columns.part_offsets]
+    text_tokens = columns.llm_tokens - (starts[1:] - starts[:-1])
+    is_first = columns.piece == 0
+    loss_tokens, member_size = columns.loss_tokens, columns.member_size
+    if not is_first.all():
+        loss_tokens = np.add.reduceat(loss_tokens, np.flatnonzero(is_first), dtype=np.int64)
+        member_size = member_size[np.repeat(is_first, np.diff(columns.member_offsets))]
+    with_text = int(np.count_nonzero(text_tokens[is_first]))
+    by_modality: Totals = {"text": {"samples": with_text, "tokens": _sum(text_tokens)}}
+    for code, name in enumerate(modalities[1:], 1):
+        mine = (columns.part_modality == code).nonzero()[0]
+        by_modality[name] = _summarize_parts(mine, columns) if mine.size else dict(_NO_PARTS)
+    return {
+        "samples": loss_tokens.size,
+        "bad": columns.bad_row.size,
+        "bytes": _sum(member_size),
+        "members": member_size.size,
+        "llm_tokens": _sum(columns.llm_tokens),
+        "loss_tokens": _sum(columns.loss_tokens),
+        "without_loss": int(np.count_nonzero((loss_tokens == 0) & (columns.llm_tokens[is_first] > 0))),
+        "max_llm_tokens": int(np.maximum.reduce(columns.llm_tokens, initial=0)),
+        "overflow": overflow_of(columns.piece, columns.cut_tokens),
+        "ignored_fields": dict(ignored_fields),
+        "modalities": by_modality,
+        UNREAD: dict(unread),
+    }
 
 
-@lru_cache(maxsize=1024)
-def _positions(size: TableSize) -> tuple[dict[str, int], int]:
-    """Return the offset of each column in the body, and the length of the body."""
-    positions: dict[str, int] = {}
-    end = 0
-    for name, (dtype, _, _) in LAYOUT.items():
-        positions[name] = end
-        end += size.items(name) * _itemsize(dtype)
-        end += -end % _ALIGNMENT
-    return positions, end
+def overflow_of(piece: NDArray[np.int32], cut_tokens: NDArray[np.int32]) -> dict[str, int]:
+    """Count the samples that `TextPreprocessor.overflow` changed: truncated, and the LLM tokens that they lost; split,
+    and the rows that they have.
+    """
+    continued = piece > 0
+    split = int(np.count_nonzero(continued[1:] & ~continued[:-1]))
+    return {
+        "truncated": int(np.count_nonzero(cut_tokens)),
+        "cut_tokens": _sum(cut_tokens),
+        "split": split,
+        "pieces": split + int(np.count_nonzero(continued)),
+    }
+
+
+_NO_PARTS = {"samples": 0, "parts": 0, "positions": 0, "tokens": 0, "max_positions": 0}
+
+
+def _summarize_parts(parts: NDArray[np.int64], columns: Columns) -> dict[str, int]:
+    rows = np.searchsorted(columns.part_offsets, parts, side="right")
+    positions = columns.part_positions[parts]
+    return {
+        "samples": 1 + int(np.count_nonzero(rows[1:] != rows[:-1])),
+        "parts": parts.size,
+        "positions": _sum(positions),
+        "tokens": _sum(columns.part_tokens[parts]),
+        "max_positions": int(np.maximum.reduce(positions)),
+    }
+
+
+def _sum(values: NDArray[Any]) -> int:
+    return int(np.add.reduce(values, dtype=np.int64))
+
+
+def sum_totals(totals: Sequence[Totals]) -> Totals:
+    """Return the sum of several totals, with all names that any of them has."""
+    result: Totals = {}
+    for name in dict.fromkeys(name for one in totals for name in one):
+        values = [one[name] for one in totals if name in one]
+        if name == _NAMED_BY_DATA:
+            counts: Counter[str] = Counter()
+            for value in values:
+                counts.update(value)
+            result[name] = dict(counts)
+        elif name == UNREAD:
+            result[name] = sum_unread(values)
+        elif isinstance(values[0], dict):
+            result[name] = sum_totals(values)
+        else:
+            result[name] = max(values) if name.startswith("max_") else sum(values)
+    return result

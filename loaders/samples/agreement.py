@@ -1,6 +1,5 @@
-"""Checks that the words of a sample are read, and that its clips are no longer than it says.
-
-Checks that the media of a sample are those that its texts name, in their places, and that no mark is left over.
+"""Checks of a sample: its words are read, its clips are no longer than it says, its media are those that its texts
+name, in their places, and no mark is left over.
 """
 
 from __future__ import annotations
@@ -15,19 +14,10 @@ from orchdata.loaders.harmless_names import HARMLESS
 from orchdata.loaders.modalities.builtin import BUILTINS, TEXT
 from orchdata.loaders.modalities.modality import Modality
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.members import (
-    Member,
-    Uses,
-    json_or_text,
-    json_value,
-    named_modality,
-    stem,
-    text_of,
-    uses_of,
-)
+from orchdata.loaders.samples.members import Fields, Member, json_value, stem, uses_of
 from orchdata.loaders.shards.jsonl.stretch import NAMES_EDGE, is_edge, why_not_whole
 from orchdata.loaders.text.chat_keys import check_record, has_strings, is_wrong, kind_of, phrases, says, shown
-from orchdata.loaders.text.conversation import WORDS_SUFFIX, Document, is_whole, named_in, parse_json, why_unread
+from orchdata.loaders.text.conversation import WORDS_SUFFIX, Document, is_whole, parse_json, why_unread
 from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.loaders.text.messages import CHAT_KEYS
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS
@@ -56,36 +46,18 @@ LAST_DOT: Final = ', or pass ShardDataset(key="last_dot"), --key last_dot'
 OWN_LAYOUT: Final = "Recipe(record=...), a function of yours, reads data in a layout of its own (docs/layouts.md)"
 
 
-def check_context(
-    turns: Sequence[Turn],
-    context: Iterable[int],
-    members: Sequence[Member],
-    texts: Mapping[int, bytes | memoryview],
-    recipe: Recipe,
-) -> None:
+def check_context(turns: Sequence[Turn], context: Sequence[int], fields: Fields) -> None:
     """Raise FieldError if fields that belong to the conversation (a column of tools) say more than its turns."""
-    record: dict[str, Any] = {}
-    for index in context:
-        record[stem(members[index].field)] = json_or_text(members[index], texts[index], recipe)
+    record = {stem(fields.name(index)): fields.json_or_text(index) for index in context}
     try:
         check_record(record, (), turns, Work())
     except DecodeError as error:
-        raise error.at(", ".join(members[index].field for index in context)) from None
+        raise error.at(", ".join(map(fields.name, context))) from None
 
 
-def check_unread(
-    documents: Mapping[int, Document],
-    used: Collection[int],
-    uses: Uses,
-    members: Sequence[Member],
-    texts: Mapping[int, bytes | memoryview],
-    recipe: Recipe,
-) -> None:
-    """Raise FieldError if a sample without a text to learn has words that are neither read nor kept.
-
-    Args:
-        used: members that its text is from.
-    """
+def check_unread(documents: Mapping[int, Document], used: Collection[int], fields: Fields) -> None:
+    """Raise FieldError if a sample without a text to learn has words that are neither read nor kept."""
+    members, texts, recipe, uses = fields
     for index in uses.json:
         document = documents[index]
         record = json_value(members[index].field, texts[index])
@@ -100,11 +72,11 @@ def check_unread(
             raise FieldError(members[index].field, said)
     json = {*uses.json, *used}
     for index in uses.chat_context:
-        if index not in json and says(json_or_text(members[index], texts[index], recipe)):
+        if index not in json and says(fields.json_or_text(index)):
             raise FieldError(members[index].field, "belongs to a conversation, and the sample has none")
     spare = [index for index in uses.spare if index in texts]
     others = [index for index in (*uses.other_text, *spare) if index not in json and index not in uses.kept]
-    unread = [members[index].field for index in others if _has_words(members[index], texts[index], recipe)]
+    unread = [members[index].field for index in others if _has_words(fields, index)]
     if unread:
         field, *more = (name.removesuffix(WORDS_SUFFIX) for name in unread)
         kept = tuple(stem(name) for name in (field, *more))
@@ -117,14 +89,12 @@ def check_unread(
         )
 
 
-def _has_words(member: Member, payload: bytes | memoryview, recipe: Recipe) -> bool:
+def _has_words(fields: Fields, at: int) -> bool:
     """Whether an unread field contains words. Default text fields do not count: the recipe left them out on purpose."""
-    name = stem(member.field)
+    name = stem(fields.name(at))
     if name.removesuffix(WORDS_SUFFIX) in HARMLESS or name.rpartition(".")[2] in TEXT_FIELDS:
         return False
-    if name.endswith(WORDS_SUFFIX):
-        return has_strings(json_or_text(member, payload, recipe))
-    return says(text_of(member, payload, recipe))
+    return has_strings(fields.json_or_text(at)) if name.endswith(WORDS_SUFFIX) else says(fields.text(at))
 
 
 def _way_out(field: str, more: Sequence[str], *, alone: bool) -> str:
@@ -137,14 +107,12 @@ def _way_out(field: str, more: Sequence[str], *, alone: bool) -> str:
     return f"TextPreprocessor(fields=({stem(field)!r},)) reads them; leave them out if the model need not see them"
 
 
-def check_unfit(
-    unfit: Iterable[int], members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe
-) -> None:
+def check_unfit(unfit: Iterable[int], fields: Fields) -> None:
     """Raise FieldError for a column with the name of a text or chat, whose values are of another type."""
     for index in unfit:
-        value = json_or_text(members[index], texts[index], recipe)
+        value = fields.json_or_text(index)
         if is_wrong(value):
-            name = members[index].field.removesuffix(WORDS_SUFFIX)
+            name = fields.name(index).removesuffix(WORDS_SUFFIX)
             raise FieldError(
                 name,
                 f"{kind_of(value)}, not a text: write the column as strings or turns, or rename it with columns=, or "
@@ -152,15 +120,15 @@ def check_unfit(
             )
 
 
-def check_one_text(members: Sequence[Member], texts: Sequence[int]) -> None:
+def check_one_text(fields: Fields, texts: Sequence[int]) -> None:
     """Raise FieldError for several texts of one name: one of them is the sample's, or they are of several samples."""
     if len(texts) > 1:
-        fields = [members[index].field for index in texts]
-        chooses = f"TextPreprocessor(fields=({shown(fields[0].removesuffix('.gz'))},)) chooses one, and "
-        if len({field.removesuffix(".gz") for field in fields}) < len(fields):
+        names = [fields.name(index) for index in texts]
+        chooses = f"TextPreprocessor(fields=({shown(names[0].removesuffix('.gz'))},)) chooses one, and "
+        if len({name.removesuffix(".gz") for name in names}) < len(names):
             chooses = ""
         raise FieldError(
-            fields[1], f"{', '.join(map(shown, fields[:3]))} are texts of one sample: {chooses}{SEVERAL_TEXTS}"
+            names[1], f"{', '.join(map(shown, names[:3]))} are texts of one sample: {chooses}{SEVERAL_TEXTS}"
         )
 
 
@@ -179,12 +147,8 @@ def check_whole(
     texts: Mapping[int, bytes | memoryview],
     recipe: Recipe,
 ) -> None:
-    """Raise FieldError for a clip that is longer than the stretch of it that an item, a record or the row names.
-
-    Args:
-        parts: modality and member of each.
-        items: member -> what an item of a turn says about it.
-        record: made by the user's function; None: the sample's own fields say it.
+    """Raise FieldError for a clip that is longer than the stretch of it that an item of a turn, the user's record, or
+    else the row names.
     """
     has_clips = any(has_length(name, recipe) for name, _ in parts)
     if not has_clips and not any(items.values()):
@@ -243,16 +207,6 @@ def has_length(name: str, recipe: Recipe) -> bool:
     return type(recipe.modalities[name]).seconds is not Modality.seconds
 
 
-def check_named_columns(
-    named: Iterable[int], members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe
-) -> None:
-    """Check columns of paths: media are the row's own cells, and no path is opened."""
-    for index in named:
-        modality = named_modality(members[index].field, recipe) or ""
-        value = {modality: json_or_text(members[index], texts[index], recipe)}
-        check_named(named_in(value, recipe.rules.words), members, recipe, exactly=False)
-
-
 def unplaced(
     media: Mapping[str, tuple[int, ...]], segments: Sequence[Segment], where: str, recipe: Recipe
 ) -> list[str]:
@@ -267,7 +221,10 @@ def unplaced(
         count, wanted = len(media[name]), marks.count(name)
         if count < wanted:
             is_rendered = isinstance(recipe.text.template, JinjaTemplate)
-            unmarked = "take it out of the data" if is_rendered else _unmarked(name)
+            unmarked = 'give the modality slot = od.Slot(mark="")'
+            if name in BUILTINS:
+                unmarked = f'TextPreprocessor({name}_placeholder="")'
+            unmarked = "take it out of the data" if is_rendered else unmarked
             way_out = f"its bytes are a field or column of the sample; where the mark is text, {unmarked}"
             if recipe.record is not None:
                 way_out += f"; Recipe.record must leave the placeholder out where a sample has no {name}"
@@ -286,9 +243,7 @@ def check_marks(
     """Raise FieldError for a mark of media, of any tool, that is left in the text.
 
     Left alone are added tokens that stand for no part of media, and `<image>` where the recipe says that it is text.
-
-    Args:
-        said: returns the values that a chat is from: other marks in its text are its template's. None for other texts.
+    `said` returns the values that a chat is from: other marks in its text are its template's.
     """
     # Templates write the same text before and after each turn.
     marked = {
@@ -325,12 +280,13 @@ def _way_to_read(mark: str, recipe: Recipe) -> str:
     return f"write {own} for it, in the data or by Recipe(record=...)"
 
 
-def check_named(named: Mapping[str, list[str]], members: Sequence[Member], recipe: Recipe, *, exactly: bool) -> None:
+def check_named(named: Mapping[str, list[str]], fields: Fields, *, exactly: bool) -> None:
+    """Raise FieldError if a conversation or record names more media than the sample has, or not all of them."""
     for modality, names in named.items():
-        if modality not in recipe.modalities:
+        if modality not in fields.recipe.modalities:
             continue
-        kind = recipe.kinds.index(modality)
-        count = sum(member.kind == kind for member in members)
+        kind = fields.recipe.kinds.index(modality)
+        count = sum(member.kind == kind for member in fields.members)
         if count < len(names) or (exactly and count > len(names)):
             what = "conversation" if exactly else "record"
             raise FieldError(
@@ -340,21 +296,19 @@ def check_named(named: Mapping[str, list[str]], members: Sequence[Member], recip
             )
 
 
-def check_media_order(document: Document, members: Sequence[Member], uses: Uses) -> None:
+def check_media_order(document: Document, fields: Fields) -> None:
     """Raise FieldError if a conversation names the sample's own members in another order than that of their slots."""
     for said in (document.named, document.placed):
         for modality, names in said.items():
-            own = uses.media.get(modality, ())
+            own = [fields.name(index).lower() for index in fields.uses.media.get(modality, ())]
             if len(own) < 2 or len(own) != len(names):
                 continue
-            fields = [members[index].field.lower() for index in own]
-            known = {*fields}
-            named = [_own_field(name, known) for name in names]
-            if None not in named and named != fields:
+            named = [_own_field(name, {*own}) for name in names]
+            if None not in named and named != own:
                 raise FieldError(
                     modality,
                     f"the conversation names {', '.join(map(shown, names[:3]))}, and media fill their places in the "
-                    f"order of the fields: {', '.join(fields[:3])}; number the fields as they are named (0.jpg, 1.jpg)",
+                    f"order of the fields: {', '.join(own[:3])}; number the fields as they are named (0.jpg, 1.jpg)",
                 )
 
 
@@ -362,10 +316,3 @@ def _own_field(name: str, fields: Collection[str]) -> str | None:
     """The field of a name: the name itself, its basename, or (as members are split) the part after its first dot."""
     base = name.lower().rpartition("/")[2]
     return next((field for field in (name.lower(), base, base.partition(".")[2]) if field in fields), None)
-
-
-def _unmarked(name: str) -> str:
-    """Say how to turn its mark into plain text."""
-    return (
-        f'TextPreprocessor({name}_placeholder="")' if name in BUILTINS else 'give the modality slot = od.Slot(mark="")'
-    )

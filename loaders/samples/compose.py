@@ -6,7 +6,6 @@ The indexer and the decoder both use this module, so decoding yields what the in
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 from orchdata.loaders.errors import DecodeError, FieldError
@@ -22,7 +21,6 @@ from orchdata.loaders.samples.agreement import (
     check_marks,
     check_media_order,
     check_named,
-    check_named_columns,
     check_one_text,
     check_unfit,
     check_unread,
@@ -30,18 +28,9 @@ from orchdata.loaders.samples.agreement import (
     unplaced,
     value_of,
 )
-from orchdata.loaders.samples.members import Member, Uses, check_text, is_made, json_or_text, stem, text_of, uses_of
+from orchdata.loaders.samples.members import Fields, Member, Payloads, is_made, named_modality, stem, uses_of
 from orchdata.loaders.samples.record import MadeSample, made_sample
-from orchdata.loaders.samples.spans import (
-    MediaSlot,
-    SizeOf,
-    Span,
-    SpanWriter,
-    StretchWriter,
-    TextSpan,
-    WholeWriter,
-    Window,
-)
+from orchdata.loaders.samples.spans import SizeOf, Span, SpanWriter, StretchWriter, WholeWriter
 from orchdata.loaders.shards.jsonl.named_media import FILE_NAMES
 from orchdata.loaders.shards.jsonl.stretch import is_edge, says_edge
 from orchdata.loaders.text.chat_keys import is_chat_context, shown
@@ -50,6 +39,7 @@ from orchdata.loaders.text.conversation import (
     Document,
     document_of,
     document_of_fields,
+    named_in,
     parse_json,
     split_placeholders,
     why_unread,
@@ -59,18 +49,6 @@ from orchdata.loaders.text.messages import CHAT_KEYS, PAIR_KEYS, Chat, is_record
 from orchdata.loaders.text.rendering import render_chat
 from orchdata.loaders.text.template import ChatTemplate, Placeholder, Segment, TextSegment, render
 from orchdata.loaders.unread_names import REJECTED, is_empty, name_of_member, names_of_record
-
-__all__ = [
-    "Composition",
-    "MediaSlot",
-    "Member",
-    "Span",
-    "TextSpan",
-    "compose",
-    "compose_piece",
-    "composition_of",
-    "text_members",
-]
 
 _SHOWN_KEYS = 8
 _MARK_BYTES = 16
@@ -86,49 +64,22 @@ def text_members(members: Sequence[Member], recipe: Recipe) -> list[int]:
 
 
 def compose(
-    members: Sequence[Member],
-    texts: Mapping[int, bytes | memoryview],
-    recipe: Recipe,
-    size_of: SizeOf,
-    made: MadeSample | None = None,
+    members: Sequence[Member], texts: Payloads, recipe: Recipe, size_of: SizeOf, made: MadeSample | None = None
 ) -> list[Span]:
     """Return the spans of a sample in order.
 
     A conversation in JSON goes before plain text, plain text before a text in JSON; other JSON is metadata. Media fill
     their placeholders in field order, numbered fields by number. Media of a modality without any placeholder come
-    first, in the recipe's order.
+    first, in the recipe's order. `size_of` is called once for each part; `made` is what the user's function made.
 
-    Args:
-        texts: payloads of `text_members`.
-        size_of: called once for each part.
-        made: what the user's function made of the sample; None: it is called here.
-
-    Raises:
-        FieldError: no usable field, text that cannot be read, media that do not match their placeholders.
+    Raises FieldError: no usable field, text that cannot be read, media that do not match their placeholders.
     """
     return composition_of(members, texts, recipe, made).written(recipe, size_of).close()
 
 
-def compose_piece(
-    members: Sequence[Member],
-    texts: Mapping[int, bytes | memoryview],
-    recipe: Recipe,
-    size_of: SizeOf,
-    window: Window,
-    made: MadeSample | None = None,
-) -> list[Span]:
-    """Return the spans of a piece that can be tokenized alone, according to `measure`. Raises as `compose`."""
-    writer = composition_of(members, texts, recipe, made).written(recipe, size_of)
-    assert isinstance(writer, WholeWriter)
-    return writer.window(window)
-
-
 class ReadRecord(NamedTuple):
-    """A JSON value of a sample, and what its text was read from it.
-
-    Attributes:
-        member: index of the member that it is; None for a record of several members, or of the user's function.
-        document: None if no text is from it.
+    """A JSON value of a sample, what its text was read from it (None: nothing), and the member that it is; None for a
+    record of several members, or of the user's function.
     """
 
     member: int | None
@@ -161,7 +112,17 @@ class Composition(NamedTuple):
 
     def written(self, recipe: Recipe, size_of: SizeOf) -> SpanWriter:
         """Return a writer with all segments. `size_of` is called once for each part, in order."""
-        writer = _writer(recipe, self.where, size_of, is_chat=self.is_chat)
+        text = recipe.text
+        writer: SpanWriter
+        if not text.whole:
+            writer = StretchWriter(recipe, self.where, size_of)
+        elif not self.is_chat:
+            writer = WholeWriter(recipe, self.where, size_of, lambda _: text.add_special_tokens, plain=True)
+        elif isinstance(text.template, JinjaTemplate):  # it writes the start and the end of a chat itself
+            adds = text.template.adds_special_tokens
+            writer = WholeWriter(recipe, self.where, size_of, adds, plain=False, closed=True)
+        else:
+            writer = WholeWriter(recipe, self.where, size_of, lambda _: False, plain=False)
         for segment in self.segments:
             if isinstance(segment, TextSegment):
                 writer.text(segment)
@@ -171,32 +132,33 @@ class Composition(NamedTuple):
 
 
 def composition_of(
-    members: Sequence[Member],
-    texts: Mapping[int, bytes | memoryview],
-    recipe: Recipe,
-    made: MadeSample | None = None,
+    members: Sequence[Member], texts: Payloads, recipe: Recipe, made: MadeSample | None = None
 ) -> Composition:
     """Return the text and media of a sample, before tokenizing. Arguments and exceptions are those of `compose`."""
-    uses = uses_of(members, recipe)
+    fields = Fields(members, texts, recipe, uses_of(members, recipe))
     if made is None and is_made(members, recipe):
-        made = made_sample(members, uses, texts, recipe)
+        made = made_sample(fields)
     if made is not None:
-        uses, segments, is_chat, record = _made_segments(made, members, uses, texts, recipe)
+        fields = fields._replace(uses=fields.uses._replace(media=made.media))
+        segments, is_chat, record = _made_segments(made, fields)
         used, records = list(range(len(members))), [record]
     else:
-        used, segments, is_chat, records = _segments(members, uses, texts, recipe)
-    media = uses.media
+        used, segments, is_chat, records = _segments(fields)
+    media, made_record = fields.uses.media, None if made is None else made.record
     has_media = any(media.values())
     if not used and not has_media:
-        raise FieldError("*", _nothing_usable(members, uses, texts, recipe))
+        raise FieldError("*", _nothing_usable(fields))
     where = members[used[0]].field if used and made is None else "*"
     leading = unplaced(media, segments, where, recipe)
     if recipe.text.marks == "refuse":
-        said = partial(_said, used, members, texts, recipe, made) if is_chat else None
-        check_marks(segments, said, where, recipe, next_to_media=has_media)
+
+        def said() -> Any:  # the values that a chat is from
+            return [fields.json_or_text(at) for at in used] if made is None else made.record
+
+        check_marks(segments, said if is_chat else None, where, recipe, next_to_media=has_media)
     if not has_media:  # then no placeholder is left
         texts_alone = cast("list[TextSegment | tuple[str, int]]", segments)
-        return Composition(texts_alone, [], used, is_chat, where, {}, None if made is None else made.record, records)
+        return Composition(texts_alone, [], used, is_chat, where, {}, made_record, records)
     parts = [(modality, member) for modality in leading for member in media[modality]]
     ordered: list[TextSegment | tuple[str, int]] = [*parts]
     queues = {modality: iter(indices) for modality, indices in media.items() if modality not in leading}
@@ -209,31 +171,15 @@ def composition_of(
             items[index] = segment.about
         else:
             ordered.append(segment)
-    return Composition(ordered, parts, used, is_chat, where, items, None if made is None else made.record, records)
-
-
-def _said(
-    used: Sequence[int],
-    members: Sequence[Member],
-    texts: Mapping[int, bytes | memoryview],
-    recipe: Recipe,
-    made: MadeSample | None,
-) -> Any:
-    """Return the values that a chat is from."""
-    if made is not None:
-        return made.record
-    return [json_or_text(members[index], texts[index], recipe) for index in used]
+    return Composition(ordered, parts, used, is_chat, where, items, made_record, records)
 
 
 def unread_in(
-    composition: Composition, members: Sequence[Member], payloads: Mapping[int, bytes | memoryview], recipe: Recipe
+    composition: Composition, members: Sequence[Member], payloads: Payloads, recipe: Recipe
 ) -> tuple[str, ...]:
     """Return the names of what a sample has and its composition does not use: members, columns, and keys of JSON.
 
     What `Recipe.keep` or a count needs is among them.
-
-    Args:
-        payloads: of the members that were read.
     """
     if len(members) == len(composition.texts) == 1 and not composition.records:
         return ()
@@ -241,11 +187,17 @@ def unread_in(
     parts = composition.parts
     has = {modality for modality, _ in parts} if parts else ()
     used: set[int | None] = {*composition.texts, *[member for _, member in parts]} if parts else {*composition.texts}
+    has_one_clip = sum(has_length(name, recipe) for name, _ in parts) == 1
     for at, value, document in composition.records:
         if at in composition.texts and document is not None and document.rest is not None:
             continue  # it belongs to the chat
         name = "" if at is None else name_of_member(members[at].field)
-        read = _keys_about_media(value, parts, members, recipe) if parts else ()
+        # The keys that are read with the media of the sample.
+        read: list[str] = []
+        if parts and isinstance(value, dict):
+            named = {name for name, member in parts if members[member].field.partition(".")[0] == name}
+            read = [key for key in value if FILE_NAMES.fullmatch(key)] if named and named.isdisjoint(value) else []
+            read += [key for key, each in value.items() if says_edge(key, each)] if has_one_clip else []
         names = names_of_record(value, document, recipe.rules, name, read, has)
         used.add(at)
         are_all = len(used) == len(members) and None not in used and not composition.is_chat
@@ -254,7 +206,6 @@ def unread_in(
         found |= dict.fromkeys(names)
     if len(used) == len(members) and None not in used and not composition.is_chat:
         return tuple(found)
-    has_one_clip = sum(has_length(name, recipe) for name, _ in parts) == 1
     for index, member in enumerate(members):
         if index in used and not (composition.is_chat and member.field.startswith(REJECTED)):
             continue
@@ -275,59 +226,34 @@ def unread_in(
     return tuple(found)
 
 
-def _keys_about_media(
-    record: Any, parts: Sequence[tuple[str, int]], members: Sequence[Member], recipe: Recipe
-) -> list[str]:
-    """Return the keys of a record that are read with the media of its sample."""
-    if not isinstance(record, dict):
-        return []
-    named = {name for name, member in parts if members[member].field.partition(".")[0] == name}
-    read = [key for key in record if FILE_NAMES.fullmatch(key)] if named and named.isdisjoint(record) else []
-    if sum(has_length(name, recipe) for name, _ in parts) == 1:
-        read += [key for key, value in record.items() if says_edge(key, value)]
-    return read
-
-
-def _writer(recipe: Recipe, where: str, size_of: SizeOf, *, is_chat: bool) -> SpanWriter:
-    text = recipe.text
-    if not text.whole:
-        return StretchWriter(recipe, where, size_of)
-    if not is_chat:
-        return WholeWriter(recipe, where, size_of, lambda _: text.add_special_tokens, plain=True)
-    if isinstance(text.template, JinjaTemplate):  # it writes the start and the end of a chat itself
-        return WholeWriter(recipe, where, size_of, text.template.adds_special_tokens, plain=False, closed=True)
-    return WholeWriter(recipe, where, size_of, lambda _: False, plain=False)
-
-
-def _segments(
-    members: Sequence[Member], uses: Uses, texts: Mapping[int, bytes | memoryview], recipe: Recipe
-) -> tuple[list[int], list[Segment], bool, list[ReadRecord]]:
+def _segments(fields: Fields) -> tuple[list[int], list[Segment], bool, list[ReadRecord]]:
     """Return the members that the sample's text is from (none: no text), its segments, whether it is a chat, and all
     JSON.
     """
-    if uses.media_paths:
-        check_named_columns(uses.media_paths, members, texts, recipe)
+    uses, recipe = fields.uses, fields.recipe
+    for index in uses.media_paths:  # media are the row's own cells, and no path is opened
+        value = {named_modality(fields.name(index), recipe) or "": fields.json_or_text(index)}
+        check_named(named_in(value, recipe.rules.words), fields, exactly=False)
     if uses.unfit:
-        no_chats = [index for index in uses.unfit if members[index].field.partition(".")[0] in CHAT_KEYS]
-        check_unfit(no_chats, members, texts, recipe)
+        check_unfit([index for index in uses.unfit if fields.name(index).partition(".")[0] in CHAT_KEYS], fields)
     # A conversation: in fields of the sample together, or in one of its members.
     values: dict[int, Any] = {}
     documents: dict[int, Document] = {}
-    used, document, records = _record_of_fields(uses, members, texts, recipe)
+    used, document, records = _record_of_fields(fields)
     if document is None and (uses.json or uses.other_text):
         for index in uses.json:
-            values[index], documents[index] = _document(members[index], texts[index], recipe)
+            values[index], documents[index] = _document(fields, index)
         for index in uses.other_text:
-            value, documents[index] = _chat_only(members[index], texts[index], recipe)
+            value, documents[index] = _chat_only(fields, index)
             if documents[index].is_chat:
                 values[index] = value
-        chat = _conversation(documents, members)
+        chat = _conversation(documents, fields)
         if chat is not None:
             used, document = [chat], documents[chat]
     if document is not None and document.is_chat:
-        used, segments = _chat_segments(document, used, uses, members, texts, recipe)
+        used, segments = _chat_segments(document, used, fields)
         if not _learns(segments):
-            check_unread(documents, used, uses, members, texts, recipe)
+            check_unread(documents, used, fields)
         return used, segments, True, records or _records(values, documents, used)
     # A prompt with its completion.
     if document is None:
@@ -336,34 +262,20 @@ def _segments(
     if document is not None and document.completion is not None:
         records = records or _records(values, documents, used)
         return used, _completion_segments(document.completion, recipe), False, records
-    used, segments = _plain_segments(documents, uses, members, texts, recipe)
-    return used, segments, False, _records(values, documents, used)
-
-
-def _plain_segments(
-    documents: Mapping[int, Document],
-    uses: Uses,
-    members: Sequence[Member],
-    texts: Mapping[int, bytes | memoryview],
-    recipe: Recipe,
-) -> tuple[list[int], list[Segment]]:
-    """Return the member with plain text, or with a text in JSON (none: no text), and the segments."""
+    # A member with plain text, or else the text in JSON.
     if len(uses.plain) > 1:
-        check_one_text(members, uses.plain)
-    if uses.unfit:
-        check_unfit(uses.unfit, members, texts, recipe)
+        check_one_text(fields, uses.plain)
+    check_unfit(uses.unfit, fields)
     for each in documents.values():
         if each.named:
             missing = {name: names for name, names in each.named.items() if not uses.media.get(name)}
-            check_named(missing, members, recipe, exactly=False)
-    chosen = [(index, text_of(members[index], texts[index], recipe)) for index in uses.plain]
-    if not chosen:
-        chosen = _caption(documents, members, recipe)
+            check_named(missing, fields, exactly=False)
+    chosen = [(index, fields.text(index)) for index in uses.plain] or _caption(documents, fields)
     used = [index for index, _ in chosen]
-    segments = _text_segments(chosen[0][1], members[used[0]].field, recipe) if chosen else []
+    segments = _text_segments(chosen[0][1], fields.name(used[0]), recipe) if chosen else []
     if not _learns(segments):
-        check_unread(documents, used, uses, members, texts, recipe)
-    return used, segments
+        check_unread(documents, used, fields)
+    return used, segments, False, _records(values, documents, used)
 
 
 def _learns(segments: Sequence[Segment]) -> bool:
@@ -374,32 +286,26 @@ def _records(values: Mapping[int, Any], documents: Mapping[int, Document], used:
     return [ReadRecord(index, value, documents[index] if index in used else None) for index, value in values.items()]
 
 
-def _made_segments(
-    made: MadeSample,
-    members: Sequence[Member],
-    uses: Uses,
-    texts: Mapping[int, bytes | memoryview],
-    recipe: Recipe,
-) -> tuple[Uses, list[Segment], bool, ReadRecord]:
-    """Return the media that the user's record refers to, its segments, whether it is a chat, and the record."""
-    uses = uses._replace(media=made.media)
+def _made_segments(made: MadeSample, fields: Fields) -> tuple[list[Segment], bool, ReadRecord]:
+    """Return the segments of the user's record, whether it is a chat, and the record."""
+    recipe = fields.recipe
     try:
         document = document_of(made.record, recipe.rules)
     except DecodeError as error:
         raise error.at("*") from error.__cause__
     record = ReadRecord(None, made.record, document)
     if document.is_chat:
-        return uses, _chat_segments(document, [], uses, members, texts, recipe)[1], True, record
-    check_named(document.named, members, recipe, exactly=False)
+        return _chat_segments(document, [], fields)[1], True, record
+    check_named(document.named, fields, exactly=False)
     if document.completion is not None:
-        return uses, _completion_segments(document.completion, recipe), False, record
+        return _completion_segments(document.completion, recipe), False, record
     segments = _text_segments(document.text or "", "*", recipe)
     if document.text is None or not _learns(segments):
         left = {key: item for key, item in made.record.items() if key != ADDED_FIELDS and item != document.text}
         reason = why_unread(left, recipe.rules) or (document.text is None and "it has neither a text nor a chat")
         if reason:
             raise FieldError("*", f"{NO_RECORD}: {reason}")
-    return uses, segments, False, record
+    return segments, False, record
 
 
 def _completion_segments(completion: tuple[str, str], recipe: Recipe) -> list[Segment]:
@@ -418,146 +324,122 @@ def _text_segments(text: str, where: str, recipe: Recipe) -> list[Segment]:
     return _split(text, True, recipe)
 
 
-def _chat_segments(
-    document: Document,
-    used: list[int],
-    uses: Uses,
-    members: Sequence[Member],
-    texts: Mapping[int, bytes | memoryview],
-    recipe: Recipe,
-) -> tuple[list[int], list[Segment]]:
-    """The members that a chat is from, and its segments."""
-    known = {*used}
-    context = [index for index in uses.chat_context if index not in known]
-    check_named(document.named, members, recipe, exactly=True)
-    check_media_order(document, members, uses)
-    if document.chat is not None:
-        return [*used, *context], _rendered(document.chat, used, context, uses, members, texts, recipe)
-    turns = document.turns or []
-    if context:
-        check_context(turns, context, members, texts, recipe)
-    return used, list(render(turns, cast(ChatTemplate, recipe.rules.template)))
-
-
 def _split(text: str, loss: bool, recipe: Recipe) -> list[Segment]:
     pieces = split_placeholders(text, recipe.rules.words)
     return [TextSegment(piece, loss) if isinstance(piece, str) else piece for piece in pieces]
 
 
-def _rendered(
-    chat: Chat,
-    used: Sequence[int],
-    context: Sequence[int],
-    uses: Uses,
-    members: Sequence[Member],
-    texts: Mapping[int, bytes | memoryview],
-    recipe: Recipe,
-) -> list[Segment]:
+def _chat_segments(document: Document, used: list[int], fields: Fields) -> tuple[list[int], list[Segment]]:
+    """The members that a chat is from, and its segments."""
+    context = [index for index in fields.uses.chat_context if index not in {*used}]
+    check_named(document.named, fields, exactly=True)
+    check_media_order(document, fields)
+    if document.chat is not None:
+        return [*used, *context], _rendered(document.chat, used, context, fields)
+    turns = document.turns or []
+    if context:
+        check_context(turns, context, fields)
+    return used, list(render(turns, cast(ChatTemplate, fields.recipe.rules.template)))
+
+
+def _rendered(chat: Chat, used: Sequence[int], context: Sequence[int], fields: Fields) -> list[Segment]:
     """Render a chat under a jinja template, which gets the fields of its context."""
-    rules = recipe.rules
-    fields = [members[index].field for index in (*used, *context)]
+    media, modalities, rules = fields.uses.media, fields.recipe.modalities, fields.recipe.rules
     try:
-        chat = chat.with_context(
-            {stem(members[index].field): json_or_text(members[index], texts[index], recipe) for index in context}
-        )
-        chat = chat.without({name for name, modality in recipe.modalities.items() if not modality.places})
-        unplaced = [name for name in uses.media if name in rules.words.slots and recipe.modalities[name].places]
+        chat = chat.with_context({stem(fields.name(at)): fields.json_or_text(at) for at in context})
+        chat = chat.without({name for name, modality in modalities.items() if not modality.places})
+        unplaced = [name for name in media if name in rules.words.slots and modalities[name].places]
         placed = {item.modality for item in chat.placeholders}
-        chat = chat.leading(name for name in unplaced if name not in placed for _ in uses.media[name])
+        chat = chat.leading(name for name in unplaced if name not in placed for _ in media[name])
         rendered = render_chat(chat, cast(JinjaTemplate, rules.template), rules.words)
         slots = chat.placeholders[::-1]
         given = {name: [each for each in slots if each.modality == name] for name in rules.words.slots}
         return [given[each.modality].pop() if isinstance(each, Placeholder) else each for each in rendered]
     except DecodeError as error:
-        raise error.at(", ".join(fields)) from error.__cause__
+        raise error.at(", ".join(map(fields.name, (*used, *context)))) from error.__cause__
 
 
-def _record_of_fields(
-    uses: Uses, members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe
-) -> tuple[list[int], Document | None, list[ReadRecord]]:
+def _record_of_fields(fields: Fields) -> tuple[list[int], Document | None, list[ReadRecord]]:
     """Read a record with fields as keys, such as the columns of a row: alpaca, or prompt and completion."""
+    uses, recipe = fields.uses, fields.recipe
     if not isinstance(recipe.text.template, JinjaTemplate) or uses.json:
         return [], None, []
     indices = sorted({*uses.other_text, *uses.chat_context})
-    names = {stem(members[index].field): index for index in indices}
+    names = {stem(fields.name(index)): index for index in indices}
     if not is_record(names):
         return [], None, []
-    unfit = [at for name, at in names.items() if name.removesuffix(WORDS_SUFFIX) in {*PAIR_KEYS} - {name}]
-    check_unfit(unfit, members, texts, recipe)
+    check_unfit([at for name, at in names.items() if name.removesuffix(WORDS_SUFFIX) in {*PAIR_KEYS} - {name}], fields)
     if len(names) < len(indices):
-        check_one_text(members, indices)
-    record: dict[str, Any] = {name: text_of(members[at], texts[at], recipe) for name, at in names.items()}
+        check_one_text(fields, indices)
+    record: dict[str, Any] = {name: fields.text(at) for name, at in names.items()}
     try:
         document = document_of_fields(record, recipe.rules)
     except DecodeError as error:
-        raise error.at(", ".join(members[at].field for at in names.values())) from None
+        raise error.at(", ".join(map(fields.name, names.values()))) from None
     if document is None:
         return [], None, []
     return sorted(names.values()), document, [ReadRecord(None, record, document)]
 
 
-def _conversation(documents: Mapping[int, Document], members: Sequence[Member]) -> int | None:
+def _conversation(documents: Mapping[int, Document], fields: Fields) -> int | None:
     """Return the member with the sample's conversation, or None."""
     chats = [index for index, document in documents.items() if document.is_chat]
     for index in chats[1:]:
         one, other = documents[chats[0]], documents[index]
-        if _are_files(index, chats[0], members) or (one.turns, one.chat) != (other.turns, other.chat):
-            raise FieldError(
-                members[index].field,
-                f"a second conversation, besides that of {members[chats[0]].field}: {SEVERAL_TEXTS}",
-            )
+        if _are_files(index, chats[0], fields) or (one.turns, one.chat) != (other.turns, other.chat):
+            first = fields.name(chats[0])
+            raise FieldError(fields.name(index), f"a second conversation, besides that of {first}: {SEVERAL_TEXTS}")
     return chats[0] if chats else None
 
 
-def _are_files(one: int, other: int, members: Sequence[Member]) -> bool:
+def _are_files(one: int, other: int, fields: Fields) -> bool:
     """Whether two members have one suffix: then they may be files of two samples, also if they say the same."""
-    return members[one].field.rpartition(".")[2] == members[other].field.rpartition(".")[2]
+    return fields.name(one).rpartition(".")[2] == fields.name(other).rpartition(".")[2]
 
 
-def _caption(documents: Mapping[int, Document], members: Sequence[Member], recipe: Recipe) -> list[tuple[int, str]]:
+def _caption(documents: Mapping[int, Document], fields: Fields) -> list[tuple[int, str]]:
     """Return the text in JSON, if no other text has precedence: at most one (member, text)."""
     chosen: list[tuple[int, str]] = []
     for index, document in documents.items():
         if document.text is None:
             continue
-        if chosen and (_are_files(index, chosen[0][0], members) or document.text != chosen[0][1]):
-            raise FieldError(
-                members[index].field, f"a second text, besides that of {members[chosen[0][0]].field}: {SEVERAL_TEXTS}"
-            )
+        if chosen and (_are_files(index, chosen[0][0], fields) or document.text != chosen[0][1]):
+            first = fields.name(chosen[0][0])
+            raise FieldError(fields.name(index), f"a second text, besides that of {first}: {SEVERAL_TEXTS}")
         chosen = chosen or [(index, document.text)]
     for index, _ in chosen:
-        check_named(documents[index].named, members, recipe, exactly=False)
+        check_named(documents[index].named, fields, exactly=False)
     return chosen
 
 
-def _document(member: Member, payload: bytes | memoryview, recipe: Recipe) -> tuple[Any, Document]:
-    check_text(member, payload, recipe)
+def _document(fields: Fields, at: int) -> tuple[Any, Document]:
+    payload, name = fields.checked(at), fields.name(at)
     try:
-        value = parse_json(payload, lines=member.field.removesuffix(".gz").endswith("jsonl"))
-        return value, document_of(value, recipe.rules)
+        value = parse_json(payload, lines=name.removesuffix(".gz").endswith("jsonl"))
+        return value, document_of(value, fields.recipe.rules)
     except DecodeError as error:
-        raise error.at(member.field) from error.__cause__
+        raise error.at(name) from error.__cause__
 
 
-def _chat_only(member: Member, payload: bytes | memoryview, recipe: Recipe) -> tuple[Any, Document]:
+def _chat_only(fields: Fields, at: int) -> tuple[Any, Document]:
     """Return value and document of a text under any name if it is a chat, else an empty document."""
+    member, payload = fields.members[at], fields.texts[at]
     value, document = None, Document()
     if member.error is None and not is_chat_context(stem(member.field)) and bytes(payload[:1]) in (b"[", b"{"):
         try:
             parse_json(payload)
         except DecodeError:
             return value, document
-        value, document = _document(member, payload, recipe)
+        value, document = _document(fields, at)
     return value, document if document.is_chat else Document()
 
 
-def _nothing_usable(
-    members: Sequence[Member], uses: Uses, texts: Mapping[int, bytes | memoryview], recipe: Recipe
-) -> str:
+def _nothing_usable(fields: Fields) -> str:
+    members, recipe = fields.members, fields.recipe
     if recipe.record is not None and not is_made(members, recipe):
         return f"{NO_RECORD}: it has neither a text nor a chat"
-    records = [json_or_text(members[index], texts[index], recipe) for index in uses.json]
+    records = [fields.json_or_text(index) for index in fields.uses.json]
     keys = [shown(key) for record in records if isinstance(record, dict) for key in record][:_SHOWN_KEYS]
-    fields = (", ".join(member.field for member in members) or "none") + (f" (keys {', '.join(keys)})" if keys else "")
+    found = (", ".join(member.field for member in members) or "none") + (f" (keys {', '.join(keys)})" if keys else "")
     known = f"{', '.join([*recipe.modalities, 'text'])} (fields {', '.join(('json', *recipe.text.fields))})"
-    return f"no usable field among: {fields}; the recipe reads {known}; columns= renames fields, and {OWN_LAYOUT}"
+    return f"no usable field among: {found}; the recipe reads {known}; columns= renames fields, and {OWN_LAYOUT}"

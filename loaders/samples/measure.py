@@ -16,8 +16,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from operator import index as as_int
 from typing import Final, NamedTuple, TypeVar, cast
@@ -49,19 +50,17 @@ from orchdata.loaders.samples.spans import (
 Sizes = dict[tuple[str, int], PartSize]
 """Sizes of parts that were counted from their bytes, by modality and index in the sample's members."""
 
+T = TypeVar("T")
 _INT32_MAX: Final = 2**31 - 1
 _OURS: Final = frozenset(BUILTINS.values())
 """Counts of these are not checked."""
 
 
 class Counts(NamedTuple):
-    """Counts of a row.
+    """Tokens of a row, those of media included, and those with loss.
 
-    Attributes:
-        llm_tokens: its length, tokens of media included.
-        loss_tokens: number of tokens with loss.
-        text_start: start of a piece in the text, as `overflow.packed` encodes it; negative if the piece cannot be
-            tokenized without the rest of its sample. 0 if the sample is not split.
+    `text_start`: start of a piece in the text, as `packed` encodes it; negative if the piece cannot be tokenized
+    without the rest of its sample; 0 if the sample is not split.
     """
 
     llm_tokens: int
@@ -79,13 +78,9 @@ class MeasuredPart(NamedTuple):
 
 @dataclass(slots=True)
 class Measured:
-    """Counts of one sample.
+    """Counts of one sample: of each of its rows, and of its parts in the order of their slots.
 
-    Attributes:
-        pieces: counts of each row of the sample: one row, or several if it is split.
-        parts: in the order of their slots.
-        used_members: members that the sample uses or keeps, ascending; others are ignored.
-        cut_tokens: number of tokens lost by truncation.
+    `used_members` are those that it uses or keeps, ascending; `cut_tokens` those that it lost by truncation.
     """
 
     pieces: list[Counts]
@@ -126,6 +121,9 @@ class Outline:
         spans: runs of text; a number stands for the next run of tokens of the part with this number.
         starts: `Counts.text_start` of the pieces of a split text.
         cut_at: `TextPreprocessor.max_tokens` that these pieces have.
+        shape: as `shape_of`, of the expansions that were tokenized with the text.
+        unread: names of the sample that are not read, see `unread_names`.
+        others: number of further names.
     """
 
     parts: tuple[tuple[str, int], ...]
@@ -134,6 +132,9 @@ class Outline:
     spans: tuple[TextRun | int, ...]
     starts: tuple[int, ...] = ()
     cut_at: int = 0
+    shape: int = 0
+    unread: tuple[str, ...] = ()
+    others: int = 0
 
     def is_of_pieces(self, recipe: Recipe) -> bool:
         """Whether the text has the pieces that the recipe splits it into, so that it need not be tokenized again."""
@@ -154,23 +155,10 @@ class Prepared(NamedTuple):
     unread: tuple[str, ...]
 
 
-_Waiting = tuple[int, Prepared, SpanWriter]
-"""A sample whose text is to be tokenized: its number, and what writes its spans."""
-
-
 def prepare(
     members: Sequence[Member], payloads: Mapping[int, bytes | memoryview], recipe: Recipe, known: Sizes | None = None
 ) -> Prepared:
-    """Compose a sample, and measure its parts.
-
-    Args:
-        payloads: of `texts_to_read` and `parts_to_read`.
-        known: as in `part_sizes`.
-
-    Raises:
-        LeftOut: the recipe's function leaves the sample out.
-        FieldError: as `compose`, or a part is bad.
-    """
+    """Compose a sample, and measure its parts. Raises FieldError as `compose`, or for a bad part; LeftOut."""
     composition = composition_of(members, payloads, recipe)
     sizes = part_sizes(composition.parts, members, payloads, recipe, known)
     if composition.parts:
@@ -187,10 +175,9 @@ def part_sizes(
     recipe: Recipe,
     known: Sizes | None = None,
 ) -> list[PartSize]:
-    """Return the size of each part of a sample. Raises FieldError for the first that is bad.
+    """Return the size of each part of a sample; those in `known` were counted before, others are added to it.
 
-    Args:
-        known: sizes that were counted before; those that are counted now are added.
+    Raises FieldError for the first that is bad.
     """
     if not parts:
         return []
@@ -228,52 +215,50 @@ def outlines(
 ) -> list[Outline | FieldError]:
     """Tokenize the texts of samples, together if the tokenizer can. Return an outline of each, or its error.
 
-    Args:
-        at: called with the number of a sample before each piece of work on its text alone.
+    `at` is called with the number of a sample before each piece of work on its text alone.
     """
-    results: list[Outline | FieldError | None] = []
-    waiting: list[_Waiting] = []
+    writers: list[SpanWriter | FieldError] = []
     for number, sample in enumerate(samples):
         at(number)
-        try:
-            waiting.append((number, sample, sample.composition.written(recipe, SizesInTurn(sample.sizes))))
-            results.append(None)
-        except MemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 - an exception of a tokenizer or modality fails the sample
-            results.append(as_field_error(error, "measured"))
-    tokenized = _tokenized(waiting, recipe, at)
-    return [next(tokenized) if result is None else result for result in results]
+        writers.append(_or_error(partial(sample.composition.written, recipe, SizesInTurn(sample.sizes))))
 
-
-def _tokenized(
-    waiting: Sequence[_Waiting], recipe: Recipe, alone: Callable[[int], None]
-) -> Iterator[Outline | FieldError]:
     # Trained texts are counted; all others, and those that cannot be counted, are tokenized with offsets.
-    whole = {at: writer for at, (_, _, writer) in enumerate(waiting) if isinstance(writer, WholeWriter)}
-    texts = {at: text for at, writer in whole.items() if (text := writer.wanted()) is not None}
+    whole = {number: writer for number, writer in enumerate(writers) if isinstance(writer, WholeWriter)}
+    texts = {number: text for number, writer in whole.items() if (text := writer.wanted()) is not None}
     counts: dict[int, int] = {}
     if recipe.text.overflow != "split":  # whose pieces begin at offsets
-        trained = [at for at in texts if whole[at].is_trained_text]
+        trained = [number for number in texts if whole[number].is_trained_text]
         end = recipe.text.eos_token_id  # one of the text's or the tokenizer's own takes its place
         without = [*recipe.mark_tokens.values(), *([] if end is None else [end])]
-        found = recipe.text.count_all([texts[at] for at in trained], without) if trained else ()
-        counts = {at: count for at, count in zip(trained, found, strict=True) if count is not None}
-    others = [at for at in texts if at not in counts]
-    encoded = dict(zip(others, recipe.text.encode_all([texts[at] for at in others]) if others else (), strict=True))
-    for at, (number, sample, writer) in enumerate(waiting):
-        alone(number)
-        try:
-            spans: Sequence[Span | TextRun]
-            if at in counts:
-                spans = whole[at].close_counted(counts[at])
-            else:
-                spans = whole[at].close_with(encoded.get(at)) if at in whole else writer.close()
-            yield _outline(sample, writer, spans, recipe)
-        except MemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 - as in `outlines`
-            yield as_field_error(error, "measured")
+        found = recipe.text.count_all([texts[number] for number in trained], without) if trained else ()
+        counts = {number: count for number, count in zip(trained, found, strict=True) if count is not None}
+    others = [number for number in texts if number not in counts]
+    tokens = recipe.text.encode_all([texts[number] for number in others]) if others else ()
+    encoded = dict(zip(others, tokens, strict=True))
+
+    def outline(number: int, writer: SpanWriter) -> Outline:
+        spans: Sequence[Span | TextRun]
+        if number in counts:
+            spans = whole[number].close_counted(counts[number])
+        else:
+            spans = whole[number].close_with(encoded.get(number)) if number in whole else writer.close()
+        return _outline(samples[number], writer, spans, recipe)
+
+    results: list[Outline | FieldError] = []
+    for number, writer in enumerate(writers):
+        at(number)
+        results.append(writer if isinstance(writer, FieldError) else _or_error(partial(outline, number, writer)))
+    return results
+
+
+def _or_error(call: Callable[[], T]) -> T | FieldError:
+    """Return what a call returns; an exception of a tokenizer or modality fails its sample."""
+    try:
+        return call()
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        return as_field_error(error, "measured")
 
 
 def _outline(sample: Prepared, writer: SpanWriter, spans: Sequence[Span | TextRun], recipe: Recipe) -> Outline:
@@ -310,17 +295,16 @@ def _outline(sample: Prepared, writer: SpanWriter, spans: Sequence[Span | TextRu
         tuple(outline),
         starts,
         limit if is_split and limit is not None else 0,
+        shape_of(parts, sample.sizes, recipe),
+        sample.unread,
     )
 
 
 def measure(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview], recipe: Recipe) -> Measured:
     """Count the tokens and parts of a sample, without decoding media.
 
-    Args:
-        payloads: of `texts_to_read` and `parts_to_read`.
-
-    Raises:
-        FieldError: as `compose` and `divided`, or a limit is exceeded.
+    `payloads` are of `texts_to_read` and `parts_to_read`. Raises FieldError as `compose` and `divided`, or above a
+    limit.
     """
     sample = prepare(members, payloads, recipe)
     (outline,) = outlines([sample], recipe)
@@ -330,11 +314,7 @@ def measure(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview
 
 
 def counted(outline: Outline, sizes: Sequence[PartSize], members: Sequence[Member], recipe: Recipe) -> Measured:
-    """Return the counts of a sample, from its text and the sizes of its parts.
-
-    Raises:
-        FieldError: as `divided`, or a limit is exceeded.
-    """
+    """Return the counts of a sample, from its text and the sizes of its parts. Raises FieldError as `measure`."""
     if len(sizes) > recipe.limits.sample_parts:
         raise _above("parts of media", len(sizes), "sample_parts", recipe.limits)
     spans = _with_media(outline, sizes, recipe)
@@ -498,11 +478,7 @@ def decoded_bytes(
     recipe: Recipe,
     row_bytes: Mapping[str, int] | None = None,
 ) -> int:
-    """Return the memory that decoding these parts takes: their arrays, and the working memory of their modalities.
-
-    Args:
-        row_bytes: of a row of each modality's arrays; default: under the recipe's dtypes.
-    """
+    """Return the memory that decoding these parts takes: their arrays, and the working memory of their modalities."""
     row_bytes = recipe.row_bytes if row_bytes is None else row_bytes
     headers: dict[str, list[tuple[Header, PartSize]]] = {}
     total = 0
@@ -522,10 +498,8 @@ AnySpan = TypeVar("AnySpan", TextSpan | MediaSlot, TextRun | MediaSlot)
 def divided(spans: list[AnySpan], recipe: Recipe) -> list[list[AnySpan]]:
     """Return the spans of each row of a sample: all spans in one row, the rest of a truncated sample, or its pieces.
 
-    Every piece but the last has `max_tokens` tokens. The first token of each leads, like that of a sample.
-
-    Raises:
-        FieldError: the sample has more tokens than `max_tokens`, and may not be cut, or not at this token.
+    Every piece but the last has `max_tokens` tokens. The first token of each leads, like that of a sample. Raises
+    FieldError if the sample has more tokens than `max_tokens`, and may not be cut, or not at this token.
     """
     limit = recipe.text.max_tokens
     if limit is None or (tokens := num_tokens(spans)) <= limit:

@@ -1,8 +1,6 @@
-"""The members of a sample: their facts in the index, and which of them text and media are read from.
+"""The members of a sample: their facts in the index, which of them text and media are read from, and their values.
 
-Values of members of a sample: text, columns, and JSON -> what a function of the user's and a batch get.
-
-The values of kept fields: fields and records of one sample -> one value for each name of `Recipe.keep`.
+Fields and records of one sample -> one value for each name of `Recipe.keep`: `kept_values`.
 """
 
 from __future__ import annotations
@@ -92,6 +90,47 @@ class Uses(NamedTuple):
     records: tuple[int, ...]
     made: tuple[int, ...]
     texts: tuple[int, ...]
+
+
+Payloads: TypeAlias = Mapping[int, bytes | memoryview]
+"""Bytes of members, by index in the sample."""
+
+
+class Fields(NamedTuple):
+    """The members of a sample under a recipe, with the texts that were read."""
+
+    members: Sequence[Member]
+    texts: Payloads
+    recipe: Recipe
+    uses: Uses
+
+    def name(self, at: int) -> str:
+        return self.members[at].field
+
+    def checked(self, at: int, payload: bytes | memoryview | None = None) -> bytes | memoryview:
+        """Return the bytes of a text. Raises FieldError if it is bad, or above the limit."""
+        member, limit = self.members[at], self.recipe.limits.text_bytes
+        payload = self.texts[at] if payload is None else payload
+        if member.error is not None:
+            raise FieldError(member.field, member.error)
+        if len(payload) > limit:
+            raise FieldError(member.field, f"{len(payload)} bytes of text, above the limit text_bytes={limit}")
+        return payload
+
+    def text(self, at: int, payload: bytes | memoryview | None = None) -> str:
+        """Return the text of a member. Raises FieldError."""
+        try:
+            return decode_utf8(self.checked(at, payload))
+        except DecodeError as error:
+            raise error.at(self.name(at)) from error.__cause__
+
+    def json_or_text(self, at: int) -> Any:
+        """Return the value of a member that is JSON, else its text. Raises FieldError."""
+        text = self.text(at)
+        try:
+            return parse_json(text.encode())
+        except (DecodeError, UnicodeEncodeError):
+            return text
 
 
 def uses_of(members: Sequence[Member], recipe: Recipe) -> Uses:
@@ -230,33 +269,6 @@ _MOST_LEVELS: Final = 48
 """Most levels of lists and dicts in a value: batches with deeper ones could not be sent to other processes."""
 
 
-def check_text(member: Member, payload: bytes | memoryview, recipe: Recipe) -> None:
-    """Raise FieldError if a text is bad, or above the limit."""
-    if member.error is not None:
-        raise FieldError(member.field, member.error)
-    limit = recipe.limits.text_bytes
-    if len(payload) > limit:
-        raise FieldError(member.field, f"{len(payload)} bytes of text, above the limit text_bytes={limit}")
-
-
-def text_of(member: Member, payload: bytes | memoryview, recipe: Recipe) -> str:
-    """Return the text of a member. Raises FieldError."""
-    check_text(member, payload, recipe)
-    try:
-        return decode_utf8(payload)
-    except DecodeError as error:
-        raise error.at(member.field) from error.__cause__
-
-
-def json_or_text(member: Member, payload: bytes | memoryview, recipe: Recipe) -> Any:
-    """Return the value of a member that is JSON, else its text. Raises FieldError."""
-    text = text_of(member, payload, recipe)
-    try:
-        return parse_json(text.encode())
-    except (DecodeError, UnicodeEncodeError):
-        return text
-
-
 def is_json(field: str) -> bool:
     """Return whether a field is JSON by its name, without its `.gz`."""
     return field.rpartition(".")[2].lower() in _SUFFIXES or field.endswith((WORDS_SUFFIX, VALUE))
@@ -300,10 +312,6 @@ def kept_values(
     A field with exactly that name goes before fields that only end in it. Numbered fields ("0.cls", an item of a
     Parquet list), and several fields, are a list. Without such a field it is the value under that key of the first
     record that has it. None if the sample has neither.
-
-    Args:
-        fields: of the sample, by name.
-        records: its JSON records.
     """
     return {
         name: _value(name, [field for field in fields if is_kept_as(field, name)], fields, records) for name in names

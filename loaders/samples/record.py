@@ -19,20 +19,18 @@ from orchdata.loaders.modalities.modality import outer_of
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import Media, made_record
 from orchdata.loaders.samples.members import (
+    Fields,
     Member,
-    Uses,
-    check_text,
+    Payloads,
     is_cell_without_content,
     is_json,
     is_label,
     json_value,
-    text_of,
+    uses_of,
 )
 from orchdata.loaders.text.chat_keys import kind_of, says_nothing
 from orchdata.loaders.text.conversation import CONTENT_KEYS, WORDS_SUFFIX
 from orchdata.loaders.text.messages import CHAT_KEYS
-
-__all__ = ["Media", "made_sample", "record_of"]
 
 _LEADING: Final = re.compile(r"(\d+)\.(.+)", re.DOTALL)
 _TRAILING: Final = re.compile(r"(.+)\.(\d+)", re.DOTALL)
@@ -43,62 +41,48 @@ _Groups: TypeAlias = Mapping[str, tuple[bool, list[int]]]
 
 
 class MadeSample(NamedTuple):
-    """A record that the user's function made.
-
-    Attributes:
-        record: without references to media.
-        media: modality -> members of its parts, in the order of the record.
+    """A record that the user's function made, without references to media; and modality -> members of its parts, in the
+    order of the record.
     """
 
     record: dict[str, Any]
     media: Mapping[str, tuple[int, ...]]
 
 
-def record_of(members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe) -> dict[str, Any]:
+def record_of(members: Sequence[Member], texts: Payloads, recipe: Recipe) -> dict[str, Any]:
     """Return the fields of a sample by name.
 
     Text is a string, JSON and columns that are no strings are values, and everything else is a `Media`. Fields with a
-    number ("0.jpg", "images.0") form a list under the name without it.
-
-    Args:
-        texts: payloads of `text_members`.
-
-    Raises:
-        FieldError: a text cannot be read, or two fields have the same name here ("txt" and "txt.gz").
+    number ("0.jpg", "images.0") form a list under the name without it. Raises FieldError if a text cannot be read, or
+    two fields have the same name here ("txt" and "txt.gz").
     """
-    return _record(_grouped(members, recipe), members, texts, recipe)
+    fields = Fields(members, texts, recipe, uses_of(members, recipe))
+    return _record(_grouped(members, recipe), fields)
 
 
-def _record(
-    groups: _Groups, members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe
-) -> dict[str, Any]:
+def _record(groups: _Groups, fields: Fields) -> dict[str, Any]:
+    record: dict[str, Any] = {}
     for name, (is_listed, indices) in groups.items():
         if len(indices) > 1 and not is_listed:
-            other = members[indices[1]].field
-            raise FieldError(other, f"Recipe.record gets this as {name!r}, and {members[indices[0]].field!r} too")
-    return {
-        name: [_value(members[at], name, number, texts.get(at), recipe) for number, at in enumerate(indices)]
-        if is_listed
-        else _value(members[indices[0]], name, 0, texts.get(indices[0]), recipe)
-        for name, (is_listed, indices) in groups.items()
-    }
+            one, other = map(fields.name, indices[:2])
+            raise FieldError(other, f"Recipe.record gets this as {name!r}, and {one!r} too")
+    for name, (is_listed, indices) in groups.items():
+        values = [_value(fields, at, name, number) for number, at in enumerate(indices)]
+        record[name] = values if is_listed else values[0]
+    return record
 
 
-def made_sample(
-    members: Sequence[Member], uses: Uses, texts: Mapping[int, bytes | memoryview], recipe: Recipe
-) -> MadeSample:
+def made_sample(fields: Fields) -> MadeSample:
     """Call the recipe's function.
 
     Without any `Media` in its record all media are used, in the order of the fields; but an empty list or None under a
-    key such as "images" chooses none.
-
-    Raises:
-        LeftOut: it leaves the sample out.
-        FieldError: a text cannot be read, the function fails, or refers to media that the sample does not have.
+    key such as "images" chooses none. Raises LeftOut; FieldError as `record_of`, or if the function fails, or refers to
+    media that the sample does not have.
     """
+    members, _, recipe, uses = fields
     assert recipe.record is not None
     groups = _grouped(members, recipe)
-    record = _record(groups, members, texts, recipe)
+    record = _record(groups, fields)
     try:
         made = made_record(recipe.record, record)
         references = _References(groups, members, recipe)
@@ -140,14 +124,14 @@ def _name(member: Member) -> tuple[str, int]:
     return field, -1
 
 
-def _value(member: Member, name: str, number: int, payload: bytes | memoryview | None, recipe: Recipe) -> Any:
+def _value(fields: Fields, at: int, name: str, number: int) -> Any:
+    member = fields.members[at]
     if member.kind not in (TEXT, OTHER) or (member.kind == OTHER and not is_label(member.field)):
         return Media(name, number)
-    payload = payload or b""
-    check_text(member, payload, recipe)
+    payload = fields.checked(at, fields.texts.get(at, b""))
     if is_cell_without_content(member.field, member.size) or is_json(name) or is_json(member.field):
         return json_value(member.field, payload)
-    text = text_of(member, payload, recipe)
+    text = fields.text(at, payload)
     return int(text) if member.kind == OTHER and _INTEGER.fullmatch(text) else text
 
 

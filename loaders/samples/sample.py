@@ -31,9 +31,9 @@ from orchdata.loaders.modalities.modality import (
     stored_dtype,
 )
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.compose import Span, TextSpan, compose
+from orchdata.loaders.samples.compose import compose
 from orchdata.loaders.samples.members import Member
-from orchdata.loaders.samples.spans import SizeOf, SizesInTurn
+from orchdata.loaders.samples.spans import SizeOf, SizesInTurn, Span, TextSpan
 
 if TYPE_CHECKING:
     import torch
@@ -144,11 +144,8 @@ def decode_part(
 ) -> None:
     """Decode one part of the modality `name` into the given arrays, as `Modality.decode_into`.
 
-    Args:
-        generator: makes the part's generator; called only if the modality draws.
-
-    Raises FieldError. Raises MemoryError for lack of memory, and for any failure that may be that in a process with its
-    own memory limit.
+    `generator` is called only if the modality draws. Raises FieldError; MemoryError for lack of memory, and for any
+    failure that may be that in a process with its own memory limit.
     """
     modality = recipe.modalities[name]
     rng = generator() if modality.draws() else None
@@ -202,14 +199,9 @@ def decode_sample(
 ) -> tuple[Part, ...]:
     """Decode a sample's parts into newly allocated memory.
 
-    Args:
-        payloads: bytes by index in `members`, of text_members() and of every member with a part.
-        sizes: sizes of its parts from `measure`, in the order of their slots.
-        spans_of: returns the spans to decode; default: all spans from `compose`.
-        generator_of: number of a part in the sample -> its generator, for modalities that draw.
-
-    Raises:
-        FieldError: as `compose`, or media that cannot be decoded.
+    `payloads` are of text_members() and of every member with a part; `sizes` from `measure`, in the order of their
+    slots; `spans_of` returns the spans to decode (default: all from `compose`); `generator_of` makes the generator of
+    the part with this number. Raises FieldError as `compose`, or for media that cannot be decoded.
     """
     parts: list[Part] = []
     size_of = SizesInTurn(sizes)

@@ -1,11 +1,8 @@
 """The spans of a sample's sequence, and how text and media become spans.
 
 Text is tokenized in stretches of equal loss between media, so the loss mask is exact for every tokenizer. A fast
-tokenizer gets all text in one call: `whole_text`.
-
-All text of a sample tokenized in one call, by a fast tokenizer, as in Hugging Face's processors.
-
-Each run of a part's tokens is written as one mark, and a token carries loss if its characters overlap text that does.
+tokenizer gets all text in one call, as in Hugging Face's processors: each run of a part's tokens is written as one
+mark, and a token carries loss if its characters overlap text that does.
 """
 
 from __future__ import annotations
@@ -28,10 +25,7 @@ class TextSpan(NamedTuple):
     """Token ids int32 (num_tokens,), at least one, and whether they carry loss.
 
     The first token of a sample carries no loss: nothing before it predicts it. `leads`: this span contains it.
-
-    Attributes:
-        starts: start of each token in the text that was tokenized in one call, in characters, int64 (num_tokens,); None
-            if unknown.
+    `starts`: of each token in the text that was tokenized in one call, in characters, int64; None if unknown.
     """
 
     token_ids: NDArray[np.int32]
@@ -64,13 +58,8 @@ class TextSpan(NamedTuple):
 
 
 class MediaSlot(NamedTuple):
-    """The slot of a part, or of a piece of it if there is text between its tokens.
-
-    Attributes:
-        modality: its name.
-        member: its index in the sample's members.
-        first: number of its first token here; a part's first piece has 0.
-        tokens: number of its tokens here.
+    """The slot of a part, or of a piece of it if there is text between its tokens: `tokens` of it, from the `first`
+    on.
     """
 
     modality: str
@@ -83,11 +72,7 @@ Span = TextSpan | MediaSlot
 
 
 class TextRun(NamedTuple):
-    """What counting needs of neighbouring text spans of equal loss; see `TextSpan`.
-
-    Attributes:
-        first_id: of its first token.
-    """
+    """What counting needs of neighbouring text spans of equal loss; see `TextSpan`."""
 
     num_tokens: int
     loss: bool
@@ -108,11 +93,7 @@ SizeOf = Callable[[str, int], PartSize]
 
 
 class SizesInTurn:
-    """Sizes of a sample's parts from the index, returned in the order of their slots: a `SizeOf`.
-
-    Attributes:
-        by_member: sizes that were returned so far.
-    """
+    """Sizes of a sample's parts from the index, returned in the order of their slots: a `SizeOf`."""
 
     def __init__(self, sizes: Sequence[PartSize]) -> None:
         self._count = len(sizes)
@@ -259,10 +240,8 @@ def expansion_of(recipe: Recipe, modality: str, size: PartSize) -> Expansion:
 class Window(NamedTuple):
     """A piece of a sample without media, to be tokenized without the rest of the text.
 
-    Attributes:
-        start, stop: characters where its tokens and those of the next piece begin; None for the last piece.
-        skipped: tokens of its first character that belong to the previous piece: a character may be several tokens.
-        tokens: number of its tokens.
+    `start`, `stop`: characters where its tokens and those of the next piece begin; None for the last piece. `skipped`
+    tokens of its first character belong to the previous piece: a character may be several tokens.
     """
 
     start: int
@@ -288,10 +267,8 @@ class _Run(NamedTuple):
 class WholeWriter:
     """Tokenizes all text in one call.
 
-    Args:
-        adds_special_tokens: whether the tokenizer's special tokens go around a text.
-        plain: whether the text is no chat: then special tokens carry loss as their neighbours do.
-        closed: whether the text has its own start and end, without the recipe's `bos_token_id` and `eos_token_id`.
+    `plain` text is no chat: then special tokens carry loss as their neighbours do. `closed` text has its own start and
+    end, without the recipe's `bos_token_id` and `eos_token_id`.
     """
 
     def __init__(

@@ -21,9 +21,8 @@ from orchdata.balancers import CostModel, TransformerCost, balance_phases
 from orchdata.bench.harness import PlanBench, Result, interleave, work_folder
 from orchdata.dataset.index_costs import IndexCosts
 from orchdata.loaders.index.index import Index, digest
-from orchdata.loaders.index.joined import RecipeIdentity, merge_tables
-from orchdata.loaders.index.table import Columns, TableSize, body_bytes, offsets_of, pack, views
-from orchdata.loaders.index.totals import Totals, summarize
+from orchdata.loaders.index.index_file import merge_tables
+from orchdata.loaders.index.table import Columns, TableSize, Totals, offsets_of, pack, summarize, views
 from orchdata.loaders.modalities.builtin import KINDS, TEXT
 from orchdata.loaders.shards.fields import RAW
 from orchdata.loaders.shards.shard import ShardInfo
@@ -161,7 +160,9 @@ def synthetic_index(path: str | Path, num_samples: int, seed: int, *, num_shards
     bounds = [number * num_samples // count for number in range(count + 1)]
     sources = [_Source.measured(seed, number, bounds[number], bounds[number + 1]) for number in range(count)]
     description = {"synthetic": {"seed": seed, "num_samples": num_samples}}
-    merge_tables(Path(path), sources, RecipeIdentity(digest(description), KINDS, description))
+    shards = [source.shard for source in sources]
+    fingerprint = digest(description)
+    merge_tables(Path(path), shards, sources, fingerprint=fingerprint, modalities=KINDS, recipe=description)
     return Index(path)
 
 
@@ -218,7 +219,7 @@ def _generate(seed: int, start: int, stop: int) -> Columns:
         extent_width=2,
         header_width=2,
     )
-    columns = views(bytearray(body_bytes(size)), size)  # of zeros
+    columns = views(bytearray(size.num_bytes), size)  # of zeros
     columns.part_offsets[:], columns.member_offsets[:] = part_offsets, member_offsets
     columns.part_modality[:] = np.where(is_audio, KINDS.index("audio"), KINDS.index("image"))
     columns.part_member[:] = number_in_sample

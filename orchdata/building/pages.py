@@ -38,8 +38,8 @@ from orchdata.building.memory import Reservation
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.modalities.modality import PartSize
-from orchdata.loaders.samples.compose import MediaSlot, TextSpan
 from orchdata.loaders.samples.members import KeptValue
+from orchdata.loaders.samples.spans import MediaSlot, TextSpan
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
 from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, row_lengths
 from orchdata.planning.teams import JoinedSequences, joined_sequences

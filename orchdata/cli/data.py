@@ -92,7 +92,7 @@ def index(
     """
     from orchdata.cli.dataset import build, with_fields
     from orchdata.dataset.shard_arguments import checked_target
-    from orchdata.loaders.index.own_columns import fields_of
+    from orchdata.loaders.index.fields import fields_of
 
     start = time.perf_counter()
     if merge:

@@ -12,8 +12,8 @@ from orchdata.dataset.sharded import is_mixture
 from orchdata.loaders.harmless_names import HARMLESS
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
-from orchdata.loaders.index.missing import missing_names
-from orchdata.loaders.index.totals import UNREAD
+from orchdata.loaders.index.stored import missing_names
+from orchdata.loaders.index.table import UNREAD
 from orchdata.loaders.modalities.builtin import BUILTINS
 from orchdata.loaders.shards.open import by_identity
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS

@@ -22,7 +22,7 @@ from orchdata.loaders.errors import DataError
 from orchdata.loaders.failures import reason_kind
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
-from orchdata.loaders.index.totals import Totals, overflow_of, sum_totals
+from orchdata.loaders.index.table import Totals, overflow_of, sum_totals
 from orchdata.planning.balance import StepPrice
 
 Ints = NDArray[np.int64]

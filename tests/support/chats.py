@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.compose import TextSpan, compose, text_members
+from orchdata.loaders.samples.compose import compose, text_members
 from orchdata.loaders.samples.members import Member
+from orchdata.loaders.samples.spans import TextSpan
 
 PIECES = (
     "What is in the picture?",

@@ -40,6 +40,7 @@ import orchdata as od
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.first import build_first_index
 from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.table import Columns
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.storage import retries
 from orchdata.loaders.storage.cache import CacheFolder, kept_files, prune
@@ -49,8 +50,7 @@ from orchdata.loaders.storage.sealed import NOTE_SUFFIX, is_noted
 
 def index_digest(index: Index) -> str:
     """Of every sample's key, counts and error, and of the shards; not of where the index lies."""
-    columns = index._columns
-    held = [(name, np.asarray(getattr(columns, name)).tolist()) for name in type(columns).__slots__]
+    held = [(name, np.asarray(getattr(index, name)).tolist()) for name in Columns.__slots__]
     shards = [(os.path.basename(shard.url), shard.size, shard.checksum) for shard in index.shards]
     failures = [index.failure(int(row)).args for row in index.bad_rows()]
     return _digest(json.dumps([held, shards, failures, index.totals, list(index.fields)], sort_keys=True))
@@ -236,7 +236,7 @@ def hurry() -> None:
 @contextlib.contextmanager
 def swallowing_trouble() -> Iterator[None]:
     """The fault that trials are to find: what the system refuses becomes a shard's failure, as if it were damaged."""
-    from orchdata.loaders.index import builder
+    from orchdata.loaders.index import build as builder
     from orchdata.loaders.shards.shard import Facts, FactsMeta, shard_failure
 
     sound = builder.load_facts  # type: ignore[attr-defined]

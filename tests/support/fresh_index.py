@@ -7,13 +7,13 @@ from typing import Any
 
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.table import Columns
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.storage.cache import CacheFolder
 
 
 def content(index: Index) -> dict[str, Any]:
-    columns = index._columns
-    return {name: getattr(columns, name).tolist() for name in type(columns).__slots__} | {"totals": index.totals}
+    return {name: getattr(index, name).tolist() for name in Columns.__slots__} | {"totals": index.totals}
 
 
 def whole(index: Index) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import numpy as np
 from golden_data import FILES_OF_RECIPE, OTHER_CONTAINERS, GoldenData
 
 from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.table import Columns
 from orchdata.loaders.versions import TABLE_FORMAT
 
 FOLDER = Path(__file__).resolve().parents[1] / "orchdata" / "golden" / "indexes"
@@ -27,9 +28,8 @@ DIGESTS = FOLDER / "digests.json"
 def digest(index: Index) -> str:
     """Of everything that an index says of its samples; the folders of its shards do not count."""
     found = hashlib.blake2b(digest_size=16)
-    columns = index._columns
-    for name in type(columns).__slots__:
-        values = np.ascontiguousarray(getattr(columns, name))
+    for name in Columns.__slots__:
+        values = np.ascontiguousarray(getattr(index, name))
         found.update(f"{name} {values.dtype} {values.shape}".encode())
         found.update(values.tobytes())
     shards = [[Path(shard.url).name, shard.size, shard.checksum] for shard in index.shards]

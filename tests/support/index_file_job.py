@@ -17,7 +17,7 @@ from rank_jobs import run_rank
 from shard_factory import RECIPE
 
 import orchdata as od
-from orchdata.loaders.index import builder
+from orchdata.loaders.index import build as builder
 
 
 def work(text: str) -> dict[str, Any]:

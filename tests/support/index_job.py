@@ -11,7 +11,7 @@ from rank_jobs import run_rank
 from shard_factory import RECIPE
 
 import orchdata as od
-from orchdata.loaders.index import builder
+from orchdata.loaders.index import build as builder
 
 
 def work(folder: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from shard_factory import omni_samples, omni_shards, write_shard
 
 from orchdata.loaders import versions
 from orchdata.loaders.errors import DataError, FieldError, StorageError
-from orchdata.loaders.index import builder, table
+from orchdata.loaders.index import build, table
 from orchdata.loaders.index.build import BuildProgress, build_index
 from orchdata.loaders.index.index_file import open_index
 from orchdata.loaders.limits import Limits
@@ -213,7 +213,7 @@ def test_very_many_shards_are_taken_by_stretches(tmp_path: Path, monkeypatch: py
         time.sleep(0.02)
         raise ValueError("disk on fire")
 
-    monkeypatch.setattr(builder, "load_facts", failing)
+    monkeypatch.setattr(build, "load_facts", failing)
     with pytest.raises(ValueError, match="disk on fire"):
         build_index(urls, Recipe(), num_threads=1, force=True)
     assert len(started) < 20
@@ -270,7 +270,7 @@ def test_a_forced_build_that_ended_before_its_merge_is_not_lost(
     assert build_index([url], recipe).bad_rows().size == 1
     failing.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(builder, "merge_tables", lambda *_, **__: None)  # leaves the old index
+        patch.setattr(build, "merge_tables", lambda *_, **__: None)  # leaves the old index
         build_index([url], recipe, force=True)
     assert build_index([url], recipe).bad_rows().size == 0
 
@@ -290,7 +290,7 @@ def test_under_another_number_of_rules_all_is_scanned(
 
 def test_tables_beyond_what_is_held_are_read_again(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     in_memory = content(build_index(shards, Recipe(), force=True))
-    monkeypatch.setattr(builder, "_IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(build, "_IN_MEMORY_BYTES", 0)
     assert content(build_index(shards, Recipe(), force=True)) == in_memory
 
 

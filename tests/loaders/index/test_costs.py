@@ -14,10 +14,10 @@ import pytest
 from shard_factory import omni_samples, write_shard
 
 from orchdata.loaders.errors import FieldError, StaleIndexError, StorageError
-from orchdata.loaders.index.probed import Probes
-from orchdata.loaders.index.shard_costs import CostTable, ShardCosts, cost_shard
+from orchdata.loaders.index.costs import CostTable, ShardCosts, cost_shard
+from orchdata.loaders.index.facts import Probes
 from orchdata.loaders.index.table import views
-from orchdata.loaders.modalities.builtin import KINDS, OTHER, TEXT
+from orchdata.loaders.modalities.builtin import OTHER, TEXT
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
 from orchdata.loaders.samples.compose import text_members
 from orchdata.loaders.samples.measure import measure
@@ -226,11 +226,11 @@ def test_costs_come_back_from_their_file(tmp_path: Path, bad: int) -> None:
     path = str(tmp_path / "a.costs")
     written = costs.write(path, "fake.tar", META)
 
-    table = CostTable.open(path, "fake.tar", costs.kinds)
+    table = CostTable.open(path, "fake.tar")
     assert table == written and table.shard == ShardInfo("fake.tar", 3, "sum", "1") and table.meta == META
     assert (table.size, list(table.fields), table.totals) == (costs.columns.size, costs.fields, costs.totals)
     assert table.size.bad == bad
-    for body in (table.body(), table.without_body().body(), written.body()):
+    for body in (table.body(), replace(table, packed=None).body(), written.body()):
         kept = views(body, table.size)
         for name in type(kept).__slots__:
             assert np.array_equal(getattr(kept, name), getattr(costs.columns, name)), name
@@ -243,7 +243,7 @@ def test_costs_come_back_from_their_file(tmp_path: Path, bad: int) -> None:
 def test_a_table_of_the_same_size_is_not_the_one_that_was_measured(tmp_path: Path) -> None:
     path = str(tmp_path / "a.costs")
     costs = three_samples(0)
-    table = costs.write(path, "fake.tar", META).without_body()
+    table = replace(costs.write(path, "fake.tar", META), packed=None)
     assert costs.write(path, "fake.tar", replace(META, version="2")).size == table.size
     with pytest.raises(StaleIndexError, match="measured by another build, during this one: build again"):
         table.body()
@@ -251,7 +251,7 @@ def test_a_table_of_the_same_size_is_not_the_one_that_was_measured(tmp_path: Pat
 
 def test_a_table_that_is_not_held_says_when_its_file_went(tmp_path: Path) -> None:
     path = tmp_path / "a.costs"
-    table = three_samples(0).write(str(path), "fake.tar", META).without_body()
+    table = replace(three_samples(0).write(str(path), "fake.tar", META), packed=None)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(StorageError, match="was removed or damaged"):
         table.body()
@@ -261,4 +261,4 @@ def test_costs_of_another_shard_are_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "a.costs")
     three_samples(0).write(path, "fake.tar", META)
     with pytest.raises(ValueError, match=r"it belongs to fake\.tar"):
-        CostTable.open(path, "other.tar", KINDS)
+        CostTable.open(path, "other.tar")

@@ -18,7 +18,7 @@ from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.shards.shard import SCHEMA, Facts, FactsTable, Shard
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.sealed import read_sealed, seal
-from orchdata.loaders.versions import FACTS_FORMAT
+from orchdata.loaders.versions import KEPT_FORMAT
 
 
 @pytest.fixture
@@ -92,8 +92,8 @@ def test_stale_facts_are_scanned_again(
     elif change == "rules":
         monkeypatch.setattr(versions, "VERDICTS", 9)
     else:
-        head, body = read_sealed(kept, KIND, FACTS_FORMAT)
-        kept.write_bytes(seal(KIND, FACTS_FORMAT + 1, head.values, [body])[0])
+        head, body = read_sealed(kept, KIND, KEPT_FORMAT)
+        kept.write_bytes(seal(KIND, KEPT_FORMAT + 1, head.values, [body])[0])
     table = load(url, limits=limits, cache=cache).table
     assert load.scans == 2
     assert len(table) == (30 if change == "content" else 10)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +12,8 @@ from shard_factory import chat, jpeg, write_shard
 
 from orchdata.bench.plan import synthetic_index
 from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.foreign import check_head
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.index.table import Columns, TableSize
-from orchdata.loaders.index.totals import summarize
+from orchdata.loaders.index.table import Columns, summarize
 from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.recipe import Recipe
 
@@ -31,27 +28,7 @@ def synthetic(tmp_path_factory: pytest.TempPathFactory) -> Index:
 
 
 def test_totals_are_those_of_the_columns(synthetic: Index) -> None:
-    assert synthetic.totals == summarize(synthetic._columns, synthetic.modalities, {}, {"names": {}, "others": 0})
-
-
-SHARD = ["/a.tar", 1, "checksum", "version", 0, 0, ""]
-SIZE = dict.fromkeys(TableSize.__slots__, 0) | {"rows": 1}
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *[("shards", [[*SHARD[:number], None, *SHARD[number + 1 :]]]) for number in range(len(SHARD))],
-        *[("shards", [[*SHARD, value]]) for value in (None, [None], [["old"]], [["old", 1]])],
-        *[("size", SIZE | {name: value}) for name in ("parts", "extent_width") for value in (-1, None, 10**30)],
-    ],
-)
-def test_a_malformed_head_is_a_value_error(name: str, value: Any) -> None:
-    head = {"shards": [SHARD], "shard_rows": [0, 1], "modalities": ["text"], "fields": [], "recipe": {}, "size": SIZE}
-    head |= {"totals": {"ignored_fields": {}, "unread": {"names": {}, "others": 0}}, "fingerprint": "", "build_id": ""}
-    check_head(head)
-    with pytest.raises(ValueError, match=f"the values of {name} "):
-        check_head(head | {name: value})
+    assert synthetic.totals == summarize(synthetic, synthetic.modalities, {}, {"names": {}, "others": 0})
 
 
 def test_synthetic_content_depends_on_its_arguments_only(tmp_path: Path, synthetic: Index) -> None:

@@ -14,7 +14,7 @@ from shard_factory import jpeg, write_shard
 
 import orchdata as od
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.index import kept_sizes
+from orchdata.loaders.index import kept as kept_module
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.recipe import ImagePreprocessor, Limits, Recipe, TextPreprocessor
 from orchdata.loaders.shards.shard import FactsTable
@@ -121,7 +121,7 @@ def test_what_does_not_hold_is_counted_again(
 ) -> None:
     kind, image = Clouds(), ImagePreprocessor(max_tokens=9)
     build_index([shard], Recipe(points=kind))
-    (kept,) = (CacheFolder().root / kept_sizes.FOLDER).iterdir()
+    (kept,) = (CacheFolder().root / "sizes").iterdir()
     if change == "parameter":
         kind = Clouds(group=2)
     elif change == "class":
@@ -129,7 +129,7 @@ def test_what_does_not_hold_is_counted_again(
     elif change == "content":
         write_shard(Path(shard), samples()[::-1])
     elif change == "format":
-        monkeypatch.setattr(kept_sizes, "SIZES_FORMAT", kept_sizes.SIZES_FORMAT + 1)
+        monkeypatch.setattr(kept_module, "KEPT_FORMAT", 99)
     elif change == "cut":
         kept.write_bytes(kept.read_bytes()[:-20])
     elif change == "missing":

@@ -18,7 +18,7 @@ from shard_factory import chat, jpeg, omni_samples, write_shard
 import orchdata as od
 from orchdata.loaders import versions
 from orchdata.loaders.errors import FunctionError
-from orchdata.loaders.index import kept_texts
+from orchdata.loaders.index import kept as kept_module
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.recipe import AudioPreprocessor, ImagePreprocessor, Limits, Recipe, TextPreprocessor
 from orchdata.loaders.storage.cache import CacheFolder
@@ -225,11 +225,11 @@ def test_what_does_not_hold_is_tokenized_again(
     words, text = counting()
     build_index([shard], Recipe(text=text()))
     everything = len(words.calls)
-    (kept,) = (CacheFolder().root / kept_texts.FOLDER).iterdir()
+    (kept,) = (CacheFolder().root / "texts").iterdir()
     if change == "content":
         write_shard(Path(shard), samples()[::-1])
     elif change == "format":
-        monkeypatch.setattr(kept_texts, "TEXTS_FORMAT", kept_texts.TEXTS_FORMAT + 1)
+        monkeypatch.setattr(kept_module, "KEPT_FORMAT", 99)
     elif change == "cut":
         kept.write_bytes(kept.read_bytes()[:-20])
     else:

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from orchdata.loaders.index.own_columns import Piece, column_of_array, column_of_values, joined
+from orchdata.loaders.index.fields import Piece, column_of_array, column_of_values, joined
 
 KEYS = ("a", "b", "c")
 

@@ -14,10 +14,11 @@ from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, TEXT
 from orchdata.loaders.modalities.checks import read_header
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import ChatTemplate, ImagePreprocessor, Recipe, TextPreprocessor
-from orchdata.loaders.samples.compose import MediaSlot, Span, compose, text_members
+from orchdata.loaders.samples.compose import compose, text_members
 from orchdata.loaders.samples.measure import measure
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.samples.sample import TextPart, decode_sample
+from orchdata.loaders.samples.spans import MediaSlot, Span
 from orchdata.loaders.shards.fields import classify
 
 

@@ -15,8 +15,9 @@ from orchdata.loaders.errors import FieldError
 from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.compose import MediaSlot, Span, TextSpan, compose, text_members
+from orchdata.loaders.samples.compose import compose, text_members
 from orchdata.loaders.samples.members import Member
+from orchdata.loaders.samples.spans import MediaSlot, Span, TextSpan
 
 pytest.importorskip("tokenizers")
 PAD = "<|image_pad|>"

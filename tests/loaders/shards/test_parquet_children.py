@@ -21,7 +21,7 @@ import pyarrow.parquet.encryption as pe
 import pytest
 
 import orchdata as od
-import orchdata.loaders.index.builder
+import orchdata.loaders.index.build
 from orchdata.loaders.errors import StaleIndexError, StorageError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.facts import load_facts
@@ -385,7 +385,7 @@ def test_a_file_that_changes_after_it_was_measured_is_not_decoded(
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
         return loaded
 
-    monkeypatch.setattr(orchdata.loaders.index.builder, "load_facts", measured_then_changed)
+    monkeypatch.setattr(orchdata.loaders.index.build, "load_facts", measured_then_changed)
     with pytest.raises(StaleIndexError, match=r"a\.parquet: was changed while it was open"):
         build_index([str(path)], Recipe(), retry_seconds=0)
 

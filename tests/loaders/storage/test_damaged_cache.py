@@ -23,13 +23,13 @@ from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import KIND, Index
 from orchdata.loaders.index.index_file import open_index
 from orchdata.loaders.index.stored import StoredSample
-from orchdata.loaders.index.table import LAYOUT, OFFSETS, _positions
+from orchdata.loaders.index.table import LAYOUT, OFFSETS
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage import sealed as verified
 from orchdata.loaders.storage.atomic import opened
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.sealed import head_of
+from orchdata.loaders.storage.sealed import Damaged, head_of, read_sealed, seal
 from orchdata.loaders.versions import TABLE_FORMAT
 
 IMAGE, AUDIO = 1, 2
@@ -122,8 +122,8 @@ def test_numbers_that_lead_outside_are_errors_at_their_use(shards: list[str]) ->
     path, data = built.path, built.path.read_bytes()
     with opened(path) as fd:
         start = head_of(fd, KIND, TABLE_FORMAT).start
-    size = built._columns.size
-    positions, _ = _positions(size)
+    size = built.size
+    places = size.places()
     wrong = (-(1 << 31), -1, 1 << 20, (1 << 31) - 1)
     columns = [*OFFSETS, "shard", "part_member", "member_field", "bad_row"]
 
@@ -131,9 +131,9 @@ def test_numbers_that_lead_outside_are_errors_at_their_use(shards: list[str]) ->
         seen = 0
         for name in columns:
             dtype, of, more = LAYOUT[name]
-            form = {np.int32: "<i", np.int64: "<q"}[dtype]
+            form = {4: "<i", 8: "<q"}[dtype.itemsize]
             for element in range(getattr(size, of) + more):
-                at = start + positions[name] + element * struct.calcsize(form)
+                at = start + places[name].start + element * struct.calcsize(form)
                 for value in wrong:
                     print(name, element, value, file=sys.stderr)
                     with_note(path, data[:at] + struct.pack(form, value) + data[at + struct.calcsize(form) :])
@@ -238,3 +238,16 @@ def test_rows_outside_are_refused(shards: list[str]) -> None:
             IndexCosts(index).positions("image", np.array([0, row]))
     with pytest.raises(ValueError, match="row 0 is not a bad sample"):
         index.failure(0)
+
+
+def test_a_file_that_is_longer_than_memory_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse file costs nothing to write."""
+    path = tmp_path / "x"
+    path.write_bytes(seal(b"cost", 1, {"a": "b"}, [bytes(100_000)])[0])
+
+    def no_room(size: int) -> bytearray:
+        raise MemoryError(size)
+
+    monkeypatch.setattr(verified, "bytearray", no_room, raising=False)
+    with pytest.raises(Damaged, match="100000 bytes are to be read together, and there is no memory"):
+        read_sealed(path, b"cost", 1)

@@ -20,9 +20,10 @@ from orchdata.loaders.index.build import build_index
 from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import ChatTemplate, Recipe, TextPreprocessor
-from orchdata.loaders.samples.compose import MediaSlot, compose, text_members
+from orchdata.loaders.samples.compose import compose, text_members
 from orchdata.loaders.samples.measure import measure
 from orchdata.loaders.samples.members import Member
+from orchdata.loaders.samples.spans import MediaSlot
 from orchdata.loaders.shards.jsonl.named_media import media_of
 from orchdata.loaders.text.conversation import document_of, parse_json
 

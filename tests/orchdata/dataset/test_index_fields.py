@@ -20,11 +20,8 @@ from typer.testing import CliRunner
 import orchdata as od
 from orchdata.cli import app
 from orchdata.loaders.index import fields
-from orchdata.loaders.index.index import KIND, Index
-from orchdata.loaders.index.own_columns import fields_of, packed_columns
+from orchdata.loaders.index.fields import fields_of
 from orchdata.loaders.shards.parquet.children import measuring
-from orchdata.loaders.storage.sealed import seal
-from orchdata.loaders.versions import TABLE_FORMAT
 
 KEYS = [f"s{number}" for number in range(8)]
 SCORES = [None if number == 3 else number / 2 for number in range(8)]
@@ -191,27 +188,6 @@ def test_a_damaged_file_is_made_again(shards: dict[str, str]) -> None:
     data[-9] ^= 255
     path.write_bytes(data)
     assert keys_of(od.ShardDataset(paths, index_fields=FIELDS).filter("score > 2")) == expected
-
-
-def test_an_index_of_another_hand_is_checked(shards: dict[str, str]) -> None:
-    index = od.ShardDataset(shards["csv"], index_fields=FIELDS).index()
-    with index.body() as body:
-        values, table = index.head().values, bytes(body) + bytes(packed_columns(index.own)[1])
-    own = values["own"]
-    at = len(table) - own["bytes"]
-    batch = index.own.set_column(0, "lang", pa.array(range(len(KEYS))))
-    forged = {
-        "columns of index_fields": ({**values, "own": {**own, "kinds": ["int", "str"]}}, table),
-        "bytes of": ({**values, "own": {**own, "bytes": len(table) + 1}}, table),
-        "other rows": (values, table[:at] + bytes(batch.slice(0, 5).serialize())),
-        "'names'": ({**values, "own": {}}, table),
-    }
-    for what, (head, body) in forged.items():
-        if what == "other rows":
-            head = {**head, "own": {**own, "kinds": ["int", "float"], "bytes": len(body) - at}}
-        index.path.write_bytes(seal(KIND, TABLE_FORMAT, head, [body])[0])
-        with pytest.raises(od.DamagedIndexError, match=what):
-            Index(index.path)
 
 
 def three(record: dict[str, Any]) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import orchdata as od
 from orchdata.cli import app
 from orchdata.loaders import versions
-from orchdata.loaders.index import builder
+from orchdata.loaders.index import build as builder
 from orchdata.loaders.index.index import KIND
 from orchdata.loaders.storage.sealed import head_of, seal
 from orchdata.loaders.versions import TABLE_FORMAT

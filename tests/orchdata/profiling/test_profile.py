@@ -21,7 +21,7 @@ from orchdata.loaders.errors import DataError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
-from orchdata.loaders.index.totals import sum_totals
+from orchdata.loaders.index.table import sum_totals
 from orchdata.profiling.content import PERCENTILES, chosen_totals, count_reasons
 from orchdata.profiling.planned import SCOPES
 from orchdata.profiling.profile import Profile, profile

@@ -16,8 +16,7 @@ from rank_jobs import run_ranks
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
-from orchdata.loaders.index import build as crew
-from orchdata.loaders.index import builder
+from orchdata.loaders.index import build
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.facts import load_facts
 
@@ -57,7 +56,7 @@ def at_a_shard(shards: list[str]) -> Iterator[int]:
         return load_facts(url, *arguments, **options)  # type: ignore[arg-type]
 
     def child() -> None:
-        builder.load_facts = stuck
+        build.load_facts = stuck
         build_index(shards, RECIPE, num_threads=1)
 
     process = FORK.Process(target=child, daemon=True)
@@ -74,7 +73,7 @@ def test_another_process_measures_the_shard_of_a_lost_one(shards: list[str]) -> 
     done: list[str] = []
     rest = threading.Event()
 
-    def progress(built: crew.BuildProgress) -> None:
+    def progress(built: build.BuildProgress) -> None:
         done.append(built.url)
         if len(done) == SHARDS - 1:
             rest.set()
