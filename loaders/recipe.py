@@ -348,7 +348,7 @@ class Recipe:
                 items[word] = name
         listed = frozenset(name for name, modality in self.modalities.items() if modality.listed)
         media_words = MediaWords(tuple(marks.items()), items, record_keys(names), slots, listed)
-        return Rules.of(self.text.template, media_words, self.text.fields)
+        return Rules(self.text.template, media_words, tuple(dict.fromkeys((*self.text.fields, *TEXT_FIELDS))))
 
     def _placeholder(self, name: str) -> str:
         return self.modalities[name].placeholder if name in self.modalities else ""

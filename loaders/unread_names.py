@@ -22,9 +22,9 @@ from orchdata.loaders.modalities.video.timeline import TIMING
 from orchdata.loaders.records import ADDED_FIELDS
 from orchdata.loaders.shards.jsonl.stretch import is_edge, says_edge
 from orchdata.loaders.text.chat_keys import is_chat_context, is_flag, is_loss_flag, says, speaks
-from orchdata.loaders.text.conversation import CONTENT_KEYS, Document, Rules, parse_json
+from orchdata.loaders.text.conversation import Document, Rules, parse_json
 from orchdata.loaders.text.jinja import JinjaTemplate
-from orchdata.loaders.text.messages import CHAT_KEYS, SYSTEM
+from orchdata.loaders.text.messages import CHAT_KEYS, CONTENT_KEYS, SYSTEM
 from orchdata.loaders.text.template import record_keys
 
 SHARD_NAMES: Final = 256

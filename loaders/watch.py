@@ -7,7 +7,7 @@ it is about to load where the supervisor can read it. Rows that are known to do 
 
 What each thread is indexing: the shard, the sample, and how much of the work for the shard is done.
 
-The work for a sample is limited by counts (`Limits`, `text.work.Work`), so that every machine gives the same result;
+The work for a sample is limited by counts (`Limits`, `text.jinja.Work`), so that every machine gives the same result;
 time never decides.
 
 Which threads wait for storage: a supervisor must not blame the sample that they are loading.

@@ -28,21 +28,19 @@ from orchdata.loaders.samples.members import (
 from orchdata.loaders.shards.jsonl.stretch import NAMES_EDGE, is_edge, why_not_whole
 from orchdata.loaders.text.chat_keys import check_record, has_strings, is_wrong, kind_of, phrases, says, shown
 from orchdata.loaders.text.conversation import WORDS_SUFFIX, Document, is_whole, named_in, parse_json, why_unread
-from orchdata.loaders.text.jinja import JinjaTemplate
-from orchdata.loaders.text.messages import CHAT_KEYS
+from orchdata.loaders.text.jinja import JinjaTemplate, Work
+from orchdata.loaders.text.messages import CHAT_KEYS, Chat
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS
 from orchdata.loaders.text.template import (
     NOT_DECODED,
     Placeholder,
     Segment,
     TextSegment,
-    Turn,
     holds_mark,
     is_part,
     media_marks,
     words_of_media,
 )
-from orchdata.loaders.text.work import Work
 from orchdata.loaders.unread_names import is_empty
 
 NO_RECORD: Final = "Recipe.record returned a record that cannot be used"
@@ -57,7 +55,7 @@ OWN_LAYOUT: Final = "Recipe(record=...), a function of yours, reads data in a la
 
 
 def check_context(
-    turns: Sequence[Turn],
+    chat: Chat,
     context: Iterable[int],
     members: Sequence[Member],
     texts: Mapping[int, bytes | memoryview],
@@ -68,7 +66,7 @@ def check_context(
     for index in context:
         record[stem(members[index].field)] = json_or_text(members[index], texts[index], recipe)
     try:
-        check_record(record, (), turns, Work())
+        check_record(record, (), chat.texts, Work())
     except DecodeError as error:
         raise error.at(", ".join(members[index].field for index in context)) from None
 
@@ -342,7 +340,7 @@ def check_named(named: Mapping[str, list[str]], members: Sequence[Member], recip
 
 def check_media_order(document: Document, members: Sequence[Member], uses: Uses) -> None:
     """Raise FieldError if a conversation names the sample's own members in another order than that of their slots."""
-    for said in (document.named, document.placed):
+    for said in (document.named, {} if document.chat is None else document.chat.placed):
         for modality, names in said.items():
             own = uses.media.get(modality, ())
             if len(own) < 2 or len(own) != len(names):

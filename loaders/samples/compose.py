@@ -51,13 +51,12 @@ from orchdata.loaders.text.conversation import (
     document_of,
     document_of_fields,
     parse_json,
-    split_placeholders,
     why_unread,
 )
 from orchdata.loaders.text.jinja import JinjaTemplate
-from orchdata.loaders.text.messages import CHAT_KEYS, PAIR_KEYS, Chat, is_record
+from orchdata.loaders.text.messages import CHAT_KEYS, PAIR_KEYS, Chat, is_record, split_placeholders
 from orchdata.loaders.text.rendering import render_chat
-from orchdata.loaders.text.template import ChatTemplate, Placeholder, Segment, TextSegment, render
+from orchdata.loaders.text.template import Placeholder, Segment, TextSegment, render
 from orchdata.loaders.unread_names import REJECTED, is_empty, name_of_member, names_of_record
 
 __all__ = [
@@ -431,21 +430,22 @@ def _chat_segments(
     context = [index for index in uses.chat_context if index not in known]
     check_named(document.named, members, recipe, exactly=True)
     check_media_order(document, members, uses)
-    if document.chat is not None:
-        return [*used, *context], _rendered(document.chat, used, context, uses, members, texts, recipe)
-    turns = document.turns or []
+    chat, template = cast(Chat, document.chat), recipe.rules.template
+    if isinstance(template, JinjaTemplate):
+        return [*used, *context], _rendered(chat, template, used, context, uses, members, texts, recipe)
     if context:
-        check_context(turns, context, members, texts, recipe)
-    return used, list(render(turns, cast(ChatTemplate, recipe.rules.template)))
+        check_context(chat, context, members, texts, recipe)
+    return used, list(render(chat.messages, template))
 
 
 def _split(text: str, loss: bool, recipe: Recipe) -> list[Segment]:
-    pieces = split_placeholders(text, recipe.rules.words)
+    pieces = split_placeholders(text, recipe.rules.words.marks)
     return [TextSegment(piece, loss) if isinstance(piece, str) else piece for piece in pieces]
 
 
 def _rendered(
     chat: Chat,
+    template: JinjaTemplate,
     used: Sequence[int],
     context: Sequence[int],
     uses: Uses,
@@ -464,7 +464,7 @@ def _rendered(
         unplaced = [name for name in uses.media if name in rules.words.slots and recipe.modalities[name].places]
         placed = {item.modality for item in chat.placeholders}
         chat = chat.leading(name for name in unplaced if name not in placed for _ in uses.media[name])
-        rendered = render_chat(chat, cast(JinjaTemplate, rules.template), rules.words)
+        rendered = render_chat(chat, template, rules.words)
         slots = chat.placeholders[::-1]
         given = {name: [each for each in slots if each.modality == name] for name in rules.words.slots}
         return [given[each.modality].pop() if isinstance(each, Placeholder) else each for each in rendered]
@@ -501,7 +501,7 @@ def _conversation(documents: Mapping[int, Document], members: Sequence[Member]) 
     chats = [index for index, document in documents.items() if document.is_chat]
     for index in chats[1:]:
         one, other = documents[chats[0]], documents[index]
-        if _are_files(index, chats[0], members) or (one.turns, one.chat) != (other.turns, other.chat):
+        if _are_files(index, chats[0], members) or one.chat != other.chat:
             raise FieldError(
                 members[index].field,
                 f"a second conversation, besides that of {members[chats[0]].field}: {SEVERAL_TEXTS}",

@@ -27,8 +27,7 @@ from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.text.jinja import TRAINED_ROLE, Inputs, JinjaTemplate, Message, Spans
-from orchdata.loaders.text.work import TooMuchWork, Work
+from orchdata.loaders.text.jinja import TRAINED_ROLE, Inputs, JinjaTemplate, Message, Spans, TooMuchWork, Work
 
 _ANSWER: Final = "Zq8qZ"
 _BEFORE: Final = "Zq9qZ"

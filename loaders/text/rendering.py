@@ -39,11 +39,19 @@ from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.text.chat_keys import phrases, says, shown, speaks
-from orchdata.loaders.text.jinja import REASONING, TRAINED_ROLE, Inputs, JinjaTemplate, Message, Spans
+from orchdata.loaders.text.jinja import (
+    REASONING,
+    TRAINED_ROLE,
+    Inputs,
+    JinjaTemplate,
+    Message,
+    Spans,
+    TooMuchWork,
+    Work,
+)
 from orchdata.loaders.text.loss_spans import loss_spans
-from orchdata.loaders.text.messages import Chat, items_of
-from orchdata.loaders.text.template import MediaWords, Placeholder, Segment, TextSegment, holds_mark
-from orchdata.loaders.text.work import TooMuchWork, Work
+from orchdata.loaders.text.messages import Chat
+from orchdata.loaders.text.template import MediaWords, Placeholder, Segment, TextSegment, holds_mark, items_of, text_of
 
 WORD: Final = "Zq0qZ"
 NO_INPUTS: Final = Inputs()
@@ -254,7 +262,7 @@ def check_said(
     # A string without its word is lost, unless the text contains it elsewhere or depends on it.
     anywhere = _Said(text, work)
     of_turns = {
-        turn: _Said(_text_of(chat.messages[turn]), work) for turn in {leaf.turn for leaf in missing} - {_CONTEXT}
+        turn: _Said(text_of(chat.messages[turn]), work) for turn in {leaf.turn for leaf in missing} - {_CONTEXT}
     }
     for leaf in missing:
         if _is_of_tools(leaf) and shows_tools:  # the template decides how much of them it shows
@@ -291,7 +299,7 @@ def _check_thoughts(chat: Chat, template: JinjaTemplate, slots: Slots) -> None:
     if start in template.ignore_keys:
         return
     for turn, message in enumerate(chat.messages):
-        thought, mark, _ = _text_of(message).rpartition(end)
+        thought, mark, _ = text_of(message).rpartition(end)
         if message["role"] == TRAINED_ROLE and mark and says(thought.replace(start, "")):
             if not _renders_thoughts(template, slots):
                 raise _lost(f"turn {turn + 1} ({message['role']})", start)
@@ -306,11 +314,6 @@ def _lost(where: str, key: str) -> DecodeError:
         f"{where} has {shown(key)}, which the chat template does not render: leave it out of the data if the model "
         f"need not see it, {way_out}"
     )
-
-
-def _text_of(message: Mapping[str, Any]) -> str:
-    items = items_of(message.get("content"))
-    return "".join(str(item.get("text", "")) for item in items if isinstance(item, dict))
 
 
 @lru_cache(maxsize=256)
