@@ -239,12 +239,7 @@ class Recipe:
         return self.modalities[self.kinds[kind]] if TEXT < kind < len(self.kinds) else None
 
     def kind_of(self, field: str, kind: int) -> int:
-        """Return the kind of a member under this recipe: a code, UNUSED or OTHER.
-
-        Args:
-            field: its name.
-            kind: its kind in the facts.
-        """
+        """Return the kind, a code, UNUSED or OTHER, of a member with this field name and kind in the facts."""
         outer, inner = outer_of(field)
         if inner in self.embedded_modalities(outer):
             return self.kinds.index(inner)
@@ -356,8 +351,7 @@ class Recipe:
     def describe(self) -> dict[str, Any]:
         """Return all that costs and values depend on, JSON-safe; compare two of these to name a difference.
 
-        Raises:
-            TypeError: a field of a modality has no JSON form.
+        Raises TypeError for a field of a modality without a JSON form.
         """
         described: dict[str, Any] = {
             "rules_version": versions.COUNTS,

@@ -138,11 +138,7 @@ def check_turn(
 ) -> None:
     """Raise DecodeError for a key of a turn, besides those that are read, that would be lost.
 
-    Args:
-        where: names the turn in the error.
-        text: the text of the turn; loss: whether the template lets it carry loss.
-        media: keys that name media.
-        work: counts the work for the chat.
+    `text` is the turn's, `loss` whether the template lets it carry loss; `media` are keys that name media.
     """
     said = Spoken((text, role), work)
     for key, value in turn.items():
@@ -162,13 +158,9 @@ def speaks(key: str, value: Any, media: Collection[str]) -> bool:
 
 
 def trains(where: str, turn: Mapping[str, Any], loss: bool) -> bool:
-    """Whether a turn carries loss by its own flags, which may only remove it.
+    """Whether a turn carries loss by its own flags, which may only remove the `loss` of its role.
 
-    Args:
-        loss: whether turns of its role carry loss.
-
-    Raises:
-        DecodeError: a flag that requests loss for another role, or for a part of a turn.
+    Raises DecodeError for a flag that requests loss for another role, or for a part of a turn.
     """
     trained = loss
     for key, value in turn.items():
@@ -269,9 +261,6 @@ def _check_loss(where: str, key: str, value: Any, loss: bool) -> None:
 
 @lru_cache(maxsize=4096)
 def _split(key: str) -> tuple[frozenset[str], str]:
-    """Return the words of a key, and its letters without separators, in lower case.
-
-    "toolCalls" has the words "tool" and "calls", and the letters "toolcalls".
-    """
+    """Return the words of a key, and its letters in lower case: "toolCalls" has ("tool", "calls") and "toolcalls"."""
     words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", key)]
     return frozenset(words), "".join(words)

@@ -222,11 +222,7 @@ def _video_in(value: Mapping[str, Any]) -> str | None:
 
 
 def why_unread(value: Any, rules: Rules, *, is_chat: bool = False) -> str | None:
-    """Return why a JSON value without a text to learn has strings that no rule reads, or None.
-
-    Args:
-        is_chat: whether its turns are read.
-    """
+    """Return why a JSON value without a text to learn has strings that no rule reads, or None."""
     if not isinstance(value, dict):
         what = "a bare string, not a record" if isinstance(value, str) else f"a list of records or strings: {_ARRAY}"
         return what if has_strings(value) else None

@@ -126,10 +126,7 @@ class JinjaTemplate:
     ) -> tuple[str, Spans]:
         """Return the text, and its spans that `{% generation %}` marks. Raises DecodeError.
 
-        Args:
-            messages: JSON values.
-            prompt: end with the text before an answer.
-            work: counts the work for the chat; None for a chat that is rendered once.
+        `prompt` ends it with the text before an answer. `work` is None for a chat that is rendered once.
         """
         work = work or Work()
         work.add(_MESSAGE_WORK * (len(messages) + len(inputs.tools or ()) + len(inputs.documents or ())))

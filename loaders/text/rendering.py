@@ -1,29 +1,12 @@
-"""A chat under a model's own template -> its segments, and checks that nothing of it is lost.
+"""A chat under a model's own template -> its segments: stretches of text with or without loss, and placeholders.
 
-How a template takes content: strings or lists of items, and which items stand for media. It is tried once for each
-template.
+    chat --adapted_turn--> messages --template--> text --+-- media: where their marks are
+                                                         +-- loss: `{% generation %}`, else by comparing prefixes
 
-    template --small chats--> Forms;  message, Forms --> message in the form that the template takes
-
-Checks that a template renders all that a chat says: nothing is lost silently.
-
-The chat is rendered once more, with a marker word after everything that it says. A word that is missing in this
-rendering belongs to a string that the template leaves out.
-
-Chats of text and media alone: one rendering is enough if the outline of their shape is cached.
-
-shape of a chat --a chat of that shape with placeholder words--> outline: what the template writes around the texts
-outline, texts of a chat --> its rendering, and where loss begins and ends
-
-A chat under a model's own template -> its segments: stretches of text with or without loss, and placeholders of
-media.
-
-    chat --adapt--> messages --template--> text --+-- media: where their marks are
-                                                  +-- loss: `{% generation %}`, else by comparing prefixes
-
-Nothing is lost silently: if the template leaves out something that a turn says, the sample fails. To find this, the
-chat is rendered once more with a marker word in everything that it says. The result depends on template and sample
-alone. The rendered and searched characters of a chat are counted: a chat that needs too much work fails.
+Each template is tried once to see how it takes content (`Forms`). Nothing is lost silently: the chat is rendered once
+more with a marker word after everything that it says, and a word that is missing then belongs to a string that the
+template leaves out. One rendering is enough for chats of text and media alone, if the outline of their shape is cached:
+what the template writes around the texts of such a chat. The result depends on template and sample alone.
 """
 
 from __future__ import annotations
