@@ -14,7 +14,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, is_dataclass
 from dataclasses import fields as dataclass_fields
-from functools import lru_cache
+from weakref import WeakKeyDictionary
 from math import inf, isfinite
 from typing import Any, Final, Literal, NamedTuple
 
@@ -340,17 +340,22 @@ class TakesRng(NamedTuple):
     decode_into: bool
 
 
-@lru_cache(maxsize=256)
+_TAKES_RNG: Final[WeakKeyDictionary[type[Modality], TakesRng]] = WeakKeyDictionary()
+
+
 def takes_rng(kind: type[Modality]) -> TakesRng:
-    """Return which methods of a class have a parameter `rng`.
+    """Return which methods of a class have a parameter `rng`; looked up once per class.
 
     Raises TypeError if `decode` has one, and an overridden `decode_into`, which calls it, has none.
     """
+    if kind in _TAKES_RNG:
+        return _TAKES_RNG[kind]
     found = TakesRng(_has_rng(kind.decode), _has_rng(kind.decode_into))
     if found.decode and not found.decode_into and kind.decode_into is not Modality.decode_into:
         raise TypeError(
             f"{kind.__qualname__}.decode has a parameter rng, but its decode_into has none to pass on: add it there"
         )
+    _TAKES_RNG[kind] = found
     return found
 
 
