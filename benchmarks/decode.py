@@ -32,11 +32,11 @@ from benchmarks.loading.corpus import Corpus
 from orchdata.bench.harness import Result, WideTable, interleave
 from orchdata.engines.threads import use_one_thread
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.audio import AudioPreprocessor
-from orchdata.loaders.modalities.audio_decode import decode_wave, mel_bands
+from orchdata.loaders.modalities.audio import AudioPreprocessor, mel_bands
+from orchdata.loaders.modalities.audio_decode import decode_wave
 from orchdata.loaders.modalities.checks import read_header
 from orchdata.loaders.modalities.image import ImagePreprocessor
-from orchdata.loaders.modalities.image_decode import decode_jpeg, load_pixels, read_jpeg_header
+from orchdata.loaders.modalities.image_decode import decode_jpeg, read_jpeg_header
 from orchdata.loaders.modalities.modality import Modality, PartSize, stored_dtype
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
 
@@ -294,7 +294,7 @@ def _jpeg(each: Held, pre: ImagePreprocessor) -> None:
 
 def _pixels(each: Held, pre: ImagePreprocessor) -> None:
     high, wide = each.size.extent
-    load_pixels(memoryview(each.data), pre, LIMITS, (high, wide))
+    pre.pixels(memoryview(each.data), LIMITS, (high, wide))
 
 
 def _wave(each: Held, pre: AudioPreprocessor) -> None:

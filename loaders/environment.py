@@ -44,9 +44,8 @@ def failed_import(error: BaseException) -> FailedImport | None:
 def _of_lost_module(error: BaseException) -> BaseException | None:
     """Return the exception of importing a module that another thread was importing at the same time; else None.
 
-    A thread that waits for another thread's import continues with the module even if that import fails (CPython 3.11 to
-    3.13). It then misses an attribute of a module that `sys.modules` no longer has. The import is tried once more here,
-    because only its error says what is wrong.
+    CPython 3.11 to 3.13 lets the waiting thread continue with the module even if that import failed: it misses an
+    attribute. Only the error of another import says what is wrong.
     """
     module = error.obj if isinstance(error, AttributeError) else None
     if not isinstance(module, ModuleType) or sys.modules.get(module.__name__) is module:
@@ -126,11 +125,7 @@ def is_installed(package: str) -> bool:
 
 
 def way_out(package: str, error: BaseException | None = None) -> str:
-    """Return a command that installs a missing package, reinstalls a broken one, or shows what is wrong with it.
-
-    Args:
-        error: the exception of its import.
-    """
+    """Return a command that installs a missing package, reinstalls a broken one, or shows what is wrong with it."""
     if not package:
         return "`orchdata doctor` tries each package"
     distribution = distribution_of(package)

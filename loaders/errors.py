@@ -242,14 +242,11 @@ _NO_THREAD = "can't start new thread"
 
 
 def pass_trouble(error: BaseException, what: str = "a decoder") -> None:
-    """Raise if an exception says nothing about the data; return if it may be a failure of the data.
+    """Raise if an exception of `what` says nothing about the data; return if it may be a failure of the data.
 
-    Readers of data have the bytes in memory. So an error of the system (while loading a module, starting a thread) is
-    not a failure of the data: it becomes a StorageError. Lack of memory becomes a MemoryError. A failed import becomes
-    a PackageError, for any exception it raised. A warning that a filter turned into an exception passes unchanged.
-
-    Args:
-        what: raised it, for the message.
+    Readers of data have the bytes in memory. So an error of the system (while loading a module, starting a thread)
+    becomes a StorageError, lack of memory a MemoryError, a failed import a PackageError. A warning that a filter turned
+    into an exception passes unchanged.
     """
     if isinstance(error, (*NOT_DATA, Warning)) and not is_of_libav(error):
         raise error
@@ -275,12 +272,7 @@ def is_refusal(error: BaseException) -> TypeGuard[OSError]:
 
 
 def pass_broken_package(error: BaseException, needed_by: str = "", package: str = "") -> None:
-    """Raise a PackageError if an exception, or one of its causes, comes from an import.
-
-    Args:
-        needed_by: what needs the package.
-        package: its name; "" to take it from the exception.
-    """
+    """Raise a PackageError, of `package` or the one found, if an exception or a cause of it comes from an import."""
     failed = failed_import(error)
     if failed is None:
         return

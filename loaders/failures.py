@@ -15,12 +15,8 @@ def as_failure(
 ) -> Iterator[None]:
     """Turn an exception of the block into a failure of the data: `make("doing: message")`.
 
-    Failures that the block raises itself pass unchanged, and so do errors that say nothing about the data.
-
-    Args:
-        make: the class of the failure, or a function of its reason.
-        doing: start of the reason, for example "damaged audio".
-        before: called first; it may raise something else.
+    Failures that the block raises itself pass unchanged, and so do errors that say nothing about the data. `before` is
+    called first; it may raise something else.
     """
     try:
         yield

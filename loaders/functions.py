@@ -54,16 +54,9 @@ class UserFunction:
 
     @classmethod
     def of(cls, argument: str, function: Any, id: str | None) -> UserFunction:
-        """Check a function and its id.
+        """Check a function and its id (None: from the source text). The id's argument is called `<argument>_id`.
 
-        Args:
-            argument: name of the argument that it was given for; the id's argument is called `<argument>_id`.
-            function: the function.
-            id: given by the user; None: from the source text.
-
-        Raises:
-            TypeError: it cannot be called, or the id is no string.
-            ValueError: no id is given, and the source text does not say all that the function does.
+        Raises TypeError for no function or id, and ValueError if no id is given and the source text does not say all.
         """
         if not callable(function):
             raise TypeError(f"{argument} must be a function, got {type(function).__name__}")

@@ -44,12 +44,7 @@ class Pass(NamedTuple):
     number: int = 0
 
     def generator(self, shard: ShardIdentity, key: str, part: int) -> np.random.Generator:
-        """Return a new generator of one part of a sample.
-
-        Args:
-            key: the sample's key in its shard.
-            part: number of the part among those of its sample, from 0.
-        """
+        """Return a new generator of one part of a sample: its number among those of the sample with that key."""
         identity = [self.seed, self.source, self.number, *shard, key, part]
         digest = hashlib.blake2b(json.dumps(identity).encode(), digest_size=_SEED_BYTES).digest()
         return np.random.Generator(np.random.PCG64(int.from_bytes(digest, "little")))

@@ -94,10 +94,7 @@ def scan_limits(limits: Limits) -> dict[str, float]:
 
 def still_holds(kept: Mapping[str, float], limits: Limits, reasons: Iterable[str]) -> bool:
     """Return whether facts that were found under the limits `kept` are those under `limits`: none is lower now, and
-    none that is higher refused anything.
-
-    Args:
-        reasons: of what was refused then; each names the limit that it is above.
+    none that is higher refused anything. `reasons` are of what was refused then; each names the limit that it is above.
     """
     now = scan_limits(limits)
     if kept == now:

@@ -100,11 +100,7 @@ def says_memory(error: BaseException) -> bool:
 
 
 def pass_shortage(error: BaseException, need_bytes: int = DECODER_BYTES) -> None:
-    """Raise a MemoryError if a decoder may have failed because less than `need_bytes` of memory are left.
-
-    Args:
-        error: the decoder's exception, or one raised from it.
-    """
+    """Raise a MemoryError if a decoder may have failed because less than `need_bytes` of memory are left."""
     if isinstance(error, MemoryError) and not is_of_libav(error):
         raise error
     left = room()

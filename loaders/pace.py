@@ -26,11 +26,7 @@ FAR_THREADS: Final = 4
 
 
 def threads_or_default(num_threads: int | None, *, far: bool = False) -> int:
-    """Return a number of threads; for None one for each CPU, at most 8.
-
-    Args:
-        far: whether they read from object storage.
-    """
+    """Return a number of threads; for None one for each CPU, at most 8; at least some to read from `far` storage."""
     if num_threads is not None:
         return num_threads
     return min(8, max(os.cpu_count() or 1, FAR_THREADS if far else 1))

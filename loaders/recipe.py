@@ -239,12 +239,7 @@ class Recipe:
         return self.modalities[self.kinds[kind]] if TEXT < kind < len(self.kinds) else None
 
     def kind_of(self, field: str, kind: int) -> int:
-        """Return the kind of a member under this recipe: a code, UNUSED or OTHER.
-
-        Args:
-            field: its name.
-            kind: its kind in the facts.
-        """
+        """Return the kind, a code, UNUSED or OTHER, of a member with this field name and kind in the facts."""
         outer, inner = outer_of(field)
         if inner in self.embedded_modalities(outer):
             return self.kinds.index(inner)
@@ -348,7 +343,7 @@ class Recipe:
                 items[word] = name
         listed = frozenset(name for name, modality in self.modalities.items() if modality.listed)
         media_words = MediaWords(tuple(marks.items()), items, record_keys(names), slots, listed)
-        return Rules.of(self.text.template, media_words, self.text.fields)
+        return Rules(self.text.template, media_words, tuple(dict.fromkeys((*self.text.fields, *TEXT_FIELDS))))
 
     def _placeholder(self, name: str) -> str:
         return self.modalities[name].placeholder if name in self.modalities else ""
@@ -356,8 +351,7 @@ class Recipe:
     def describe(self) -> dict[str, Any]:
         """Return all that costs and values depend on, JSON-safe; compare two of these to name a difference.
 
-        Raises:
-            TypeError: a field of a modality has no JSON form.
+        Raises TypeError for a field of a modality without a JSON form.
         """
         described: dict[str, Any] = {
             "rules_version": versions.COUNTS,

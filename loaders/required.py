@@ -32,11 +32,8 @@ _DEPTH: Final = 1_000
 def load_required(recipe: Recipe) -> None:
     """Import everything that a recipe needs for reading, measuring and decoding. Repeated calls are cheap.
 
-    Raises:
-        ValueError: the recursion limit is below Python's default: nested JSON would look damaged.
-        PackageError: an import failed, or a set-up with an imported package, with any exception.
-        StorageError: the system cannot do it now (no file descriptors left), even after retries.
-        TypeError: `required_modules` of a modality does not return a tuple of names.
+    Raises ValueError for a recursion limit below Python's default (nested JSON would look damaged), PackageError for a
+    failed import or set-up, StorageError if the system cannot do it now, TypeError for wrong `required_modules`.
     """
     _load_all(recipe, decodes=True)
 
@@ -50,11 +47,7 @@ def load_for_scanning(recipe: Recipe) -> None:
 
 
 def load_built_in(*, decodes: bool = True) -> None:
-    """Import the readers of images and audio, as far as that succeeds. Raises StorageError.
-
-    Args:
-        decodes: also what only decoding needs, such as torch.
-    """
+    """Import the readers of images and audio, as far as that succeeds; decoding needs more. Raises StorageError."""
     for name, kind in BUILTINS.items():
         with contextlib.suppress(PackageError):
             _load(kind(), name, decodes)

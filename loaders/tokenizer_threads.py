@@ -63,10 +63,8 @@ def note_threads() -> None:
 
 
 def share_cores(processes: int) -> None:
-    """Let the tokenizers of this process use its part of the cores, as one of so many processes at work together.
-
-    What the user has set in TOKENIZERS_PARALLELISM and RAYON_NUM_THREADS holds, except that a fork of a process with
-    threads of `tokenizers` uses none. Call it before the first text.
+    """Let the tokenizers of this process use its part of the cores, as one of so many at work. Call it before the first
+    text. What the user has set holds, except that a fork of a process with threads of `tokenizers` uses none.
     """
     os.environ.setdefault(_COUNT, str(max(1, len(os.sched_getaffinity(0)) // processes)))
     _forks.use_no_lost_threads()

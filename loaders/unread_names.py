@@ -22,9 +22,9 @@ from orchdata.loaders.modalities.video.timeline import TIMING
 from orchdata.loaders.records import ADDED_FIELDS
 from orchdata.loaders.shards.jsonl.stretch import is_edge, says_edge
 from orchdata.loaders.text.chat_keys import is_chat_context, is_flag, is_loss_flag, says, speaks
-from orchdata.loaders.text.conversation import CONTENT_KEYS, Document, Rules, parse_json
+from orchdata.loaders.text.conversation import Document, Rules, parse_json
 from orchdata.loaders.text.jinja import JinjaTemplate
-from orchdata.loaders.text.messages import CHAT_KEYS, SYSTEM
+from orchdata.loaders.text.messages import CHAT_KEYS, CONTENT_KEYS, SYSTEM
 from orchdata.loaders.text.template import record_keys
 
 SHARD_NAMES: Final = 256
@@ -132,12 +132,8 @@ def names_of_record(
 ) -> tuple[str, ...]:
     """Return the unread names of a record, a name before those below it.
 
-    Args:
-        record: the JSON value.
-        document: what the sample's text was read from it; None: nothing.
-        name: of its member, for what is no object.
-        read: more keys that are read.
-        has: modalities of the sample's media: what names them is read.
+    `document` is what the sample's text was read from it, or None; `name` is its member's, for what is no object;
+    `read` are more keys that are read; what names media of the modalities in `has` is read too.
     """
     found: dict[str, None] = {}
     is_chat = document is not None and document.is_chat
@@ -278,9 +274,7 @@ def _add_item(name: str, item: Mapping[str, Any], rules: Rules, named: tuple[str
 
 
 def _add_next_to_file(name: str, value: Any, rules: Rules, found: dict[str, None]) -> None:
-    """Add the keys that stand next to a file, or to a list of frames: `images[].bbox` of {"path": ..., "bbox": ...}. A
-    number names no file.
-    """
+    """Add the keys next to a file, or a list of frames: `images[].bbox` of {"path": ..., "bbox": ...}; and a number."""
     for item in value if isinstance(value, list) else (value,):
         if isinstance(item, int | float) and item is not False:
             found[name] = None

@@ -1,16 +1,8 @@
-"""What threads are at: the rows that they load, the shards that they index, and whether they wait for storage.
-
-Which rows threads are loading, and which rows must not be loaded: notes of a process for its supervisor.
+"""What threads are at: notes of the rows that they load, of the shards that they index, and of waits for storage.
 
 A sample that ends its process, or never returns, can only be detected from outside. So each thread notes the row that
-it is about to load where the supervisor can read it. Rows that are known to do so are not loaded.
-
-What each thread is indexing: the shard, the sample, and how much of the work for the shard is done.
-
-The work for a sample is limited by counts (`Limits`, `text.work.Work`), so that every machine gives the same result;
-time never decides.
-
-Which threads wait for storage: a supervisor must not blame the sample that they are loading.
+it is about to load where the supervisor can read it, and rows that are known to do so are not loaded. A thread that
+waits for storage says so: its sample is not to blame.
 """
 
 from __future__ import annotations

@@ -65,9 +65,7 @@ def _unended(shards: IndexedShards, opened: OpenShards, start: int, stop: int) -
 
 
 def _last_trained(sample: StoredSample, recipe: Recipe) -> tuple[str, bool] | None:
-    """Return the last text of a chat with loss, and whether the chat ends there; None for other samples, and chats
-    without loss.
-    """
+    """Return the last text of a chat with loss, and whether the chat ends there; None for samples without."""
     uses = uses_of(sample.members, recipe)
     if not (uses.json or uses.other_text or recipe.record is not None):
         return None

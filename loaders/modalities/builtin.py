@@ -8,7 +8,7 @@ from typing import Final
 from orchdata.loaders.modalities.audio import AudioPreprocessor
 from orchdata.loaders.modalities.image import ImagePreprocessor
 from orchdata.loaders.modalities.modality import Modality
-from orchdata.loaders.modalities.video.files import VideoFiles
+from orchdata.loaders.modalities.video.preprocessor import VideoFiles
 
 BUILTINS: Final = MappingProxyType[str, type[Modality]]({"image": ImagePreprocessor, "audio": AudioPreprocessor})
 """Name -> class. Facts of shards store their headers under every recipe."""

@@ -119,17 +119,10 @@ HEAD_BYTES: Final = 1 << 16
 
 
 def read_header(kind: type[Modality], size: int, read: Callable[[int], bytes], limits: Limits) -> Header:
-    """Return the header of one member.
+    """Return the header of one member of `size` bytes, of which `read` returns the first n. `limits` are for the probe.
 
-    Args:
-        kind: its modality.
-        size: bytes in the member.
-        read: returns the first n bytes of the member.
-        limits: for the probe; `count_header` checks the header against them.
-
-    Raises:
-        DecodeError: another format than its name says, or damaged.
-        MemoryError: there may have been too little memory for the probe.
+    Raises DecodeError for another format than its name says, or damage, and MemoryError if there may have been too
+    little.
     """
     if size == 0:
         raise DecodeError("empty: 0 bytes")
@@ -155,14 +148,10 @@ def read_header(kind: type[Modality], size: int, read: Callable[[int], bytes], l
 def scan_heads(
     kind: type[Modality], buffer: NDArray[np.uint8], ranges: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Scan headers of many members with their first bytes in a buffer.
+    """Scan headers of many members: `ranges`, int64 (n, 3), are the start of each in the buffer, its bytes there, its
+    size.
 
-    Args:
-        buffer: uint8.
-        ranges: int64 (n, 3): start of each member's content, number of its bytes there, and its full size.
-
-    Returns:
-        facts, int64 (n, num_facts), zeros where the scan failed; and the indices of those, for `read_header`.
+    Returns facts, int64 (n, num_facts), zeros where the scan failed, and the indices of those, for `read_header`.
     """
     facts = np.zeros((len(ranges), kind.num_facts), np.int64)
     status = np.empty(len(ranges), np.uint8)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from math import ceil, floor, isqrt, sqrt
 from typing import Any, Final, Literal
@@ -22,7 +22,7 @@ from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import check_at_least_one, check_choice, check_size
 from orchdata.loaders.modalities.image_header import ImageFiles
-from orchdata.loaders.modalities.modality import NOT_DESCRIBED, ArraySpec, Header, PartSize, takes_rng
+from orchdata.loaders.modalities.modality import NOT_DESCRIBED, ArraySpec, Header, PartSize, as_tensor, takes_rng
 
 CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
@@ -203,9 +203,38 @@ class ImagePreprocessor(ImageFiles):
         rng: np.random.Generator | None = None,
     ) -> None:
         """As `Modality.decode_into`. Raises TypeError if there is an `augment`, and no `rng`."""
-        from orchdata.loaders.modalities.image_decode import decode_image
+        from orchdata.loaders.modalities.image_decode import augmented, byte_table
+        from orchdata.native.decoding import patchify
 
-        decode_image(data, self, limits, out["patches"], (size.extent[0], size.extent[1]), rng)
+        pixels = self.pixels(data, limits, (size.extent[0], size.extent[1]))
+        if self.augmentation is not None:
+            pixels = augmented(pixels, self.augmentation, rng)
+        table = byte_table(self.mean, self.std, self.dtype)
+        patchify(pixels, self.patch_size, self.merge, table, out["patches"], repeats=self.temporal_patch_size)
+
+    def pixels(self, data: bytes | memoryview, limits: Limits, grid: tuple[int, int]) -> NDArray[np.uint8]:
+        """Return upright pixels (height, width, 3 or 4) of the grid's size, C-contiguous; a fourth channel is
+        undefined.
+
+        The memory may be this thread's scratch; its next image overwrites it. Raises DecodeError.
+        """
+        from orchdata.loaders.modalities.image_decode import is_avx, resized, to_rgb, upright_pixels
+
+        target = (grid[1] * self.patch_size, grid[0] * self.patch_size)
+
+        def least_of(width: int, height: int) -> tuple[int, int] | None:
+            extent = self.count_header((width, height), limits).extent
+            if extent != tuple(grid):
+                raise DecodeError(
+                    f"decoded to {width} x {height} pixels, {extent[0]} x {extent[1]} patches; the index says "
+                    f"{grid[0]} x {grid[1]} patches: index again"
+                )
+            return target if self.draft else None
+
+        # Of a plain JPEG to be resized, vectors handle four bytes per pixel faster, torch on ARM only three.
+        colours = "RGBX" if self.resizer == "pillow" or is_avx() else "RGB"
+        pixels = upright_pixels(data, limits, partial(to_rgb, alpha=self.alpha), least_of, colours)
+        return resized(pixels, target, self.resizer, self.resample)
 
     def extras(self, sizes: Sequence[PartSize]) -> Mapping[str, NDArray[Any]]:
         """grid_hw: int32 (num_images, 2), patches along height and width."""
@@ -215,9 +244,20 @@ class ImagePreprocessor(ImageFiles):
         self, data: bytes | memoryview, size: PartSize, arrays: Mapping[str, NDArray[Any]], limits: Limits
     ) -> tuple[str, bytes]:
         """The picture in the patches, with 8 bits per channel."""
-        from orchdata.loaders.modalities.image_decode import pictures_of_patches, png_of
+        from orchdata.loaders.modalities.image_decode import png_of
 
-        return "png", png_of(pictures_of_patches(arrays["patches"], self, (size.extent[0], size.extent[1]))[:1])
+        return "png", png_of(self.pictures(arrays["patches"], (size.extent[0], size.extent[1]))[:1])
+
+    def pictures(self, patches: NDArray[Any], grid: tuple[int, int]) -> NDArray[np.uint8]:
+        """Return the pictures of these patches, uint8 (temporal_patch_size, height, width, 3), from their values."""
+        from orchdata.loaders.modalities.image_decode import byte_table, laid_out, nearest_bytes
+
+        if self.dtype == "uint8":
+            return laid_out(patches, self.patch_size, self.merge, grid)
+        values = as_tensor(patches, self.dtype).float().numpy()
+        return nearest_bytes(
+            laid_out(values, self.patch_size, self.merge, grid), byte_table(self.mean, self.std, "float32")
+        )
 
     def rope(self, size: PartSize) -> NDArray[np.int64]:
         """As in Qwen2-VL: one moment, the merged grid along height and width."""

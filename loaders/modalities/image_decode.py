@@ -1,15 +1,14 @@
-"""Image bytes -> patches, written into the batch's memory.
+"""Image bytes -> pixels.
 
-    bytes --decode--> uint8 RGB --orient--> upright --resize--> the grid's size --(augment)--> --patchify--> out
+    bytes --decode--> uint8 RGB --orient--> upright --resize--> the grid's size
 
 It reads the formats of `image_header.IMAGE_FORMATS`, and the first frame of an animation. EXIF orientation is applied;
 palettes, CMYK and other colour modes become RGB as in Pillow (colour profiles are not applied); 16 bits keep their
 upper byte, floats in [0, 1] become bytes; transparency is composited onto white or dropped. libjpeg-turbo decodes JPEG,
 Pillow everything else.
 
-JPEG -> pixels through libjpeg-turbo (simplejpeg): into reused memory, strict, and scaled while decoding on request.
-
-Pillow decodes the same values, but shows damaged data as grey; here any damage to the picture is an error.
+libjpeg-turbo (simplejpeg) is strict, decodes into reused memory, and scales while decoding on request. Pillow decodes
+the same values, but shows damaged data as grey; here any damage to the picture is an error.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from platform import machine
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import simplejpeg
@@ -30,17 +29,12 @@ from PIL import Image, ImageFile, JpegImagePlugin
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.failures import as_failure
+from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import check_pixels, starts_with
 from orchdata.loaders.modalities.image_header import open_image, pass_pillow, quiet_pillow, too_large
-from orchdata.loaders.modalities.modality import as_tensor
 from orchdata.loaders.scratch import Scratch
-from orchdata.native.decoding import channel_table, patchify
-
-if TYPE_CHECKING:
-    from orchdata.loaders.functions import UserFunction
-    from orchdata.loaders.modalities.image import ImagePreprocessor
-
+from orchdata.native.decoding import channel_table
 
 Pixels = NDArray[np.uint8]
 Size = tuple[int, int]  # (width, height), as in Pillow
@@ -62,61 +56,10 @@ _UPRIGHT: Final[dict[int, Callable[[Pixels], Pixels]]] = {
 }
 
 
-def decode_image(
-    data: bytes | memoryview,
-    pre: ImagePreprocessor,
-    limits: Limits,
-    out: NDArray[Any],
-    grid: tuple[int, int],
-    rng: np.random.Generator | None = None,
-) -> None:
-    """Decode, resize, augment if `pre` says so, and cut one image into patches.
-
-    Args:
-        out: (grid_h * grid_w, pre.patch_dim), C-contiguous, fully overwritten: float32, uint16 (bfloat16 bits) or
-            uint8, according to `pre.dtype`. Rows and values are ordered as in `native.patchify`.
-        grid: patches (grid_h, grid_w) in the index, from the header.
-        rng: what `pre.augment` draws from; not used without it.
-
-    Raises:
-        DecodeError: not an image, damaged, above a limit, of another size than the index says, or `pre.augment` failed.
-        TypeError: there is a `pre.augment`, and `rng` is None.
-    """
-    pixels = load_pixels(data, pre, limits, grid)
-    if pre.augmentation is not None:
-        pixels = augmented(pixels, pre.augmentation, rng)
-    table = byte_table(pre.mean, pre.std, pre.dtype)
-    patchify(pixels, pre.patch_size, pre.merge, table, out, repeats=pre.temporal_patch_size)
-
-
-def load_pixels(data: bytes | memoryview, pre: ImagePreprocessor, limits: Limits, grid: tuple[int, int]) -> Pixels:
-    """Return upright pixels (height, width, 3 or 4) of the grid's size, C-contiguous; a fourth channel is undefined.
-
-    The memory may be this thread's scratch; its next image overwrites it. Raises DecodeError.
-    """
-    target = (grid[1] * pre.patch_size, grid[0] * pre.patch_size)
-
-    def least_of(width: int, height: int) -> Size | None:
-        extent = pre.count_header((width, height), limits).extent
-        if extent != tuple(grid):
-            raise DecodeError(
-                f"decoded to {width} x {height} pixels, {extent[0]} x {extent[1]} patches; the index says "
-                f"{grid[0]} x {grid[1]} patches: index again"
-            )
-        return target if pre.draft else None
-
-    # Of a plain JPEG to be resized, vectors handle four bytes per pixel faster, torch on ARM only three.
-    colours = "RGBX" if pre.resizer == "pillow" or _is_avx() else "RGB"
-    pixels = upright_pixels(data, limits, partial(to_rgb, alpha=pre.alpha), least_of, colours)
-    return resized(pixels, target, pre.resizer, pre.resample)
-
-
 def augmented(pixels: Pixels, augment: UserFunction, rng: np.random.Generator | None) -> Pixels:
     """Return what the user's function makes of pixels (height, width, 3 or 4): uint8 (height, width, 3), C-contiguous.
 
-    Raises:
-        DecodeError: it raised an exception, or returned something else than such an array.
-        TypeError: `rng` is None.
+    Raises DecodeError if it raised, or returned something else, and TypeError without `rng`.
     """
     if rng is None:
         raise TypeError(f"{augment.argument} needs a generator: pass rng= to decode_into")
@@ -133,7 +76,7 @@ def augmented(pixels: Pixels, augment: UserFunction, rng: np.random.Generator | 
 def load_rgb(data: bytes | memoryview, limits: Limits) -> tuple[Pixels, object]:
     """Return upright pixels (height, width, 3) as from Hugging Face's `load_image`: Pillow's own `convert("RGB")` drops
     alpha and clips 16 bits at 255. Also return the colour, or None, that Pillow still calls transparent: their
-    processors may use it. Memory and errors as in `load_pixels`.
+    processors may use it. Memory and errors as in `upright_pixels`.
     """
     transparency: list[object] = [None]
 
@@ -154,13 +97,11 @@ def upright_pixels(
     least_of: Callable[[int, int], Size | None] = lambda *_: None,
     colours: str = "RGB",
 ) -> Pixels:
-    """Return upright pixels (height, width, channels), C-contiguous; memory and errors as in `load_pixels`.
+    """Return upright pixels (height, width, channels), C-contiguous. Raises DecodeError.
 
-    Args:
-        convert: converts anything but a plain JPEG to RGB.
-        least_of: takes the size (width, height) as displayed, and returns the size below which a JPEG is not scaled
-            while it is decoded; None for no scaling.
-        colours: "RGB", or "RGBX" for plain JPEGs.
+    The memory may be this thread's scratch; its next image overwrites it. `convert` makes anything but a plain JPEG
+    RGB. `least_of` takes the size as displayed, and returns the size below which a JPEG is not scaled while it is
+    decoded, or None; `colours` of plain JPEGs are "RGB" or "RGBX".
     """
     try:
         return _upright_pixels(data, limits, convert, least_of, colours)
@@ -308,14 +249,14 @@ def _resized_as_torchvision(pixels: Pixels, target: Size, resample: str) -> Pixe
 
 
 @lru_cache(maxsize=1)
-def _is_avx() -> bool:
+def is_avx() -> bool:
     import torch
 
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
 def _has_bilinear_bytes() -> bool:
-    return _is_avx() or machine() in ("aarch64", "arm64")
+    return is_avx() or machine() in ("aarch64", "arm64")
 
 
 @lru_cache(maxsize=1)
@@ -334,20 +275,6 @@ def pass_order() -> str:
 def _upright(pixels: Pixels, orientation: int) -> Pixels:
     turn = _UPRIGHT.get(orientation)
     return np.ascontiguousarray(pixels if turn is None else turn(pixels))
-
-
-def pictures_of_patches(patches: NDArray[Any], pre: ImagePreprocessor, grid: tuple[int, int]) -> Pixels:
-    """Return the pictures of these patches, from their values: the inverse of `decode_image`.
-
-    Args:
-        patches: (grid_h * grid_w, pre.patch_dim), as written by `decode_image`.
-
-    Returns uint8 (pre.temporal_patch_size, height, width, 3).
-    """
-    if pre.dtype == "uint8":
-        return laid_out(patches, pre.patch_size, pre.merge, grid)
-    values = as_tensor(patches, pre.dtype).float().numpy()
-    return nearest_bytes(laid_out(values, pre.patch_size, pre.merge, grid), byte_table(pre.mean, pre.std, "float32"))
 
 
 def laid_out(patches: NDArray[Any], side: int, merge: int, grid: tuple[int, int]) -> NDArray[Any]:
@@ -438,13 +365,8 @@ def decode_jpeg(
 ) -> NDArray[np.uint8]:
     """Return pixels (height, width, channels), scaled while decoding, to at least `least` (width, height), unless None.
 
-    The memory belongs to this thread; its next call overwrites it.
-
-    Args:
-        colours: "RGB", "RGBX" or "CMYK" (only for a CMYK picture; Adobe's inversion is undone).
-
-    Raises:
-        DecodeError: the picture is damaged.
+    `colours` are "RGB", "RGBX" or "CMYK" (only for a CMYK picture; Adobe's inversion is undone). The memory belongs to
+    this thread; its next call overwrites it. Raises DecodeError for a damaged picture.
     """
     try:
         return _decode(data, header, colours, least)

@@ -131,8 +131,7 @@ def refuse_unsupported(data: bytes) -> None:
 def open_image(data: bytes) -> ImageFile:
     """Identify an image without decoding it. Raises DecodeError.
 
-    Like Image.open, but without its check of the number of pixels against a process-wide setting: the recipe has a
-    limit.
+    Like Image.open, but without its check against a process-wide number of pixels: the recipe has a limit.
     """
     if not data:
         raise DecodeError("empty: 0 bytes")

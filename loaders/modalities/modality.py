@@ -325,11 +325,7 @@ class Modality:
         return dataclass_values(self, "the recipe's fingerprint", "parameters()")
 
     def row_bytes(self, itemsize: int = 0) -> int:
-        """Memory of one row of all its arrays.
-
-        Args:
-            itemsize: least number of bytes of a value.
-        """
+        """Memory of one row of all its arrays, with at least `itemsize` bytes a value."""
         return sum(
             int(np.prod(spec.row_shape, dtype=np.int64)) * max(itemsize, stored_dtype(spec.dtype).itemsize)
             for spec in self.arrays().values()
@@ -352,18 +348,14 @@ def takes_rng(kind: type[Modality]) -> TakesRng:
 
     Raises TypeError if `decode` has one, and an overridden `decode_into`, which calls it, has none.
     """
-    found = _TAKES_RNG.get(kind)
-    if found is None:
-        found = _TAKES_RNG[kind] = _find_rng(kind)
-    return found
-
-
-def _find_rng(kind: type[Modality]) -> TakesRng:
+    if kind in _TAKES_RNG:
+        return _TAKES_RNG[kind]
     found = TakesRng(_has_rng(kind.decode), _has_rng(kind.decode_into))
     if found.decode and not found.decode_into and kind.decode_into is not Modality.decode_into:
         raise TypeError(
             f"{kind.__qualname__}.decode has a parameter rng, but its decode_into has none to pass on: add it there"
         )
+    _TAKES_RNG[kind] = found
     return found
 
 
@@ -461,10 +453,8 @@ def qualified(kind: type[Any]) -> str:
 
 
 def dataclass_values(value: object, identity: str, method: str) -> dict[str, Any]:
-    """Return the dataclass fields of a value, JSON-safe. Raises TypeError for a field without a JSON form.
-
-    Args:
-        identity, method: for the error: what the fields are part of, and the method that a subclass may override.
+    """Return the dataclass fields of a value, JSON-safe. Raises TypeError for a field without a JSON form, which names
+    `identity`, what the fields are part of, and the `method` that a subclass may override.
     """
     own: tuple[Field[Any], ...] = dataclass_fields(value) if is_dataclass(value) else ()
     kind = type(value)
@@ -482,11 +472,7 @@ def dataclass_values(value: object, identity: str, method: str) -> dict[str, Any
 
 
 def plain(value: Any, name: str, identity: str = "the recipe's fingerprint", method: str = "parameters()") -> Any:
-    """Return a value in JSON form, the same in every process. Raises TypeError with the name of the field.
-
-    Args:
-        identity, method: for the error, as in `dataclass_values`.
-    """
+    """Return a value in JSON form, the same in every process. Raises TypeError, as `dataclass_values`."""
     if isinstance(value, float) and not isfinite(value):
         return str(value)  # NaN does not even equal itself
     if value is None or isinstance(value, bool | int | float | str):

@@ -18,21 +18,19 @@ from orchdata.loaders.samples.members import Fields, Member, json_value, stem, u
 from orchdata.loaders.shards.jsonl.stretch import NAMES_EDGE, is_edge, why_not_whole
 from orchdata.loaders.text.chat_keys import check_record, has_strings, is_wrong, kind_of, phrases, says, shown
 from orchdata.loaders.text.conversation import WORDS_SUFFIX, Document, is_whole, parse_json, why_unread
-from orchdata.loaders.text.jinja import JinjaTemplate
-from orchdata.loaders.text.messages import CHAT_KEYS
+from orchdata.loaders.text.jinja import JinjaTemplate, Work
+from orchdata.loaders.text.messages import CHAT_KEYS, Chat
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS
 from orchdata.loaders.text.template import (
     NOT_DECODED,
     Placeholder,
     Segment,
     TextSegment,
-    Turn,
     holds_mark,
     is_part,
     media_marks,
     words_of_media,
 )
-from orchdata.loaders.text.work import Work
 from orchdata.loaders.unread_names import is_empty
 
 NO_RECORD: Final = "Recipe.record returned a record that cannot be used"
@@ -46,11 +44,11 @@ LAST_DOT: Final = ', or pass ShardDataset(key="last_dot"), --key last_dot'
 OWN_LAYOUT: Final = "Recipe(record=...), a function of yours, reads data in a layout of its own (docs/layouts.md)"
 
 
-def check_context(turns: Sequence[Turn], context: Sequence[int], fields: Fields) -> None:
+def check_context(chat: Chat, context: Sequence[int], fields: Fields) -> None:
     """Raise FieldError if fields that belong to the conversation (a column of tools) say more than its turns."""
     record = {stem(fields.name(index)): fields.json_or_text(index) for index in context}
     try:
-        check_record(record, (), turns, Work())
+        check_record(record, (), chat.texts, Work())
     except DecodeError as error:
         raise error.at(", ".join(map(fields.name, context))) from None
 
@@ -298,7 +296,7 @@ def check_named(named: Mapping[str, list[str]], fields: Fields, *, exactly: bool
 
 def check_media_order(document: Document, fields: Fields) -> None:
     """Raise FieldError if a conversation names the sample's own members in another order than that of their slots."""
-    for said in (document.named, document.placed):
+    for said in (document.named, {} if document.chat is None else document.chat.placed):
         for modality, names in said.items():
             own = [fields.name(index).lower() for index in fields.uses.media.get(modality, ())]
             if len(own) < 2 or len(own) != len(names):

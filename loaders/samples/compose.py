@@ -41,13 +41,12 @@ from orchdata.loaders.text.conversation import (
     document_of_fields,
     named_in,
     parse_json,
-    split_placeholders,
     why_unread,
 )
 from orchdata.loaders.text.jinja import JinjaTemplate
-from orchdata.loaders.text.messages import CHAT_KEYS, PAIR_KEYS, Chat, is_record
+from orchdata.loaders.text.messages import CHAT_KEYS, PAIR_KEYS, Chat, is_record, split_placeholders
 from orchdata.loaders.text.rendering import render_chat
-from orchdata.loaders.text.template import ChatTemplate, Placeholder, Segment, TextSegment, render
+from orchdata.loaders.text.template import Placeholder, Segment, TextSegment, render
 from orchdata.loaders.unread_names import REJECTED, is_empty, name_of_member, names_of_record
 
 _SHOWN_KEYS = 8
@@ -325,7 +324,7 @@ def _text_segments(text: str, where: str, recipe: Recipe) -> list[Segment]:
 
 
 def _split(text: str, loss: bool, recipe: Recipe) -> list[Segment]:
-    pieces = split_placeholders(text, recipe.rules.words)
+    pieces = split_placeholders(text, recipe.rules.words.marks)
     return [TextSegment(piece, loss) if isinstance(piece, str) else piece for piece in pieces]
 
 
@@ -334,15 +333,17 @@ def _chat_segments(document: Document, used: list[int], fields: Fields) -> tuple
     context = [index for index in fields.uses.chat_context if index not in {*used}]
     check_named(document.named, fields, exactly=True)
     check_media_order(document, fields)
-    if document.chat is not None:
-        return [*used, *context], _rendered(document.chat, used, context, fields)
-    turns = document.turns or []
+    chat, template = cast(Chat, document.chat), fields.recipe.rules.template
+    if isinstance(template, JinjaTemplate):
+        return [*used, *context], _rendered(chat, template, used, context, fields)
     if context:
-        check_context(turns, context, fields)
-    return used, list(render(turns, cast(ChatTemplate, fields.recipe.rules.template)))
+        check_context(chat, context, fields)
+    return used, list(render(chat.messages, template))
 
 
-def _rendered(chat: Chat, used: Sequence[int], context: Sequence[int], fields: Fields) -> list[Segment]:
+def _rendered(
+    chat: Chat, template: JinjaTemplate, used: Sequence[int], context: Sequence[int], fields: Fields
+) -> list[Segment]:
     """Render a chat under a jinja template, which gets the fields of its context."""
     media, modalities, rules = fields.uses.media, fields.recipe.modalities, fields.recipe.rules
     try:
@@ -351,7 +352,7 @@ def _rendered(chat: Chat, used: Sequence[int], context: Sequence[int], fields: F
         unplaced = [name for name in media if name in rules.words.slots and modalities[name].places]
         placed = {item.modality for item in chat.placeholders}
         chat = chat.leading(name for name in unplaced if name not in placed for _ in media[name])
-        rendered = render_chat(chat, cast(JinjaTemplate, rules.template), rules.words)
+        rendered = render_chat(chat, template, rules.words)
         slots = chat.placeholders[::-1]
         given = {name: [each for each in slots if each.modality == name] for name in rules.words.slots}
         return [given[each.modality].pop() if isinstance(each, Placeholder) else each for each in rendered]
@@ -386,7 +387,7 @@ def _conversation(documents: Mapping[int, Document], fields: Fields) -> int | No
     chats = [index for index, document in documents.items() if document.is_chat]
     for index in chats[1:]:
         one, other = documents[chats[0]], documents[index]
-        if _are_files(index, chats[0], fields) or (one.turns, one.chat) != (other.turns, other.chat):
+        if _are_files(index, chats[0], fields) or one.chat != other.chat:
             first = fields.name(chats[0])
             raise FieldError(fields.name(index), f"a second conversation, besides that of {first}: {SEVERAL_TEXTS}")
     return chats[0] if chats else None

@@ -12,14 +12,13 @@ Null, blank and empty values say nothing: `datasets` fills the fields of a struc
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property, lru_cache
 from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.harmless_names import HARMLESS
-from orchdata.loaders.text.template import Turn
-from orchdata.loaders.text.work import Work
+from orchdata.loaders.text.jinja import Work
 
 # Words of keys, in any position: reasoning_content, toolCalls, thinking_blocks, ...
 _WORDS: Final = frozenset(
@@ -131,26 +130,18 @@ class Spoken:
 def check_turn(
     where: str,
     turn: Mapping[str, Any],
-    own: Collection[str],
     role: str,
     text: str,
     loss: bool,
     media: Collection[str],
     work: Work,
 ) -> None:
-    """Raise DecodeError for a key of a turn that would be lost.
+    """Raise DecodeError for a key of a turn, besides those that are read, that would be lost.
 
-    Args:
-        where: names the turn in the error.
-        own: keys that are read.
-        text: the text of the turn; loss: whether the template lets it carry loss.
-        media: keys that name media.
-        work: counts the work for the chat.
+    `text` is the turn's, `loss` whether the template lets it carry loss; `media` are keys that name media.
     """
     said = Spoken((text, role), work)
     for key, value in turn.items():
-        if value is None or key in own:
-            continue
         words, name = _split(key[:_KEY_CHARACTERS])
         if words & _LOSS:
             _check_loss(where, key, value, loss)
@@ -166,19 +157,15 @@ def speaks(key: str, value: Any, media: Collection[str]) -> bool:
     return name in _OF_TURN or name in media or bool(words & _WORDS and not is_flag(value))
 
 
-def trains(where: str, turn: Mapping[str, Any], own: Collection[str], loss: bool) -> bool:
-    """Whether a turn carries loss by its own flags, which may only remove it.
+def trains(where: str, turn: Mapping[str, Any], loss: bool) -> bool:
+    """Whether a turn carries loss by its own flags, which may only remove the `loss` of its role.
 
-    Args:
-        loss: whether turns of its role carry loss.
-
-    Raises:
-        DecodeError: a flag that requests loss for another role, or for a part of a turn.
+    Raises DecodeError for a flag that requests loss for another role, or for a part of a turn.
     """
     trained = loss
     for key, value in turn.items():
         words, name = _split(key[:_KEY_CHARACTERS])
-        if value is None or key in own or not words & _LOSS:
+        if not words & _LOSS:
             continue
         flag = str(value).strip().lower() if isinstance(value, str | int | float) else "?"
         if loss and flag in _values(words, name, learned=False):
@@ -191,7 +178,7 @@ def trains(where: str, turn: Mapping[str, Any], own: Collection[str], loss: bool
 def check_item(where: str, item: Mapping[str, Any], own: Collection[str], *, media: bool) -> None:
     """Raise DecodeError for a key of an item of a turn's content that would be lost."""
     for key, value in item.items():
-        if value is None or key in own:
+        if key in own:
             continue
         words, name = _split(key[:_KEY_CHARACTERS])
         if (words & _WORDS and not is_flag(value)) or (media and name in _OF_MEDIA):
@@ -209,12 +196,12 @@ def is_chat_context(key: str) -> bool:
     return bool(words & _WORDS) or name in _OF_RECORD
 
 
-def check_record(record: Mapping[str, Any], own: Collection[str], turns: Sequence[Turn], work: Work) -> None:
-    """Raise DecodeError for a key next to a conversation that would be lost."""
+def check_record(record: Mapping[str, Any], own: Collection[str], texts: Collection[str], work: Work) -> None:
+    """Raise DecodeError for a key next to a conversation that would be lost: that says more than the turns' texts."""
     context = [key for key, value in record.items() if is_chat_context(key) and value is not None and key not in own]
     if not context:
         return
-    said = Spoken([turn.text for turn in turns], work)
+    said = Spoken(texts, work)
     chosen = record.get("chosen")
     settled = _PREFERENCE if says(chosen) and _is_said(chosen, said) else ()  # the conversation is the preferred one
     for key in context:
@@ -274,9 +261,6 @@ def _check_loss(where: str, key: str, value: Any, loss: bool) -> None:
 
 @lru_cache(maxsize=4096)
 def _split(key: str) -> tuple[frozenset[str], str]:
-    """Return the words of a key, and its letters without separators, in lower case.
-
-    "toolCalls" has the words "tool" and "calls", and the letters "toolcalls".
-    """
+    """Return the words of a key, and its letters in lower case: "toolCalls" has ("tool", "calls") and "toolcalls"."""
     words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", key)]
     return frozenset(words), "".join(words)

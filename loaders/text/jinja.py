@@ -18,7 +18,6 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError, pass_trouble
-from orchdata.loaders.text.work import TooMuchWork, Work
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function", "observation")
 TRAINED_ROLE: Final = "assistant"
@@ -33,11 +32,39 @@ _CHECKED_CHARACTERS: Final = 1 << 20
 _MOST_ITERATIONS: Final = 1 << 26
 """Of all loops of a template together, in one rendering."""
 _MESSAGE_CHARACTERS: Final = 400
+_MOST_WORK: Final = 1 << 31
+"""Characters that may be rendered or searched for one chat."""
 _RENDERED_WITH: Final = ("messages", "tools", "documents", "add_generation_prompt")
 _TELLS_TIME: Final = "strftime_now"
 
 Message = dict[str, Any]
 Spans = list[tuple[int, int]]
+
+
+class TooMuchWork(DecodeError):
+    """A chat that takes more work than is allowed."""
+
+
+class Work:
+    """Counts the work for one chat."""
+
+    def __init__(self, most: int = _MOST_WORK) -> None:
+        self.done = 0
+        self._most = most
+
+    def add(self, characters: int) -> None:
+        """Count characters that are rendered or searched. Raises TooMuchWork."""
+        self.done += characters
+        self.check(0)
+
+    def check(self, more: int) -> None:
+        """Raise TooMuchWork if `more` further characters would be too many."""
+        if self.done + more > self._most:
+            raise TooMuchWork(
+                f"more than {self._most} characters are rendered or searched to find the chat's text and which of it "
+                "has loss: split the chat, or leave it out (less work is needed with a chat template that marks the "
+                "text with loss by {% generation %})"
+            )
 
 
 class Inputs(NamedTuple):
@@ -99,10 +126,7 @@ class JinjaTemplate:
     ) -> tuple[str, Spans]:
         """Return the text, and its spans that `{% generation %}` marks. Raises DecodeError.
 
-        Args:
-            messages: JSON values.
-            prompt: end with the text before an answer.
-            work: counts the work for the chat; None for a chat that is rendered once.
+        `prompt` ends it with the text before an answer. `work` is None for a chat that is rendered once.
         """
         work = work or Work()
         work.add(_MESSAGE_WORK * (len(messages) + len(inputs.tools or ()) + len(inputs.documents or ())))

@@ -5,16 +5,9 @@ of the turns before it with the prompt for an answer: up to and including its en
 that. If a template renders earlier turns differently from the last one (it leaves out their reasoning), the turn is
 located by rendering the whole chat with a marker word instead of it.
 
-In a long chat, stretches are searched instead of the whole chat (`stretches`). Their concatenated texts must equal that
-of the whole chat, or else the whole chat is searched. The work is counted (`Work`).
-
-Long chats are cut into stretches of turns: which turns are rendered with a stretch instead of the whole chat.
-
-To separate an answer from the rest of a chat takes two or three renderings. For a chat of n turns these would be n
-renderings of n turns. So a long chat is cut into stretches. Each is rendered with the turns next to it, with the first
-and last turns of the chat, and with its last question, because templates look at these. Turns are left out only if the
-two turns that become neighbours are of the same kinds as two neighbours in the chat itself. So a template that rejects
-two questions in a row rejects a stretch only if the chat has these too.
+That takes two or three renderings an answer, so a long chat is cut into stretches of turns. Each is rendered with its
+neighbours, the first and last turns and the last question, because templates look at these. The stretches' texts must
+equal that of the whole chat, or else the whole chat is searched. The work is counted (`Work`).
 """
 
 from __future__ import annotations
@@ -27,8 +20,7 @@ from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.text.jinja import TRAINED_ROLE, Inputs, JinjaTemplate, Message, Spans
-from orchdata.loaders.text.work import TooMuchWork, Work
+from orchdata.loaders.text.jinja import TRAINED_ROLE, Inputs, JinjaTemplate, Message, Spans, TooMuchWork, Work
 
 _ANSWER: Final = "Zq8qZ"
 _BEFORE: Final = "Zq9qZ"
@@ -139,13 +131,8 @@ def loss_spans(
 ) -> Spans:
     """Return (start, end) of the spans of `text` that carry loss, ascending and disjoint.
 
-    Args:
-        trained: for each turn, whether it carries loss.
-        generated: spans that the template marks.
-        work: counts the work for the chat.
-
-    Raises:
-        DecodeError: a turn that should carry loss cannot be located.
+    `trained` says for each turn whether it carries loss, `generated` are the spans that the template marks. Raises
+    DecodeError for a turn with loss that cannot be located.
     """
     answers = [n for n, message in enumerate(messages) if message["role"] == TRAINED_ROLE]
     wanted = [n for n in answers if trained[n]]

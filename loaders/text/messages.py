@@ -1,9 +1,11 @@
-"""JSON -> a chat for a jinja template: its turns in the form of such templates, with their context.
+"""JSON -> a chat: its turns in the form of templates, with placeholders for media, and their context.
 
-Besides the forms of `conversation`, it reads ShareGPT with tools (from: function_call, observation), alpaca
-(instruction, input, output, history), and prompt with completion, as lists of turns or as strings. The context of the
-turns (`system`, `tools`, `documents`, `chat_template_kwargs`) goes to the template. `rendering` checks afterwards that
-all of it was rendered.
+A turn is {"role", "content"} (OpenAI, Qwen; content is a string or a list of {"type": "text" | "image" | "audio", ...})
+or {"from", "value"} (LLaVA, ShareGPT; human and gpt are user and assistant). Under a plain template a turn is its role
+and content, and anything else that it says is an error (`chat_keys`). A jinja template gets all keys of a turn, and the
+context of the turns (`system`, `tools`, `documents`, `chat_template_kwargs`); `rendering` checks afterwards that all of
+it was rendered. Under such a template there are more forms: ShareGPT with tools (from: function_call, observation),
+alpaca (instruction, input, output, history), and prompt with completion, as lists of turns or as strings.
 """
 
 from __future__ import annotations
@@ -11,15 +13,27 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.text.chat_keys import Repeating, is_chat_context, kind_of, says, says_nothing, shown, trains
-from orchdata.loaders.text.jinja import REASONING, Inputs, JinjaTemplate
-from orchdata.loaders.text.template import MediaWords, Placeholder
+from orchdata.loaders.text.chat_keys import (
+    Repeating,
+    check_item,
+    check_turn,
+    is_chat_context,
+    kind_of,
+    says,
+    says_nothing,
+    shown,
+    trains,
+)
+from orchdata.loaders.text.jinja import REASONING, Inputs, JinjaTemplate, Message, Work
+from orchdata.loaders.text.template import ChatTemplate, MediaWords, Placeholder, items_of, text_of
 
 CHAT_KEYS: Final = ("messages", "conversations", "conversation")
+CONTENT_KEYS: Final = ("content", "value")
 SPEAKERS: Final = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 """Roles of ShareGPT -> roles of templates."""
 _ROLES: Final = SPEAKERS | {
@@ -42,7 +56,9 @@ _VIDEO: Final = ("video", "video_url", "input_video")
 _SAYS: Final = ("tool_calls", "function_call", *REASONING)
 """Keys with which a turn without content says something."""
 
-Content = str | list[dict[str, Any] | Placeholder]
+Template = ChatTemplate | JinjaTemplate
+Marks = tuple[tuple[str, str], ...]
+"""(text, modality): a part goes where the text is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +66,30 @@ class Chat:
     """One conversation.
 
     Attributes:
-        messages: turns in the form of a template, with the role, the content (a string, or a list of items of text and
-            placeholders of media) and other keys.
+        messages: turns with the role, the content (a string, or a list of items of text and placeholders of media), and
+            under a jinja template other keys.
         trained: for each turn, whether it carries loss if the template permits it.
         inputs: further inputs of the template.
         rest: further content next to the turns that belongs to them.
+        placed: modality -> names of media in the items of its turns, in their order; none if an item has no name.
     """
 
-    messages: tuple[Mapping[str, Any], ...]
+    messages: tuple[Message, ...]
     trained: tuple[bool, ...]
     inputs: Inputs = Inputs()
     rest: tuple[tuple[str, Any], ...] = ()
+    placed: Mapping[str, list[str]] = field(default_factory=dict, compare=False)
+
+    @property
+    def texts(self) -> list[str]:
+        """The text of each turn."""
+        return [text_of(message) for message in self.messages]
 
     @property
     def placeholders(self) -> list[Placeholder]:
         """Its placeholders, in order."""
-        return [
-            item
-            for message in self.messages
-            for item in items_of(message.get("content"))
-            if isinstance(item, Placeholder)
-        ]
+        items = [item for message in self.messages for item in items_of(message.get("content"))]
+        return [item for item in items if isinstance(item, Placeholder)]
 
     def leading(self, modalities: Iterable[str]) -> Chat:
         """Return the chat with further placeholders, at the start of the user's first turn. Raises DecodeError."""
@@ -110,26 +129,17 @@ class Chat:
                 chat = replace(chat, messages=(turn, *self.messages), trained=(False, *self.trained))
             elif first.get("content") != system:
                 raise DecodeError("two system prompts that differ, one of them next to the turns")
-        inputs = chat.inputs
         tools, documents = (
             _same(key, known, _listed(key, record.get(key)))
-            for key, known in (("tools", inputs.tools), ("documents", inputs.documents))
+            for key, known in (("tools", chat.inputs.tools), ("documents", chat.inputs.documents))
         )
-        inputs = Inputs(tools, documents, inputs.variables)
+        inputs = Inputs(tools, documents, chat.inputs.variables)
         variables = record.get("chat_template_kwargs")
         if isinstance(variables, Mapping):
             known = {key: value for key, value in variables.items() if value is not None}
             inputs = inputs._replace(variables={**inputs.variables, **known})
-        rest = [(key, value) for key, value in record.items() if key not in _CONTEXT and value is not None]
-        more = tuple((key, value) for key, value in rest if is_chat_context(key) and says(value))
-        return replace(chat, inputs=inputs, rest=(*self.rest, *more))
-
-
-def items_of(content: Any) -> list[Any]:
-    """Return the items of a turn's content; a string is one item of text."""
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}] if content else []
-    return content if isinstance(content, list) else []
+        rest = [(key, value) for key, value in record.items() if key not in _CONTEXT and is_chat_context(key)]
+        return replace(chat, inputs=inputs, rest=(*self.rest, *(each for each in rest if says(each[1]))))
 
 
 def _same(key: str, known: list[Any] | None, other: list[Any] | None) -> list[Any] | None:
@@ -161,22 +171,219 @@ def _parsed(key: str, text: str) -> Any:
         raise DecodeError(f"{key!r} next to the turns is a string that is no JSON") from None
 
 
-def chat_of_turns(value: list[Any], template: JinjaTemplate, words: MediaWords) -> Chat:
-    """Return the chat of a list of turns. Raises DecodeError."""
-    turns = [_turn(number, item, template, words) for number, item in enumerate(value, 1)]
-    placed = {item.modality for turn, _ in turns for item in items_of(turn.get("content")) if is_placeholder(item)}
-    marks = {f"<{name}>": name for name in words.slots if name not in placed}
-    if marks:
-        pattern = re.compile(f"({'|'.join(map(re.escape, sorted(marks, key=len, reverse=True)))})")
-        for turn, _ in turns:
-            turn["content"] = _split(turn.get("content"), pattern, marks)
-            if turn["content"] is None:
-                del turn["content"]
-    return Chat(tuple(turn for turn, _ in turns), tuple(trained for _, trained in turns))
+def chat_of_turns(value: list[Any], template: Template, words: MediaWords) -> Chat:
+    """Return the chat of a list of turns. Raises DecodeError for what no template renders, or nobody can place."""
+    media: dict[str, list[Any]] = {}  # modality -> names in its items
+    work = Work()
+    turns = [
+        _plain_turn(item, template) or _turn(f"turn {number}", item, template, words, media, work)
+        for number, item in enumerate(value, 1)
+    ]
+    # Marks in strings are placeholders, but of modalities with items.
+    marks = words.marks
+    if isinstance(template, JinjaTemplate):
+        marks = tuple((f"<{name}>", name) for name in words.slots)
+    if media:
+        marks = tuple((mark, name) for mark, name in marks if name not in media)
+    for turn, _ in turns:
+        if turn.get("content"):
+            turn["content"] = _placed(turn["content"], marks)
+    placed = {name: names for name, names in media.items() if all(isinstance(each, str) and each for each in names)}
+    return Chat(tuple(turn for turn, _ in turns), tuple(trained for _, trained in turns), placed=placed)
 
 
-def is_placeholder(item: Any) -> bool:
-    return isinstance(item, Placeholder)
+def _plain_turn(item: Any, template: Template) -> tuple[dict[str, Any], bool] | None:
+    """Return a turn of a plain template with a known role and a string with content alone, as most are; else None."""
+    if type(item) is not dict or len(item) != 2 or isinstance(template, JinjaTemplate):
+        return None
+    role, content = item.get("role"), item.get("content")
+    if role is None:
+        role, content = item.get("from"), item.get("value")
+    if type(role) is not str or type(content) is not str or not content or content.isspace():
+        return None
+    role = SPEAKERS.get(role, role)
+    return ({"role": role, "content": content}, template.carries_loss(role)) if template.knows(role) else None
+
+
+def _turn(
+    where: str, item: Any, template: Template, words: MediaWords, media: dict[str, list[Any]], work: Work
+) -> tuple[dict[str, Any], bool]:
+    """Return a turn, and whether it carries loss. `media` gets the names in its items."""
+    if not isinstance(item, dict):
+        raise DecodeError(f"{where} is a {type(item).__name__}, not a dict with role and content")
+    if isinstance(item, Repeating):
+        raise DecodeError(f"{where} has a key twice")
+    # Find the role and the content, under either pair of names. `datasets` fills the fields of a struct with nulls.
+    is_jinja = isinstance(template, JinjaTemplate)
+    turn = {key: value for key, value in item.items() if value is not None}
+    theirs, spoken = turn.pop("from", None), turn.pop("value", None)
+    written = turn.pop("role", theirs)
+    if not isinstance(written, str):
+        raise DecodeError(f"{where} has no role: its keys are {_keys(item)}")
+    roles = _ROLES if is_jinja else SPEAKERS
+    is_ours = is_jinja and theirs is None and written in template.roles
+    role = written if is_ours else roles.get(written, written)
+    if not template.knows(role):
+        known = ", ".join(dict.fromkeys((*template.roles, *getattr(template, "loss_roles", ()))))
+        way_out = "`roles` of ChatTemplate.from_jinja" if is_jinja else "ChatTemplate.roles"
+        raise DecodeError(f"{where} has the role {shown(written)}; known are {known}: see {way_out}")
+    content = turn.pop("content", spoken)
+    if (theirs not in (None, written) and roles.get(str(theirs), theirs) != role) or spoken not in (None, content):
+        raise DecodeError(f"{where} says one thing under role and content, another under from and value")
+    # Read the content, and the calls of functions.
+    read: dict[str, Any] = {"role": role}
+    if is_jinja and written == _CALL and isinstance(content, str):
+        read |= {"content": "", "tool_calls": _calls(where, content)}
+    elif content is not None:
+        read["content"] = _content(where, content, template, words, media)
+    # Other keys go to a jinja template, in the order of the data: it may show it. No plain template renders them.
+    loss, who = template.carries_loss(role), f"{where} ({written})"
+    if is_jinja:
+        trained = trains(who, turn, loss)
+        read = dict.fromkeys(_NAMES.get(key, key) for key, value in item.items() if value is not None) | turn | read
+    else:
+        trained = loss
+        check_turn(who, turn, role, text_of(read), loss, words.records, work)
+        if content is None:
+            raise DecodeError(f"{who} has no content: its keys are {_keys(item)}")
+    if trained and not _says(read):
+        raise DecodeError(f"{who} says nothing: it would be learned as an empty answer")
+    return read, trained
+
+
+def _keys(item: Mapping[str, Any]) -> str:
+    return ", ".join(map(shown, list(item)[:8])) or "none"
+
+
+def _says(turn: Mapping[str, Any]) -> bool:
+    content = items_of(turn.get("content"))
+    spoken = any(isinstance(item, Placeholder) or str(item.get("text", "?")).strip() for item in content)
+    return spoken or any(turn.get(key) for key in _SAYS)
+
+
+def _calls(where: str, text: str) -> list[dict[str, Any]]:
+    """Return the function calls in ShareGPT's JSON, which is one call or a list."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise DecodeError(f"{where} (function_call) is no JSON") from None
+    calls = value if isinstance(value, list) else [value]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise DecodeError(f"{where} (function_call) names no function")
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def _content(
+    where: str, content: Any, template: Template, words: MediaWords, media: dict[str, list[Any]]
+) -> str | list[dict[str, Any] | Placeholder]:
+    if isinstance(content, str):
+        return content
+    is_jinja = isinstance(template, JinjaTemplate)
+    if is_jinja and isinstance(content, dict) and isinstance(content.get("type"), str):
+        content = [content]
+    if not isinstance(content, list):
+        raise DecodeError(f"the content of {where} is a {type(content).__name__}, not a string or a list")
+    items = [_item(f"the content of {where}", item, words, media, is_jinja=is_jinja) for item in content]
+    # Under a plain template, one text says the same as a string.
+    if not is_jinja and len(items) == 1 and isinstance(items[0], dict):
+        return str(items[0]["text"])
+    return items
+
+
+def _item(
+    where: str, given: Any, words: MediaWords, media: dict[str, list[Any]], *, is_jinja: bool
+) -> dict[str, Any] | Placeholder:
+    if isinstance(given, str):
+        return {"type": "text", "text": given}
+    if not isinstance(given, dict):
+        raise DecodeError(f"{where} holds a {type(given).__name__}, not a string or a dict")
+    if isinstance(given, Repeating):
+        raise DecodeError(f"{where} has an item with a key twice")
+    item: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    # Its type. Qwen-VL's older form has none: {"image": ...} or {"text": ...}.
+    keys = ("text", *words.items)
+    kind = item["type"] if "type" in item else next((key for key in keys if key in item), None)
+    modality = words.items.get(kind) if isinstance(kind, str) else None
+    if not isinstance(kind, str) or (modality is None and kind != "text"):
+        return _item_of_template(where, kind, item, words, is_jinja=is_jinja)
+    # It stands for one whole part, or for one text, and nothing else in it is lost.
+    others = [key for key in keys if key != kind and words.items.get(key) != modality]
+    lost = next((key for key in (others[:1] if is_jinja and modality else others) if says(item.get(key))), None)
+    if lost is not None:
+        raise DecodeError(f"{where} has an item of type {kind!r} that holds {lost!r} too: give each its own item")
+    if not is_jinja:
+        check_item(f"{where}, in an item of type {kind!r},", item, ("type", *keys), media=modality is not None)
+    if modality is not None:
+        words.check_single(where, kind, item)
+        value, index = item.get(kind), item.get("index")
+        names = media.setdefault(modality, [])
+        if isinstance(index, int) and index != len(names):
+            raise DecodeError(
+                f"{where} places {kind} {index} where number {len(names)} follows: media fill their places in the "
+                "order of the fields"
+            )
+        names.append(value.get("url") if isinstance(value, dict) else value)
+        return Placeholder.of(modality, kind, item)
+    if not isinstance(item.get("text"), str):
+        raise DecodeError(f"{where} has a text item without text")
+    return {**item, "type": "text"} if is_jinja else {"type": "text", "text": item["text"]}
+
+
+def _item_of_template(where: str, kind: Any, item: dict[str, Any], words: MediaWords, *, is_jinja: bool) -> Message:
+    """Return an item that is neither text nor media, which a jinja template gets unchanged. Raises DecodeError."""
+    if not is_jinja:
+        given = shown(kind) if isinstance(kind, str) else f"a {type(kind).__name__}"
+        raise DecodeError(f"{where} has an item of type {given}; known are {', '.join(('text', *words.items))}")
+    if not isinstance(kind, str):
+        raise DecodeError(f"{where} has an item without a type: its keys are {_keys(item)}")
+    if kind in _VIDEO:
+        raise DecodeError(f"{where} has an item of type {kind!r}, and videos are not read: leave such samples out")
+    known = next((name for name in words.slots if kind.endswith((f"_{name}", f"_{name}_url"))), None)
+    if known is not None:
+        raise DecodeError(
+            f"{where} has an item of type {shown(kind)}, which is not read: write it as {{'type': {known!r}, "
+            f"{known!r}: ...}}"
+        )
+    return item
+
+
+def _placed(content: str | list[Any], marks: Marks) -> str | list[Any]:
+    """Return the content with placeholders in place of marks."""
+    if isinstance(content, str) and not _holds(content, marks):  # most are
+        return content
+    items = items_of(content)
+    texts = ["" if isinstance(each, Placeholder) or each["type"] != "text" else each["text"] for each in items]
+    if not any(_holds(text, marks) for text in texts):
+        return content
+    split: list[Any] = []
+    for item, text in zip(items, texts, strict=True):
+        pieces = split_placeholders(text, marks)
+        split += [{"type": "text", "text": each} if isinstance(each, str) else each for each in pieces] or [item]
+    return split
+
+
+def split_placeholders(text: str, marks: Marks) -> tuple[str | Placeholder, ...]:
+    """Return `text` cut at its marks, without empty stretches."""
+    if not _holds(text, marks):
+        return (text,) if text else ()
+    pattern, name_of = _pattern(marks)
+    pieces = pattern.split(text)
+    return tuple(Placeholder(name_of[piece]) if index % 2 else piece for index, piece in enumerate(pieces) if piece)
+
+
+def _holds(text: str, marks: Marks) -> bool:
+    for mark, _ in marks:
+        if mark in text:
+            return True
+    return False
+
+
+@lru_cache(maxsize=16)
+def _pattern(marks: Marks) -> tuple[re.Pattern[str], dict[str, str]]:
+    name_of = dict(marks)
+    # Longest first: a mark may begin with another one.
+    longest = sorted(name_of, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest))})"), name_of
 
 
 def chat_of_record(value: Mapping[str, Any], template: JinjaTemplate, words: MediaWords) -> Chat | None:
@@ -189,8 +396,7 @@ def chat_of_record(value: Mapping[str, Any], template: JinjaTemplate, words: Med
             "a pair of answers, 'chosen' and 'rejected', which no batch of this library holds: keep the chat that the "
             'model is to learn, as {"messages": [...]}'
         )
-    instruction, answer = (value.get(key) for key in _ALPACA)
-    if isinstance(instruction, str) and isinstance(answer, str):
+    if all(isinstance(value.get(key), str) for key in _ALPACA):
         return _alpaca(value, template, words)
     prompt, completion = (value.get(key) for key in _PAIR)
     if template.pairs and isinstance(prompt, str) and isinstance(completion, str):
@@ -205,7 +411,7 @@ def chat_of_record(value: Mapping[str, Any], template: JinjaTemplate, words: Med
 
 def is_record(names: Collection[str]) -> bool:
     """Whether these keys, or fields of a sample, form such a record."""
-    return any(wanted <= {*names} for wanted in ({*_ALPACA}, {*_PAIR}, {*_PREFERENCE}))
+    return any({*wanted} <= {*names} for wanted in (*PAIRS, _PREFERENCE))
 
 
 def completion_of(value: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -235,130 +441,3 @@ def _alpaca(value: Mapping[str, Any], template: JinjaTemplate, words: MediaWords
 
 def _without(record: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key not in keys}
-
-
-def _turn(number: int, item: Any, template: JinjaTemplate, words: MediaWords) -> tuple[dict[str, Any], bool]:
-    where = f"turn {number}"
-    if not isinstance(item, dict):
-        raise DecodeError(f"{where} is a {type(item).__name__}, not a dict with role and content")
-    if isinstance(item, Repeating):
-        raise DecodeError(f"{where} has a key twice")
-    # Find the role and the content, under either pair of names.
-    turn = {key: value for key, value in item.items() if value is not None}
-    theirs, spoken = turn.pop("from", None), turn.pop("value", None)
-    written = turn.pop("role", theirs)
-    if not isinstance(written, str):
-        raise DecodeError(f"{where} has no role: its keys are {', '.join(map(shown, list(item)[:8])) or 'none'}")
-    role = _ROLES.get(written, written) if theirs is not None or written not in template.roles else written
-    if not template.knows(role):
-        known = ", ".join(template.roles)
-        raise DecodeError(
-            f"{where} has the role {shown(written)}; known are {known}: see `roles` of ChatTemplate.from_jinja"
-        )
-    # Read the content, and the calls of functions.
-    content = turn.pop("content", spoken)
-    if (theirs not in (None, written) and _ROLES.get(str(theirs), theirs) != role) or spoken not in (None, content):
-        raise DecodeError(f"{where} says one thing under role and content, another under from and value")
-    read: dict[str, Any] = {"role": role}
-    if written == _CALL and isinstance(content, str):
-        read |= {"content": "", "tool_calls": _calls(where, content)}
-    elif content is not None:
-        read["content"] = _content(where, content, words)
-    # In the order of the data: a template may show it.
-    names = (key for key, value in item.items() if value is not None)
-    ordered = dict.fromkeys(_NAMES.get(name, name) for name in names) | turn | read
-    trained = trains(f"{where} ({written})", turn, (), template.carries_loss(role))
-    if trained and not _says(ordered):
-        raise DecodeError(f"{where} ({written}) says nothing: it would be learned as an empty answer")
-    return ordered, trained
-
-
-def _says(turn: Mapping[str, Any]) -> bool:
-    content = items_of(turn.get("content"))
-    spoken = any(isinstance(item, Placeholder) or str(item.get("text", "?")).strip() for item in content)
-    return spoken or any(turn.get(key) for key in _SAYS)
-
-
-def _calls(where: str, text: str) -> list[dict[str, Any]]:
-    """Return the function calls in ShareGPT's JSON, which is one call or a list."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        raise DecodeError(f"{where} (function_call) is no JSON") from None
-    calls = value if isinstance(value, list) else [value]
-    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-        raise DecodeError(f"{where} (function_call) names no function")
-    return [{"type": "function", "function": call} for call in calls]
-
-
-def _content(where: str, content: Any, words: MediaWords) -> Content:
-    if isinstance(content, str):
-        return content
-    if isinstance(content, dict) and isinstance(content.get("type"), str):
-        content = [content]
-    if not isinstance(content, list):
-        raise DecodeError(f"the content of {where} is a {type(content).__name__}, not a string or a list")
-    return [_item(f"the content of {where}", item, words) for item in content]
-
-
-def _item(where: str, given: Any, words: MediaWords) -> dict[str, Any] | Placeholder:
-    if isinstance(given, str):
-        return {"type": "text", "text": given}
-    if not isinstance(given, dict):
-        raise DecodeError(f"{where} holds a {type(given).__name__}, not a string or a dict")
-    if isinstance(given, Repeating):
-        raise DecodeError(f"{where} has an item with a key twice")
-    item: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    kind = item.get("type")
-    if kind is None:  # Qwen-VL's older form
-        kind = next((key for key in ("text", *words.items) if key in item), None)
-    # An item of media stands for one whole part.
-    if isinstance(kind, str) and kind in words.items:
-        words.check_single(where, kind, item)
-        if says(item.get("text")):
-            raise DecodeError(f"{where} has an item of type {kind!r} that holds 'text' too: give each its own item")
-        return Placeholder.of(words.items[kind], kind, item)
-    known = [name for name in words.slots if str(kind).endswith((f"_{name}", f"_{name}_url"))]
-    if known and isinstance(kind, str) and kind not in _VIDEO:
-        raise DecodeError(
-            f"{where} has an item of type {shown(kind)}, which is not read: write it as {{'type': {known[0]!r}, "
-            f"{known[0]!r}: ...}}"
-        )
-    if isinstance(kind, str) and kind in _VIDEO:
-        raise DecodeError(f"{where} has an item of type {kind!r}, and videos are not read: leave such samples out")
-    # An item of text; other items go to the template unchanged.
-    if kind == "text":
-        if not isinstance(item.get("text"), str):
-            raise DecodeError(f"{where} has a text item without text")
-        lost = next((key for key in words.items if says(item.get(key))), None)
-        if lost is not None:
-            raise DecodeError(f"{where} has an item of type 'text' that holds {lost!r} too: give each its own item")
-        return {**item, "type": "text"}
-    if not isinstance(kind, str):
-        raise DecodeError(f"{where} has an item without a type: its keys are {', '.join(map(shown, list(item)[:8]))}")
-    return item
-
-
-def _split(content: Any, pattern: re.Pattern[str], marks: Mapping[str, str]) -> Any:
-    """Return the content with placeholders in place of marks."""
-    items = [content] if isinstance(content, str) else content
-    if not isinstance(items, list) or not any(pattern.search(_text(item)) for item in items):
-        return content
-    split: list[dict[str, Any] | Placeholder] = []
-    for item in items:
-        if not _text(item):
-            split.append(item)
-            continue
-        pieces = pattern.split(_text(item))
-        for index, piece in enumerate(pieces):
-            if index % 2:
-                split.append(Placeholder(marks[piece]))
-            elif piece:
-                split.append({"type": "text", "text": piece})
-    return split
-
-
-def _text(item: Any) -> str:
-    if isinstance(item, str):
-        return item
-    return str(item.get("text", "")) if isinstance(item, dict) and item.get("type") == "text" else ""

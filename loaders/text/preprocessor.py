@@ -212,8 +212,7 @@ class TextPreprocessor:
     def encode_all(self, texts: Sequence[tuple[str, bool]]) -> list[Encoded | DecodeError]:
         """Return the tokens of whole texts, with offsets, or the error of each text that the tokenizer fails for.
 
-        Args:
-            texts: (text, whether it gets the tokens that are around every text).
+        Texts are (text, whether it gets the tokens that are around every text).
         """
         if not isinstance(self.tokenizer, FastTokenizer):
             raise TypeError("encode_all needs a fast tokenizer")
@@ -224,11 +223,7 @@ class TextPreprocessor:
         ]
 
     def count_all(self, texts: Sequence[tuple[str, bool]], without: Collection[int]) -> list[int | None]:
-        """Return the number of tokens of whole texts. None if `encode_all` fails, or gives a token of `without`.
-
-        Args:
-            texts: as of `encode_all`.
-        """
+        """Return the number of tokens of each text; None where `encode_all` fails, or gives a token of `without`."""
         if not isinstance(self.tokenizer, FastTokenizer):
             raise TypeError("count_all needs a fast tokenizer")
         strings, added = [text for text, _ in texts], [each for _, each in texts]
@@ -415,9 +410,6 @@ class FastTokenizer:
         """Tokens of each text as `encode` returns them, or the exception that it raises, in the order of the texts.
 
         All cores work, and other Python threads run meanwhile.
-
-        Args:
-            add_special_tokens: of each text.
         """
         results: dict[int, Encoded | Exception] = {}
         for numbers, some, added in _groups(texts, add_special_tokens):
@@ -537,9 +529,7 @@ def _arrays(encoding: Any) -> Encoded:
 def fast_tokenizer(given: Any) -> FastTokenizer | None:
     """Return the value of a `tokenizers.Tokenizer`, or of a fast tokenizer of transformers; else None.
 
-    Raises:
-        ValueError: a slow tokenizer of transformers, one that gives other ids than its backend, or one that splits
-            special tokens.
+    Raises ValueError for one that is slow, gives other ids than its backend, or splits special tokens.
     """
     if given is None or isinstance(given, FastTokenizer):
         return given

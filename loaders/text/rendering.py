@@ -1,29 +1,12 @@
-"""A chat under a model's own template -> its segments, and checks that nothing of it is lost.
+"""A chat under a model's own template -> its segments: stretches of text with or without loss, and placeholders.
 
-How a template takes content: strings or lists of items, and which items stand for media. It is tried once for each
-template.
+    chat --adapted_turn--> messages --template--> text --+-- media: where their marks are
+                                                         +-- loss: `{% generation %}`, else by comparing prefixes
 
-    template --small chats--> Forms;  message, Forms --> message in the form that the template takes
-
-Checks that a template renders all that a chat says: nothing is lost silently.
-
-The chat is rendered once more, with a marker word after everything that it says. A word that is missing in this
-rendering belongs to a string that the template leaves out.
-
-Chats of text and media alone: one rendering is enough if the outline of their shape is cached.
-
-shape of a chat --a chat of that shape with placeholder words--> outline: what the template writes around the texts
-outline, texts of a chat --> its rendering, and where loss begins and ends
-
-A chat under a model's own template -> its segments: stretches of text with or without loss, and placeholders of
-media.
-
-    chat --adapt--> messages --template--> text --+-- media: where their marks are
-                                                  +-- loss: `{% generation %}`, else by comparing prefixes
-
-Nothing is lost silently: if the template leaves out something that a turn says, the sample fails. To find this, the
-chat is rendered once more with a marker word in everything that it says. The result depends on template and sample
-alone. The rendered and searched characters of a chat are counted: a chat that needs too much work fails.
+Each template is tried once to see how it takes content (`Forms`). Nothing is lost silently: the chat is rendered once
+more with a marker word after everything that it says, and a word that is missing then belongs to a string that the
+template leaves out. One rendering is enough for chats of text and media alone, if the outline of their shape is cached:
+what the template writes around the texts of such a chat. The result depends on template and sample alone.
 """
 
 from __future__ import annotations
@@ -39,11 +22,19 @@ from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.text.chat_keys import phrases, says, shown, speaks
-from orchdata.loaders.text.jinja import REASONING, TRAINED_ROLE, Inputs, JinjaTemplate, Message, Spans
+from orchdata.loaders.text.jinja import (
+    REASONING,
+    TRAINED_ROLE,
+    Inputs,
+    JinjaTemplate,
+    Message,
+    Spans,
+    TooMuchWork,
+    Work,
+)
 from orchdata.loaders.text.loss_spans import loss_spans
-from orchdata.loaders.text.messages import Chat, items_of
-from orchdata.loaders.text.template import MediaWords, Placeholder, Segment, TextSegment, holds_mark
-from orchdata.loaders.text.work import TooMuchWork, Work
+from orchdata.loaders.text.messages import Chat
+from orchdata.loaders.text.template import MediaWords, Placeholder, Segment, TextSegment, holds_mark, items_of, text_of
 
 WORD: Final = "Zq0qZ"
 NO_INPUTS: Final = Inputs()
@@ -254,7 +245,7 @@ def check_said(
     # A string without its word is lost, unless the text contains it elsewhere or depends on it.
     anywhere = _Said(text, work)
     of_turns = {
-        turn: _Said(_text_of(chat.messages[turn]), work) for turn in {leaf.turn for leaf in missing} - {_CONTEXT}
+        turn: _Said(text_of(chat.messages[turn]), work) for turn in {leaf.turn for leaf in missing} - {_CONTEXT}
     }
     for leaf in missing:
         if _is_of_tools(leaf) and shows_tools:  # the template decides how much of them it shows
@@ -291,7 +282,7 @@ def _check_thoughts(chat: Chat, template: JinjaTemplate, slots: Slots) -> None:
     if start in template.ignore_keys:
         return
     for turn, message in enumerate(chat.messages):
-        thought, mark, _ = _text_of(message).rpartition(end)
+        thought, mark, _ = text_of(message).rpartition(end)
         if message["role"] == TRAINED_ROLE and mark and says(thought.replace(start, "")):
             if not _renders_thoughts(template, slots):
                 raise _lost(f"turn {turn + 1} ({message['role']})", start)
@@ -306,11 +297,6 @@ def _lost(where: str, key: str) -> DecodeError:
         f"{where} has {shown(key)}, which the chat template does not render: leave it out of the data if the model "
         f"need not see it, {way_out}"
     )
-
-
-def _text_of(message: Mapping[str, Any]) -> str:
-    items = items_of(message.get("content"))
-    return "".join(str(item.get("text", "")) for item in items if isinstance(item, dict))
 
 
 @lru_cache(maxsize=256)

@@ -9,13 +9,13 @@ How texts refer to media: a table that the recipe fills, so that this package kn
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.text.jinja import ROLES, JinjaTemplate, jinja_template
+from orchdata.loaders.text.jinja import ROLES, JinjaTemplate, Message, jinja_template
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,28 +113,34 @@ class Placeholder(NamedTuple):
 Segment = TextSegment | Placeholder
 
 
-class Turn(NamedTuple):
-    """One turn: its role and its content, in order. The template decides whether content carries loss."""
-
-    role: str
-    content: tuple[str | Placeholder, ...]
-
-    @property
-    def text(self) -> str:
-        return "".join(piece for piece in self.content if isinstance(piece, str))
+def items_of(content: Any) -> list[Any]:
+    """Return the items of a turn's content; a string is one item of text."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if content else []
+    return content if isinstance(content, list) else []
 
 
-def render(turns: list[Turn], template: ChatTemplate) -> Iterator[Segment]:
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return the text in a turn's content."""
+    items = items_of(message.get("content"))
+    return "".join(str(item.get("text", "")) for item in items if isinstance(item, dict))
+
+
+def render(messages: Sequence[Message], template: ChatTemplate) -> Iterator[Segment]:
     """Yield the segments of a conversation, in order."""
     around: dict[str, tuple[TextSegment, TextSegment]] = {}  # by role
-    for role, content in turns:
+    for message in messages:
+        role = message["role"]
         if role not in around:
             loss = template.carries_loss(role)
             around[role] = TextSegment(template.before(role), False), TextSegment(template.after(role), loss)
         before, after = around[role]
         yield before
-        for piece in content:
-            yield piece if isinstance(piece, Placeholder) else TextSegment(piece, after.loss)
+        for item in items_of(message["content"]):
+            if isinstance(item, Placeholder):
+                yield item
+            elif item["text"]:
+                yield TextSegment(item["text"], after.loss)
         yield after
 
 
@@ -204,8 +210,7 @@ def holds_mark(name: str, mark: str | None) -> str:
 def media_marks(text: str, *, next_to_media: bool) -> list[str]:
     """Return the marks that tools put where media, or places in them, go: `<image_1>`, `<|video|>`, `[bbox]`.
 
-    Args:
-        next_to_media: whether the sample has media. In others only marks with a number or bars are meant.
+    In a sample without media, only marks with a number or bars are meant.
     """
     return [
         mark

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from orchdata.hf.processors import as_array, class_at, merged_kwargs, path_of, runs
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.audio import AudioPreprocessor, Clips, WindowSize
+from orchdata.loaders.modalities.audio import AudioPreprocessor, Clips, WindowSize, write_features
 from orchdata.loaders.modalities.modality import ArraySpec, Header, PartSize, Slot
 
 LongClips = Literal["error", "cut", "split"]
@@ -88,10 +88,11 @@ class WhisperAudio(AudioPreprocessor):
     def decode_into(
         self, data: bytes | memoryview, size: PartSize, out: Mapping[str, NDArray[Any]], limits: Limits
     ) -> None:
-        from orchdata.loaders.modalities.audio_decode import decode_audio
+        from orchdata.loaders.modalities.audio_decode import decode_wave
 
         rows = out["input_features"]
-        decode_audio(data, self, limits, rows.swapaxes(1, 2) if rows.ndim == 3 else rows, size.extent[0])
+        wave = decode_wave(data, self.sample_rate, size.extent[0], limits)
+        write_features(wave, self, rows.swapaxes(1, 2) if rows.ndim == 3 else rows)
 
 
 def audio_modality(processor: Any, *, long_clips: LongClips = "error") -> WhisperAudio | HFAudio:
@@ -165,8 +166,6 @@ def _by_rule(processor: Any, given: str, long_clips: LongClips) -> WhisperAudio 
 
 def _is_proven(rule: WhisperAudio, processor: Any, kwargs: dict[str, Any]) -> bool:
     """Return whether the processor gives what the rule gives, for noise of several lengths."""
-    from orchdata.loaders.modalities.audio_decode import write_features
-
     longest = rule.window_samples or 0
     for num_samples in {321, min(8_077, longest), *([longest - 100] if longest <= 60 * rule.sample_rate else [])}:
         wave = np.random.default_rng(num_samples).normal(scale=0.1, size=num_samples).astype(np.float32)

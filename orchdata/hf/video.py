@@ -29,7 +29,7 @@ from orchdata.loaders.modalities.image import grid_positions
 from orchdata.loaders.modalities.image_decode import laid_out, nearest_bytes, png_of
 from orchdata.loaders.modalities.modality import ArraySpec, Header, PartSize, Slot
 from orchdata.loaders.modalities.video.decode import Cut, taken_pictures, write_patches
-from orchdata.loaders.modalities.video.files import VideoFiles
+from orchdata.loaders.modalities.video.preprocessor import VideoFiles
 
 ARRAY: Final = "pixel_values_videos"
 GRID: Final = "video_grid_thw"

@@ -212,7 +212,7 @@ def none_left(*_: object, **__: object) -> None:
     ("field", "content", "target"),
     [
         ("jpg", jpeg(60, 60), "orchdata.loaders.modalities.image_decode.decode_jpeg"),
-        ("flac", audio(0.1, suffix="flac"), "orchdata.loaders.modalities.audio_header.Sound"),
+        ("flac", audio(0.1, suffix="flac"), "orchdata.loaders.modalities.audio_decode.Sound"),
     ],
 )
 def test_memory_that_runs_out_in_a_decoder_is_no_bad_sample(
@@ -232,7 +232,7 @@ def test_memory_that_runs_out_in_a_decoder_is_no_bad_sample(
     ("field", "target"),
     [
         ("webp", "orchdata.loaders.modalities.image_header.open_image"),
-        ("mp3", "orchdata.loaders.modalities.audio_header.Sound"),
+        ("mp3", "orchdata.loaders.modalities.audio_decode.Sound"),
     ],
 )
 def test_memory_that_runs_out_in_a_header_is_no_bad_sample(

@@ -13,10 +13,9 @@ from video_clips import clip
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.video.decode import open_video
 from orchdata.loaders.shards.jsonl.named_media import media_of
-from orchdata.loaders.text.jinja import Inputs, JinjaTemplate
+from orchdata.loaders.text.jinja import Inputs, JinjaTemplate, Work
 from orchdata.loaders.text.loss_spans import loss_spans
 from orchdata.loaders.text.template import ChatTemplate
-from orchdata.loaders.text.work import Work
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -131,7 +131,7 @@ def skipping_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exce
     loader = od.DataLoader(
         od.ShardDataset(shard, RECIPE), batch_size=2, on_error=od.ErrorPolicy("skip", max_failures=None), num_threads=0
     )
-    monkeypatch.setattr("orchdata.loaders.modalities.image_decode.decode_image", fail)
+    monkeypatch.setattr("orchdata.loaders.modalities.image_decode.upright_pixels", fail)
     return loader
 
 

@@ -8,7 +8,6 @@ import numpy as np
 from PIL import Image
 
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.image_decode import load_pixels
 from orchdata.loaders.recipe import ImagePreprocessor, image_grid
 
 LIMITS = Limits()
@@ -16,7 +15,7 @@ EXACT = ImagePreprocessor(patch_size=1, merge=1, min_tokens=1, max_tokens=10**9)
 
 
 def pixels_of(data: bytes, size: tuple[int, int], pre: ImagePreprocessor = EXACT) -> np.ndarray:
-    return load_pixels(data, pre, LIMITS, image_grid(*size, pre))[:, :, :3].copy()
+    return pre.pixels(data, LIMITS, image_grid(*size, pre))[:, :, :3].copy()
 
 
 def encoded(image: Image.Image, kind: str, **options: object) -> bytes:

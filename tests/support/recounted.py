@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample
-from orchdata.loaders.modalities.audio_header import Sound
+from orchdata.loaders.modalities.audio_decode import Sound
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.sample import TextPart
 from orchdata.loaders.shards.open import OpenShards

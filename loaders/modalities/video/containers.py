@@ -223,13 +223,7 @@ class _NotPlain(Exception):
 
 
 def plain_header(data: memoryview, size: int) -> tuple[int, Header]:
-    """Return a status of `native.scan.status`, and the header: (width, height, frames, seconds as numerator,
-    denominator).
-
-    Args:
-        data: the first bytes of a file.
-        size: bytes of the whole file.
-    """
+    """Return a status of `native.scan.status`, and the header, of a file of `size` bytes that begins with `data`."""
     if bytes(data[4:8]) != _FIRST_BOX:
         return UNUSUAL, ()
     tables, at = None, 0

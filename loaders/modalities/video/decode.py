@@ -1,32 +1,155 @@
 """Bytes of a clip -> patches, written into the batch's memory.
 
 bytes --open_video--> pictures of the timeline --resize--> the grid's size --patchify, some at a time--> out
+
+A clip is a video file, or a list of pictures in JSON, in base64 or as `data:` URLs, already taken from a video:
+{"fps": 2.0, "frames": ["data:image/jpeg;base64,...", ...]}, with "timestamps" in seconds instead of a rate, or only the
+list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+import base64
+import binascii
+import codecs
+import json
+import re
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from fractions import Fraction
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.errors import NOT_DATA, DecodeError, one_line
+from orchdata.loaders.failures import as_failure
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.image_decode import Pixels, byte_table, resized
-from orchdata.loaders.modalities.modality import Header, Modality, PartSize
-from orchdata.loaders.modalities.video.frame_list import FrameList, is_frame_list
-from orchdata.loaders.modalities.video.timeline import Timeline
+from orchdata.loaders.modalities.checks import read_header
+from orchdata.loaders.modalities.image_decode import Pixels, resized, to_rgb, upright_pixels
+from orchdata.loaders.modalities.image_header import ImageFiles
+from orchdata.loaders.modalities.modality import Modality, PartSize
+from orchdata.loaders.modalities.video.timeline import TIMING, Timeline
 from orchdata.native.decoding import patchify
 
 if TYPE_CHECKING:
     from orchdata.loaders.modalities.video.file import VideoFile
-    from orchdata.loaders.modalities.video.preprocessor import VideoPreprocessor
 
 _APART: Final = Fraction(1, 20)
 """Maximum difference in seconds between tables and packets of a file."""
+_FRAMES: Final = ("frames", "video", "images")
+_RATES: Final = ("fps", "sample_fps")
+_TIMES: Final = "timestamps"
+_OF_SOURCE: Final = ("raw_fps", "total_num_frames", "frames_indices", "duration", "video_duration")
+"""Keys about the source of the frames: permitted next to a rate, or times."""
+_DEFAULT_FPS: Final = 2.0
+"""For a list without a rate, as in Qwen's own tools."""
+_FINEST: Final = 1_000_000
+_DATA_URL: Final = re.compile(r"data:[^,]{0,256};base64,", re.IGNORECASE)
+
+
+def frame_list(frames: Sequence[bytes], metadata: Mapping[str, Any]) -> bytes:
+    """Return files of pictures as a list of frames, with their metadata."""
+    return json.dumps({**metadata, _FRAMES[0]: [base64.b64encode(frame).decode() for frame in frames]}).encode()
+
+
+def is_frame_list(data: bytes | memoryview) -> bool:
+    """Whether bytes are JSON: no video file is."""
+    return bytes(data[:64]).removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"{", b"[")
+
+
+def _timeline(metadata: Mapping[str, Any], count: int) -> Timeline:
+    """Return when frames are shown, according to the list. Raises DecodeError, also for unknown keys about this."""
+    rates = [key for key in _RATES if metadata.get(key) is not None]
+    says = bool(rates) or metadata.get(_TIMES) is not None
+    for key, value in metadata.items():
+        known = key in (*_FRAMES, *_RATES, _TIMES) or (says and key in _OF_SOURCE)
+        if not known and value is not None and TIMING.search(key) and not key.endswith("pixels"):
+            raise DecodeError(
+                f"a list of frames with {key[:40]!r}, which is not read: give {_RATES[0]!r}, pictures a second, or "
+                f"{_TIMES!r}, seconds"
+            )
+    if metadata.get(_TIMES) is not None:
+        return _timed(metadata[_TIMES], count)
+    fps = metadata[rates[0]] if rates else _DEFAULT_FPS
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 1 / _FINEST <= fps <= _FINEST:
+        raise DecodeError(f"a list of frames at fps={repr(fps)[:40]}: that is a number of pictures a second, above 0")
+    return Timeline.of(list(range(count)), 1 / Fraction(fps).limit_denominator(_FINEST), last=1)
+
+
+def _timed(times: Any, count: int) -> Timeline:
+    plain = isinstance(times, list) and all(type(at) in (int, float) and abs(at) < _FINEST for at in times)
+    if not plain or len(times) != count:
+        raise DecodeError(f"a list of {count} frames whose {_TIMES} are not as many numbers of seconds")
+    ticks = [round(at * _FINEST) for at in times]
+    if any(after <= at for at, after in pairwise(ticks)):
+        raise DecodeError(f"a list of frames whose {_TIMES} do not ascend")
+    return Timeline.of(ticks, Fraction(1, _FINEST))
+
+
+class FrameList:
+    """Pictures of a list, with the interface of `VideoFile`. Raises DecodeError."""
+
+    def __init__(self, data: bytes | memoryview, limits: Limits) -> None:
+        self._limits = limits
+        try:
+            value: Any = json.loads(bytes(data).removeprefix(codecs.BOM_UTF8))
+        except (ValueError, RecursionError) as error:
+            raise DecodeError(f"not a list of frames: {one_line(error)}") from None
+        metadata = value if isinstance(value, dict) else {}
+        frames = next((metadata[key] for key in _FRAMES if key in metadata), None) if metadata else value
+        if not isinstance(frames, list) or not all(isinstance(frame, str) for frame in frames):
+            raise DecodeError('not a list of frames: write {"fps": 2.0, "frames": ["data:image/jpeg;base64,...", ...]}')
+        self._frames: list[str] = frames
+        self.timeline = _timeline(metadata, len(frames))
+
+    def __enter__(self) -> FrameList:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def size(self) -> tuple[int, int]:
+        """(width, height) of every frame."""
+        sizes = [self._size_of(number) for number in range(len(self._frames))]
+        for number, size in enumerate(sizes):
+            if size != sizes[0]:
+                shown = " and ".join(f"{width} x {height}" for width, height in (sizes[0], size))
+                raise DecodeError(f"frames 0 and {number} are {shown} pixels: make all frames of a clip one size")
+        return sizes[0]
+
+    def frames(self, numbers: Sequence[int]) -> Generator[Pixels]:
+        """Yield frames (height, width, 3), each valid until the next."""
+        for number in numbers:
+            try:
+                yield upright_pixels(self._bytes(number), self._limits, partial(to_rgb, alpha="white"))
+            except (*NOT_DATA, DecodeError) as error:
+                if isinstance(error, DecodeError):
+                    raise DecodeError(f"frame {number}: {error.reason}") from error.__cause__
+                raise
+
+    def _size_of(self, number: int) -> tuple[int, int]:
+        data = self._bytes(number)
+        try:
+            with as_failure(DecodeError, "damaged image"):
+                width, height = read_header(ImageFiles, len(data), lambda count: data[:count], self._limits)
+        except DecodeError as error:
+            raise DecodeError(f"frame {number}: {error.reason}") from error.__cause__
+        return width, height
+
+    def _bytes(self, number: int) -> bytes:
+        frame = self._frames[number]
+        match = _DATA_URL.match(frame)
+        encoded = frame[match.end() :] if match else frame
+        try:
+            return base64.b64decode("".join(encoded.split()), validate=True)
+        except (binascii.Error, ValueError):
+            raise DecodeError(
+                f"frame {number} is {frame[:40]!r}, neither a data: URL nor base64: frames of a list stand in it, and "
+                "no file is opened by name"
+            ) from None
 
 
 def open_video(data: bytes | memoryview, limits: Limits) -> VideoFile | FrameList:
@@ -36,31 +159,6 @@ def open_video(data: bytes | memoryview, limits: Limits) -> VideoFile | FrameLis
     from orchdata.loaders.modalities.video.file import VideoFile
 
     return VideoFile(data, limits)
-
-
-def header_of(video: VideoFile | FrameList, size: tuple[int, int]) -> Header:
-    """Return (width, height, frames, numerator and denominator of seconds) of a clip with pictures of this size."""
-    seconds = video.timeline.seconds
-    return *size, video.timeline.frames, seconds.numerator, seconds.denominator
-
-
-def decode_video(
-    data: bytes | memoryview, pre: VideoPreprocessor, size: PartSize, limits: Limits, out: NDArray[Any]
-) -> None:
-    """Decode and resize the pictures of a clip that are used, and cut them into patches.
-
-    Args:
-        size: its size in the index.
-        out: (grid_t * grid_h * grid_w, pre.patch_dim), C-contiguous, fully overwritten: float32, uint16 (bfloat16 bits)
-            or uint8, according to `pre.dtype`. Rows and values are ordered as in `native.patchify`.
-
-    Raises:
-        DecodeError: not a video, damaged, above a limit, or of another length or size than in the index.
-    """
-    table = byte_table(pre.mean, pre.std, pre.dtype)
-    cut = Cut(pre.patch_size, pre.merge, pre.temporal_patch_size, table, pre.resizer, pre.resample)
-    with taken_pictures(pre, data, size, limits, lambda line: line.pictures(size.extent[3])) as pictures:
-        write_patches(pictures, size, cut, out)
 
 
 @contextmanager
@@ -73,13 +171,8 @@ def taken_pictures(
 ) -> Iterator[Iterator[Pixels]]:
     """Yield the pictures (height, width, 3 or 4) of a clip that are used, each valid until the next.
 
-    Args:
-        modality: counts a clip.
-        size: its size in the index; the extent ends with frames, and the numerator and denominator of seconds.
-        numbers_of: returns which pictures of a timeline are used.
-
-    Raises:
-        DecodeError: as in `decode_video`, also while iterating.
+    `modality` counts a clip, whose extent in the index ends with frames, and numerator and denominator of seconds;
+    `numbers_of` returns which pictures of a timeline are used. Raises DecodeError, also while iterating.
     """
     with open_video(data, limits) as video:
 
@@ -144,11 +237,10 @@ class Cut(NamedTuple):
 
 
 def write_patches(pictures: Iterator[Pixels], size: PartSize, cut: Cut, out: NDArray[Any]) -> None:
-    """Cut pictures into patches; an incomplete last patch repeats the last picture.
+    """Cut pictures into patches, (grid_t * grid_h * grid_w, values of a patch); the last picture is repeated to a whole
+    one.
 
-    Args:
-        size: its extent begins with the grid in time, height and width, and the number of pictures.
-        out: (grid_t * grid_h * grid_w, values of a patch), of the table's dtype.
+    The extent of `size` begins with the grid in time, height and width, and the number of pictures.
     """
     grid_t, grid_h, grid_w, count = size.extent[:4]
     canvas = np.empty((cut.times, grid_h * cut.patch, grid_w * cut.patch, 3), np.uint8)

@@ -1,18 +1,9 @@
-"""A video file: when its pictures are shown, from its packets, and the requested pictures.
-
-    bytes --memory file--> libav --packets--> Timeline         packets, from the last keyframe on --> pictures
-
-Imported late: it loads FFmpeg's libraries.
-
-A file with pictures and sound, in memory and opened by PyAV.
+"""A file with pictures and sound, in memory and opened by PyAV: its packets say when pictures are shown and how long
+the sound is; what is asked for is decoded from the last keyframe on.
 
 libav reads a memory file directly, not bytes through Python callbacks: an exception of a signal handler in a function
 that C calls would be lost. The same happens where PyAV raises, for example at the end of a file: its wheels run some
 Python to build a traceback. Each file is decoded by the thread that uses it, without threads of libav.
-
-Imported late: it loads FFmpeg's libraries.
-
-The sound track of a file with pictures: its length, from its packets, and its samples.
 
 Imported late: it loads FFmpeg's libraries.
 """
@@ -282,9 +273,8 @@ class VideoFile(OpenedFile):
     def _decoded(self, pending: deque[int], begins: int, *, spares: bool) -> Generator[tuple[int, Any]]:
         """Yield pictures shown at these ascending times, and remove the times. Raises if a picture is missing.
 
-        Args:
-            begins: time of a keyframe. Pictures shown before it may be made from missing ones.
-            spares: whether to skip others that nothing is made from.
+        Pictures shown before the keyframe at `begins` may be made from missing ones; `spares` skips what nothing is
+        made from.
         """
         with closing(self._all_from_here(begins, frozenset(pending) if spares else None)) as frames:
             for frame in frames:
@@ -317,9 +307,9 @@ class VideoFile(OpenedFile):
     def _next_frames(self, packets: Iterator[Any], begins: int, wanted: frozenset[int] | None) -> list[Any] | None:
         """Return the pictures of the next packets that have any; None after the last packet.
 
-        A picture shown before the one at which decoding began may be made from missing ones, so its errors are ignored.
-        In H.264 the first other picture may be reported as wrong only because its commands remove the missing ones; an
-        error then shows in the picture itself.
+        Errors of a picture shown before the one at which decoding began are ignored. In H.264 the first other picture
+        may be reported as wrong only because its commands remove the missing ones; an error then shows in the picture
+        itself.
         """
         for _ in range(TOGETHER):
             packet = next(packets, None)
@@ -352,15 +342,14 @@ class VideoFile(OpenedFile):
 
 
 def _turned(frame: Any) -> Callable[[Pixels], Pixels]:
-    """Return how to turn and mirror a picture, by the matrix of its file (ISO/IEC 14496-12, 8.3.2): the pixel at x, y
-    is shown at a x + c y, b x + d y. Raises DecodeError for turns other than by quarters.
-    """
+    """Return how to turn and mirror a picture by the matrix of its file (ISO/IEC 14496-12, 8.3.2)."""
     with interrupts_deferred():
         # Not `frame.side_data`: the frame keeps it, and it references the frame. Its pixels would stay in memory until
         # a garbage collection, possibly many clips later.
         matrix = cast(Any, SideDataContainer)(frame).get(_MATRIX)
     if matrix is None:
         return lambda pixels: pixels
+    # The pixel at x, y is shown at a x + c y, b x + d y.
     a, b, _, c, d = np.frombuffer(bytes(matrix), np.int32)[:5].tolist()
     swaps = abs(a) + abs(d) < abs(b) + abs(c)
     (along, down), rest = ((c, b), (a, d)) if swaps else ((a, d), (b, c))

@@ -51,8 +51,7 @@ class Timeline:
     def pictures(self, count: int) -> list[int]:
         """Return `count` of the pictures, ascending: those that are shown at 0, 1/count, 2/count, ... of the clip.
 
-        At a constant rate picture i of n is shown from i/n on, however the file rounds its times. At a variable rate a
-        picture that is shown for long may be used several times.
+        However the file rounds times of a constant rate. At a variable rate a picture may be used several times.
         """
         if self.is_constant:
             return [number * self.frames // count for number in range(count)]
@@ -72,15 +71,11 @@ class Timeline:
 
     @classmethod
     def of(cls, ticks: list[int], tick: Fraction, last: int | None = None) -> Timeline:
-        """Build a timeline from times in any order. Rounded times of a steady rate give that rate exactly.
+        """Build a timeline from times in any order, in ticks of `tick` seconds. Rounded times of a steady rate give
+        that rate.
 
-        Args:
-            ticks: when each picture is shown.
-            tick: seconds.
-            last: duration of the last picture in ticks; None: the mean duration, as most files only guess the last.
-
-        Raises:
-            DecodeError: no picture, or two pictures at the same time.
+        `last` is the duration of the last picture in ticks; None: the mean duration, as most files only guess the last.
+        Raises DecodeError for no picture, or two pictures at the same time.
         """
         if not ticks:
             raise DecodeError("video without a single frame")
@@ -108,9 +103,8 @@ def _is_even(at: NDArray[np.int64], spread: int) -> bool:
 
 
 def _steady(at: NDArray[np.int64], seconds: Fraction, tick: Fraction) -> Fraction:
-    """Return the exact length of a clip with a usual rate, if its times are those of the rate, each rounded to a tick.
-    A usual rate is a whole number of pictures per second, that divided by 1.001, or a simple fraction. Otherwise, and
-    if nothing is rounded, return the measured length.
+    """Return the exact length of a clip whose times are those of a usual rate, each rounded to a tick; else as
+    measured.
     """
     gaps, count = np.diff(at), len(at)
     if (gaps == gaps[0]).all():

@@ -14,7 +14,8 @@ from torchaudio_anyway import torchaudio
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.audio_decode import decode_audio, fit, plain_wav, read_mono
+from orchdata.loaders.modalities.audio_decode import fit, plain_wav, read_mono
+from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import AudioPreprocessor
 from orchdata.loaders.resampling import resample
 
@@ -37,7 +38,7 @@ def encoded(wave: np.ndarray, rate: int, kind: str = "WAV", subtype: str | None 
 def features(data: bytes, num_samples: int, pre: AudioPreprocessor = PRE, limits: Limits = LIMITS) -> np.ndarray:
     dtype = np.float32 if pre.dtype == "float32" else np.uint16
     out = np.full((pre.mel_frames(num_samples), pre.num_mels), 7, dtype)
-    decode_audio(data, pre, limits, out, num_samples)
+    pre.decode_into(data, PartSize(0, 0, extent=(num_samples,)), {"features": out}, limits)
     return out
 
 

@@ -12,7 +12,7 @@ from float_bounds import assert_log_mel_close, assert_standard_scores_close
 from shard_factory import audio, write_shard
 
 import orchdata as od
-from orchdata.loaders.modalities.audio_decode import decode_audio, mel_bands
+from orchdata.loaders.modalities.audio import mel_bands
 
 pytestmark = pytest.mark.cpus
 
@@ -35,7 +35,7 @@ def decoded(pre, wave):
     soundfile.write(file, wave, 16_000, format="WAV", subtype="FLOAT")
     size = pre.count_header((len(wave), 16_000), LIMITS)
     out = np.full((size.rows, *pre.row_shape), 7, np.float32)
-    decode_audio(file.getvalue(), pre, LIMITS, out, size.extent[0])
+    pre.decode_into(file.getvalue(), size, {"features": out}, LIMITS)
     return size, out
 
 

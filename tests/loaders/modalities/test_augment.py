@@ -35,10 +35,9 @@ def decoded(modality: od.Modality, data: bytes, rng: Any = lambda: np.random.def
 
 def pixels_of(modality: od.ImagePreprocessor, data: bytes) -> Any:
     """The picture in the patches."""
-    from orchdata.loaders.modalities.image_decode import pictures_of_patches
 
     size = modality.count(data, od.Limits())
-    return pictures_of_patches(decoded(modality, data), modality, size.extent)[0]  # type: ignore[arg-type]
+    return modality.pictures(decoded(modality, data), size.extent)[0]  # type: ignore[arg-type]
 
 
 def test_generator_depends_on_each_of_its_identity_and_on_nothing_else() -> None:

@@ -10,7 +10,7 @@ from float_bounds import (
     assert_log_mel_close,
 )
 
-from orchdata.loaders.modalities.audio_decode import mel_bands
+from orchdata.loaders.modalities.audio import mel_bands
 
 pytestmark = pytest.mark.cpus
 

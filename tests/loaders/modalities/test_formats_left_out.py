@@ -16,8 +16,7 @@ from orchdata.loaders.errors import PackageError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities import image_header
-from orchdata.loaders.modalities.audio_decode import read_mono
-from orchdata.loaders.modalities.audio_header import probe_audio
+from orchdata.loaders.modalities.audio_decode import probe_audio, read_mono
 from orchdata.loaders.modalities.image_decode import load_rgb
 from orchdata.loaders.modalities.image_header import load_formats, probe_image
 from orchdata.loaders.required import load_required

@@ -13,7 +13,6 @@ from PIL import Image
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import read_header
-from orchdata.loaders.modalities.image_decode import load_pixels
 from orchdata.loaders.recipe import ImagePreprocessor, image_grid
 
 
@@ -98,7 +97,7 @@ def photo_bytes(name: str) -> bytes:
 
 def indexed_and_decoded(data: bytes, pre: ImagePreprocessor) -> np.ndarray:
     header = read_header(ImagePreprocessor, len(data), lambda count: data[:count], Limits())
-    return load_pixels(data, pre, Limits(), image_grid(*header, pre)).copy()
+    return pre.pixels(data, Limits(), image_grid(*header, pre)).copy()
 
 
 @pytest.mark.filterwarnings("ignore:Truncated File Read")

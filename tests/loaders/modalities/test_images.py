@@ -19,7 +19,7 @@ from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities import image_decode
 from orchdata.loaders.modalities.image import _LANCZOS_SINCE, _torch_version
-from orchdata.loaders.modalities.image_decode import decode_image, load_pixels
+from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import ImagePreprocessor, image_grid
 
 pytestmark = pytest.mark.cpus
@@ -153,7 +153,7 @@ def test_every_exif_orientation_is_turned_upright_and_then_resized(fixtures_dir:
         orientations.add(stored.getexif().get(0x0112, 1))
         upright = ImageOps.exif_transpose(stored)
         grid = image_grid(*upright.size, pre)
-        got = load_pixels(path.read_bytes(), pre, LIMITS, grid)[:, :, :3]
+        got = pre.pixels(path.read_bytes(), LIMITS, grid)[:, :, :3]
         np.testing.assert_array_equal(got, resized_by(resizer, upright, (grid[1] * 14, grid[0] * 14)), path.name)
     assert orientations >= set(range(1, 9))
 
@@ -257,7 +257,7 @@ def test_another_size_than_indexed_is_an_error():
     with pytest.raises(
         DecodeError, match=r"decoded to 30 x 20 pixels, 20 x 30 patches; the index says 30 x 20 patches"
     ):
-        load_pixels(encoded(RGB, "PNG"), EXACT, LIMITS, (30, 20))
+        EXACT.pixels(encoded(RGB, "PNG"), LIMITS, (30, 20))
 
 
 def test_threads_do_not_meet_in_scratch_memory():
@@ -267,7 +267,7 @@ def test_threads_do_not_meet_in_scratch_memory():
 
     def decode(number: int) -> bytes:
         out = np.empty((grids[number][0] * grids[number][1], pre.patch_dim), np.uint16)
-        decode_image(images[number], pre, LIMITS, out, grids[number])
+        pre.decode_into(images[number], PartSize(0, 0, extent=grids[number]), {"patches": out}, LIMITS)
         return out.tobytes()
 
     alone = [decode(number) for number in range(8)]

@@ -26,6 +26,7 @@ from orchdata.loaders.samples.members import Member
 from orchdata.loaders.samples.spans import MediaSlot
 from orchdata.loaders.shards.jsonl.named_media import media_of
 from orchdata.loaders.text.conversation import document_of, parse_json
+from orchdata.loaders.text.template import text_of
 
 pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
 
@@ -44,9 +45,9 @@ THOUGHTS = "The user asks for the weather, so I look out of the window."
 def said(value: object) -> list[tuple[str, str]] | str | None:
     """Role and text of each turn, or the text."""
     document = document_of(parse_json(json.dumps(value).encode()), RECIPE.rules)
-    if document.turns is None:
+    if document.chat is None:
         return document.text
-    return [(turn.role, "".join(map(str, turn.content))) for turn in document.turns]
+    return [(turn["role"], text_of(turn)) for turn in document.chat.messages]
 
 
 def measured(images: int = 0, **fields: object):

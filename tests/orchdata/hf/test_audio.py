@@ -17,7 +17,8 @@ from transformers.audio_utils import mel_filter_bank
 import orchdata as od
 from orchdata.hf.audio import HFAudio, WhisperAudio, audio_modality, rebuilt
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.modalities.audio_decode import decode_wave, mel_bands
+from orchdata.loaders.modalities.audio import mel_bands
+from orchdata.loaders.modalities.audio_decode import decode_wave
 from orchdata.loaders.modalities.modality import stored_dtype
 
 pytestmark = pytest.mark.cpus

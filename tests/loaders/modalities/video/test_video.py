@@ -28,7 +28,7 @@ from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.modalities.video import containers as mp4
 from orchdata.loaders.modalities.video import file as opened
 from orchdata.loaders.modalities.video.decode import open_video
-from orchdata.loaders.modalities.video.files import VideoFiles
+from orchdata.loaders.modalities.video.preprocessor import VideoFiles
 from orchdata.native.scan.media import FOUND
 
 LIMITS = od.Limits()
