@@ -1,11 +1,9 @@
-"""Runtime: the running parts of a loader, apart from its position.
+"""Runtime: the running parts of a loader, apart from its position; and its description, which all ranks must share.
 
 Arguments --data set--> PreparedDataset --> Runtime --(an iteration)--> Stream
 
-The description of a loader: what all its ranks must share, as JSON that is equal on every rank.
-
-Plans are integer arithmetic with stable sorts, so it has our version but not those of numpy or numba. It contains no
-default repr, because its memory address differs between equal ranks.
+The description is JSON that is equal on every rank. Plans are integer arithmetic with stable sorts, so it has our
+version but not those of numpy or numba. It contains no default repr, because its memory address differs between ranks.
 """
 
 from __future__ import annotations
@@ -185,14 +183,10 @@ class Runtime:
         return loop
 
     @property
-    def follows(self) -> bool:
-        """Whether samples are drawn from the loader's sampler as it is now: the user may have changed it."""
-        return self.stores_rank_state and isinstance(self.prepared.steps, SamplerSteps)
-
-    def follow(self, sampler: Any) -> None:
-        """Draw from this sampler, or batch sampler, from now on: the user may have replaced the loader's own."""
-        assert isinstance(self.prepared.steps, SamplerSteps)
-        self.prepared.steps.follow(sampler)
+    def sampler_steps(self) -> SamplerSteps | None:
+        """Steps of the loader's sampler as it is now, if they are: the user may have changed or replaced it."""
+        steps = self.prepared.steps
+        return steps if self.stores_rank_state and isinstance(steps, SamplerSteps) else None
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the data set, if it has epochs: workers that are kept have copies of it."""

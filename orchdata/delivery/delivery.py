@@ -64,6 +64,8 @@ from orchdata.ranks.wire import Message, WireError, describe, read
 _MANY = 10
 """An epoch with this many failures that delivered nothing ends with an error."""
 _MUCH_PADDING = 0.3
+_LOOKS_EVERY = 50
+"""Steps after which waste is looked for."""
 
 
 class Delivery:
@@ -103,7 +105,6 @@ class Delivery:
         self._inputs = inputs
         self._unnamed = unnamed
         self._replication = Replication(rank, spec, timeout) if rank.shared else None
-        self._pace = _Pace()
         self._rank = rank.rank
         self._delivered = 0
         self._failed: list[DataError] = []
@@ -139,9 +140,7 @@ class Delivery:
 
     def receiving_engine(self) -> Engine | None:
         """Return the engine that receives this rank's steps, if a peer reads for it; else None."""
-        if self._replication is None or self._replication.is_reader:
-            return None
-        return ReceivingEngine(self._spec, self._replication)
+        return ReceivingEngine(self._spec, self._replication) if self._replication and self.receives else None
 
     def deliver(self, engine: Engine, future: Future[BuiltStep], task: StepTask) -> list[Any]:
         """Return a step's microbatches; if this rank reads for peers, they get them too, or the error.
@@ -224,10 +223,7 @@ class Delivery:
         finally:
             del future  # as in `deliver`
 
-        waited = time.perf_counter() - started
-        if not engine.keeps_time and engine.depth:
-            self._pace.add(started, waited)
-        return built, waited
+        return built, time.perf_counter() - started
 
     def _count(self, built: BuiltStep, waited: float, task: StepTask) -> None:
         """Count a step and its failures. Raises as `FailureBudget`."""
@@ -244,7 +240,7 @@ class Delivery:
             self._delivered += max(0, built.figures["samples"] - lost)
             self._failed += failures if len(self._failed) < _MANY else ()
         self._stats.add_step(built, waited)
-        if not self._rank and not self._stats.num_steps % _Pace.STEPS:
+        if not self._rank and not self._stats.num_steps % _LOOKS_EVERY:
             self._warn_of_waste()
 
     def _warn_of_waste(self) -> None:
@@ -260,34 +256,6 @@ class Delivery:
             less = 'small row groups, or balance="grouped" with shuffle=od.Shuffle(streams=<groups>), take less'
             if read > whole:
                 warn_once("reads", f"this rank has read {read:,} bytes of shards that have {whole:,} in all: {less}")
-
-
-class _Pace:
-    """Warns once that worker processes may be faster, if a loop that computes often waits for threads."""
-
-    STEPS = 50
-    _SHARES = (0.2, 0.9)  # of a loop's time; a loop that waits all the time computes nothing
-
-    def __init__(self) -> None:
-        self._begun: float | None = None
-        self._waited = 0.0
-        self._steps = 0
-
-    def add(self, asked: float, waited: float) -> None:
-        """Add a step: the time of its request, and the seconds waited for it."""
-        if self._begun is None:
-            self._begun = asked + waited  # the first step cannot be built in parallel to another
-            return
-        self._steps += 1
-        self._waited += waited
-        share = self._waited / max(asked + waited - self._begun, 1e-9)
-        if self._steps == self.STEPS and self._SHARES[0] < share < self._SHARES[1]:
-            warn_once(
-                "threads are waited for",
-                f"this loop spent {share:.0%} of its time waiting for batches that threads of its process build: they "
-                "share the interpreter with it. num_workers=1 builds them in a process, more threads help if cores are "
-                "free",
-            )
 
 
 class FailedParts:
