@@ -11,7 +11,8 @@ import copyreg
 import inspect
 import reprlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import replace
 from os import PathLike
 from typing import Any, Generic
 
@@ -29,11 +30,12 @@ from orchdata.delivery.export import export_plan
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.delivery.stats import flattened
 from orchdata.engines.engine import DEFAULT_PREFETCH, OpensEngine
-from orchdata.loaders.errors import DataError
+from orchdata.loaders.errors import BLANK, DataError
 from orchdata.loaders.storage.node import Cache
 from orchdata.loop.loop import LoaderIterator
 from orchdata.loop.position import Position, Progress
 from orchdata.order.order import Shuffle
+from orchdata.order.steps import StepTask
 from orchdata.planning.balance import Balance
 from orchdata.planning.make_plan import make_plan
 from orchdata.planning.plan import Plan
@@ -242,22 +244,21 @@ class DataLoader(Generic[T_co]):
             self._runtime = Runtime(arguments, agreement)
             self._progress = Progress()
             self._iterated_at: object = None
-            self._set_attributes(given, arguments)
+            # The attributes that torch's loader has: arguments, with defaults filled in.
+            prepared = self._runtime.prepared
+            size = prepared.spec.plan.batches.describe()
+            vars(self).update({name: given[name] for name in _ATTRIBUTES})
+            self.batch_size = arguments.batch_size
+            self.global_batch_size = size.get("global_batch_size")
+            self.global_batch_tokens = size.get("global_batch_tokens")
+            sampler, self.batch_sampler = prepared.sampler, prepared.batch_sampler
+            has_sampler = sampler is not None or self.batch_sampler is not None
+            self.sampler = sampler if has_sampler else TrainerEpochs(self._progress)
+            self.collate_fn = collate_fn or prepared.collate_fn
+            if num_workers and prefetch_factor is None:
+                self.prefetch_factor = DEFAULT_PREFETCH
             self._own_names = frozenset((*vars(self), "_own_names"))
             self._runtime.warn_if_empty(drop_last=drop_last)
-
-    def _set_attributes(self, given: Mapping[str, Any], arguments: Arguments) -> None:
-        """Set the attributes that torch's loader has: arguments, with defaults filled in."""
-        prepared = self._runtime.prepared
-        size = prepared.spec.plan.batches.describe()
-        vars(self).update({name: given[name] for name in _ATTRIBUTES})
-        self.batch_size = arguments.batch_size
-        self.global_batch_size, self.global_batch_tokens = map(size.get, ("global_batch_size", "global_batch_tokens"))
-        sampler, self.batch_sampler = prepared.sampler, prepared.batch_sampler
-        self.sampler = TrainerEpochs(self._progress) if sampler is None and self.batch_sampler is None else sampler
-        self.collate_fn = given["collate_fn"] or prepared.collate_fn
-        if self.num_workers and self.prefetch_factor is None:
-            self.prefetch_factor = DEFAULT_PREFETCH
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _DEFAULTS and "_own_names" in self.__dict__:
@@ -407,9 +408,11 @@ class DataLoader(Generic[T_co]):
         """Return the plan of any step: which rank gets which samples. Nothing is read or decoded, and the loader keeps
         its position. Raises as `step_at`, except for DataError.
         """
-        prepared, draw = self._runtime.prepared, self._progress.draw_of(epoch)
-        task = prepared.steps.again(checked_epoch(epoch), checked_count(step, "step", 0), draw)
-        return make_plan(prepared.spec.plan, task)
+        return make_plan(self._runtime.prepared.spec.plan, self._task_at(epoch, step))
+
+    def _task_at(self, epoch: int, step: int) -> StepTask:
+        draw = self._progress.draw_of(epoch)
+        return self._runtime.prepared.steps.again(checked_epoch(epoch), checked_count(step, "step", 0), draw)
 
     def step_at(self, epoch: int, step: int, *, rank: int | None = None) -> list[Any]:
         """Build the microbatches of any step now, as `steps()` yields them. The loader keeps its position.
@@ -429,7 +432,15 @@ class DataLoader(Generic[T_co]):
             ValueError: samples can only be read in turn: those of an IterableDataset or of the user's sampler.
             DataError: of the first sample that cannot be loaded, under on_error="raise".
         """
-        return self._runtime.step_again(self._progress.draw_of(epoch), epoch=epoch, step=step, rank=rank)
+        runtime, spec = self._runtime, self._runtime.prepared.spec
+        rank = spec.rank if rank is None else rank
+        if checked_count(rank, "rank", 0) >= spec.plan.num_ranks:
+            raise ValueError(f"rank must be below the loader's {spec.plan.num_ranks} ranks, got {rank}")
+        built = replace(spec, rank=rank).open().build(self._task_at(epoch, step))
+        failures = [failure for failure in built.failures if failure.reason != BLANK]
+        if failures and runtime.raises:
+            raise failures[0]
+        return runtime.context.delivery.named(built.batches)
 
     def export_plan(
         self, path: str | PathLike[str], *, epochs: Iterable[int] = (0,), steps: range | None = None

@@ -22,7 +22,6 @@ import torch
 from torch.utils.data import ConcatDataset, Subset
 
 import orchdata
-from orchdata.balancers.checks import checked_count, checked_epoch
 from orchdata.balancers.costs.model import CostModel
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.collate import MapContent
@@ -41,15 +40,14 @@ from orchdata.engines.torch_workers import IterableContent, set_epoch
 from orchdata.engines.warm import Warming
 from orchdata.engines.work import WorkerSeeds
 from orchdata.finalizers import Ending, wait_for_finalizers
-from orchdata.loaders.errors import BLANK
 from orchdata.loop.loop import EpochLoop, Stream
-from orchdata.loop.planned import LoopContext, PlannedSource, Source
+from orchdata.loop.planned import LoopContext, PlannedSource
 from orchdata.loop.position import Position, Progress
 from orchdata.loop.state import State
 from orchdata.loop.torch_stream import IterableSource, MapSource
 from orchdata.notices import warn_once, warn_user
 from orchdata.order.sampler import SamplerSteps
-from orchdata.order.steps import Draw, OrderedSteps, StreamSteps, begin_of
+from orchdata.order.steps import OrderedSteps, begin_of
 from orchdata.planning.costs import IndexCosts
 from orchdata.planning.layout import layout_of
 from orchdata.ranks.agreement import DATA, Agreement
@@ -70,11 +68,17 @@ class Runtime:
         self.stores_rank_state = rank.size == 1 and not arguments.in_shards
         self.continues = self.stores_rank_state and arguments.by_torch
         self._draws_seeds = not arguments.in_shards
-        self._raises = arguments.on_error.action == "raise"
+        self.raises = arguments.on_error.action == "raise"
         self.keep_dataset_state = not arguments.num_workers or arguments.persistent_workers
 
+        # The workers of an engine of the user's may be on other machines.
+        num_workers, cores = arguments.num_workers, len(os.sched_getaffinity(0))
+        if arguments.engine is None and num_workers > cores:
+            warn_user(
+                f"This DataLoader will create {num_workers} worker processes, and this process has {cores} cores: "
+                "excessive worker creation might get DataLoader running slow or even freeze; lower num_workers"
+            )
         # Start what takes a while. A loader that is sent to a new process (mp.spawn) starts the server later.
-        _warn_of_cores(arguments)
         if arguments.context is not None and not getattr(multiprocessing.current_process(), "_inheriting", False):
             start_server(arguments.context)
         self._warming = Warming(arguments.families)
@@ -128,7 +132,7 @@ class Runtime:
 
         # Torch's own loader reads the data, or an engine builds planned steps.
         how: dict[str, Any] = {"in_order": arguments.keeps_order, "pin_memory": arguments.pin_memory and can_pin()}
-        self._source: Source
+        self._source: IterableSource | MapSource | PlannedSource
         if isinstance(spec.content, IterableContent):
             self._source = IterableSource(spec.content, workers, self.stats.torch, **how)
         elif isinstance(spec.content, MapContent) and arguments.by_torch:
@@ -195,11 +199,7 @@ class Runtime:
 
     def count(self, position: Position) -> int:
         """Return the optimizer steps of its epoch, for the user. Raises TypeError if they are known only at its end."""
-        steps = self.prepared.steps
-        num_steps = steps.count(position.epoch, position.draw)
-        if isinstance(steps, StreamSteps):
-            steps.asked_length = num_steps
-        return num_steps
+        return self.prepared.steps.count(position.epoch, position.draw)
 
     def known_count(self, position: Position) -> int | None:
         """Return the optimizer steps of its epoch; None if they are known only at its end."""
@@ -263,18 +263,6 @@ class Runtime:
             self.close()  # persistent workers are at a later position
         return position
 
-    def step_again(self, draw: Draw | None, *, epoch: int, step: int, rank: int | None) -> list[Any]:
-        """Return the microbatches of any step: see `DataLoader.step_at`."""
-        rank = self.rank.rank if rank is None else rank
-        if checked_count(rank, "rank", 0) >= self.prepared.spec.plan.num_ranks:
-            raise ValueError(f"rank must be below the loader's {self.prepared.spec.plan.num_ranks} ranks, got {rank}")
-        task = self.prepared.steps.again(checked_epoch(epoch), checked_count(step, "step", 0), draw)
-        built = replace(self.prepared.spec, rank=rank).open().build(task)
-        failures = [failure for failure in built.failures if failure.reason != BLANK]
-        if failures and self._raises:
-            raise failures[0]
-        return self.context.delivery.named(built.batches)
-
     def install(self, prepared: PreparedDataset) -> None:
         """Continue with another order of the same data set."""
         self.close()  # persistent workers would continue with the former order
@@ -283,7 +271,7 @@ class Runtime:
         assert builder is not None
         if self._filler is not None:
             self._filler.order = spec.plan.order
-        self.context.delivery.follow(spec)
+        self.context.delivery.spec = spec
         builder = builder.planned_by(spec.plan)
         self.context = replace(self.context, spec=spec, builder=builder, steps=prepared.steps)
 
@@ -301,16 +289,6 @@ class Runtime:
         if self._filler is not None and not self.context.delivery.receives:
             self._filler.begin(place_of(stream, self.known_count(loop.origin)))
         return stream
-
-
-def _warn_of_cores(arguments: Arguments) -> None:
-    """Warn if this machine has fewer cores than worker processes; those of an engine may be on others."""
-    num_workers, cores = arguments.num_workers, len(os.sched_getaffinity(0))
-    if arguments.engine is None and num_workers > cores:
-        warn_user(
-            f"This DataLoader will create {num_workers} worker processes, and this process has {cores} cores: "
-            "excessive worker creation might get DataLoader running slow or even freeze; lower num_workers"
-        )
 
 
 _MAX_DEPTH = 8

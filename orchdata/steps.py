@@ -90,10 +90,8 @@ class OptimizerSteps:
         return not len(self.loader.plan_at(position.epoch, position.step - 1).places(runtime.rank.rank))
 
     def check_ranks(self, num_ranks: int, trainer: str, first: str, instead: str) -> None:
-        """Raise ValueError if a trainer, which makes `first`, has other data-parallel ranks than the loader.
-
-        Args:
-            instead: what to do with an IterableDataset, of which each rank has its own.
+        """Raise ValueError if a trainer, which makes `first`, has other data-parallel ranks than the loader. `instead`
+        is what to do with an IterableDataset, of which each rank has its own.
         """
         if self.num_ranks == num_ranks:
             return

@@ -56,12 +56,8 @@ from orchdata.ranks.parallel import ranks_per_node
 
 
 class Rows:
-    """Rows of an index, ascending: all but some. The memory is that of the rows it has, or of those it lacks if they
-    are fewer.
-
-    Args:
-        num_rows: of the index.
-        without: the rows that it lacks, ascending, int64.
+    """Rows of an index of `num_rows`, ascending: all but those in `without`, ascending. The memory is that of the rows
+    it has, or of those it lacks if they are fewer.
     """
 
     def __init__(self, num_rows: int, without: NDArray[np.int64]) -> None:
@@ -118,12 +114,7 @@ class Chosen(NamedTuple):
 
 
 class Opened:
-    """The open files of a data set in this process.
-
-    Attributes:
-        index: the index, once it was requested.
-        chosen: the rows of its samples.
-    """
+    """The open files of a data set in this process: the index, once it was requested, its samples' rows, and shards."""
 
     def __init__(self, index: Index | None = None) -> None:
         self.lock = threading.RLock()
@@ -198,18 +189,13 @@ def content_of(index: Index, selections: Sequence[Selection | Taken]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class NamedFile:
-    """The file with the index of a data set.
-
-    Attributes:
-        paths: of the data set as given, without secrets.
-        command: that writes it.
-    """
+    """The file with the index of a data set."""
 
     url: str
-    paths: tuple[str, ...]
+    paths: tuple[str, ...]  # of the data set as given, without secrets
     recipe: Recipe
     reading: Reading
-    command: str
+    command: str  # that writes it
 
     def look(self) -> IndexFile:
         """Return what the file is: one rank looks for all. Raises as `index_file.look`."""
@@ -321,11 +307,7 @@ _MOST_BYTES: Final = 64
 
 
 class Apart:
-    """Finds out whether ranks that build an index together have one cache folder.
-
-    Args:
-        arguments: of the command that builds the index, for the error.
-    """
+    """Finds out whether ranks that build an index together have one cache folder. `arguments` are for the error."""
 
     def __init__(self, arguments: str) -> None:
         self._arguments = arguments

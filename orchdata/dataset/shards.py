@@ -469,10 +469,7 @@ def check_caps(balance: Balance, index: Index) -> None:
 
 def oversize_rows(costs: IndexCosts, balance: Balance, excluded: Ints) -> dict[str, Ints]:
     """Return the rows above each cap, by phase, ascending, without those that are already excluded. With teams a row is
-    above that of `llm` if its slices in the largest team are.
-
-    Raises:
-        ValueError: there is one under oversize="error".
+    above that of `llm` if its slices in the largest team are. Raises ValueError if there is one under oversize="error".
     """
     by_phase = {}
     for phase, cap in balance.caps.items():
@@ -527,9 +524,7 @@ def _check_ranks(num_ranks: int, needed: int) -> None:
 
 def above_budget(counts: IndexTokens, budgets: TokenBudgets, balance: Balance, excluded: Ints) -> Ints:
     """Return the rows that do not fit a step measured in tokens, ascending, without those that are already excluded.
-
-    Raises:
-        ValueError: there is one, and `balance.oversize` is not "drop".
+    Raises ValueError if there is one, and `balance.oversize` is not "drop".
     """
     above = _rows_above(counts.index, counts, budgets.smallest, excluded)
     if len(above.rows) and balance.oversize != "drop":
