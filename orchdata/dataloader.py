@@ -1,9 +1,6 @@
 """DataLoader: the public interface. It checks arguments, keeps the position, and iterates.
 
 DataLoader --iter--> LoaderIterator (loop/loop.py) <-- EpochLoop: where it starts <-- Stream: the steps (runtime.py)
-
-Copies of a loader, and its text: from its arguments and its position.
-
 copy.deepcopy, pickle --> the arguments and the position --> another loader, in which nothing runs yet
 """
 
@@ -14,8 +11,8 @@ import copyreg
 import inspect
 import reprlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import replace
 from os import PathLike
 from typing import Any, Generic
 
@@ -33,11 +30,12 @@ from orchdata.delivery.export import export_plan
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.delivery.stats import flattened
 from orchdata.engines.engine import DEFAULT_PREFETCH, OpensEngine
-from orchdata.loaders.errors import DataError
+from orchdata.loaders.errors import BLANK, DataError
 from orchdata.loaders.storage.node import Cache
 from orchdata.loop.loop import LoaderIterator
 from orchdata.loop.position import Position, Progress
 from orchdata.order.order import Shuffle
+from orchdata.order.steps import StepTask
 from orchdata.planning.balance import Balance
 from orchdata.planning.make_plan import make_plan
 from orchdata.planning.plan import Plan
@@ -59,85 +57,6 @@ from orchdata.trainers import (
 )
 
 _MOST_CHARACTERS = 200
-
-
-def changed_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call that differ from the function's defaults, by name."""
-    defaults = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
-    return {name: value for name, value in arguments.items() if name != "self" and value is not defaults[name]}
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoaderSnapshot:
-    """The position of a loader, and its rank.
-
-    Attributes:
-        rank: number of its data-parallel rank, and the number of ranks.
-        progress: its position.
-        later_seeds: source of the seeds of persistent workers.
-        samplers: attributes `sampler` and `batch_sampler`, which the user may have changed or replaced; empty if the
-            loader does not draw from them.
-        state: state of the loader, if its order may have changed since it was created; else None.
-        attributes: attributes that the user, or a subclass, added.
-    """
-
-    rank: tuple[int, int]
-    progress: Progress
-    later_seeds: Any
-    samplers: Mapping[str, Any]
-    state: Mapping[str, Any] | None
-    attributes: Mapping[str, Any]
-
-
-def take_snapshot(loader: Any) -> LoaderSnapshot:
-    """Raises TypeError for a loader over a process group, and for an argument that can be read only once."""
-    rank, given = loader._runtime.rank, loader._given
-    consumed = [name for name, value in given.items() if isinstance(value, Iterator)]
-    if consumed:
-        raise TypeError(
-            f"a DataLoader with an iterator for {consumed[0]}= cannot be copied or pickled, because the copy would get "
-            "only the rest of the iterator: give a list, or an iterable that begins again at each iter()"
-        )
-    if not isinstance(given.get("dp"), tuple | None):
-        raise TypeError(
-            "a DataLoader over a process group or mesh cannot be copied or pickled, because the group belongs to its "
-            "process: create the loader again on each rank, or give it dp=(rank, size)"
-        )
-    return LoaderSnapshot(
-        rank=(rank.rank, rank.size),
-        progress=copy.deepcopy(loader._progress),
-        later_seeds=copy.deepcopy(loader._runtime.seeds.later),
-        samplers={name: vars(loader)[name] for name in ("sampler", "batch_sampler") if loader._runtime.follows},
-        state=loader.state_dict() if is_mixture(loader.dataset) else None,
-        attributes={name: value for name, value in vars(loader).items() if name not in loader._own_names},
-    )
-
-
-def restore_snapshot(loader: Any, snapshot: LoaderSnapshot) -> None:
-    """Move a new loader with the same arguments to the position of the copied one.
-
-    Raises ValueError in a process of another rank: it would get the samples of the copied rank, or all of them.
-    """
-    runtime = loader._runtime
-    rank = runtime.rank.rank, runtime.rank.size
-    if rank != snapshot.rank:
-        raise ValueError(
-            f"this DataLoader was copied on rank {snapshot.rank[0]} of {snapshot.rank[1]}, and this process is rank "
-            f"{rank[0]} of {rank[1]}: create the loader here, or create the copied one with dp=(rank, size)"
-        )
-    if snapshot.state is not None:
-        runtime.load_state(snapshot.state, (), loader.num_workers)
-    vars(loader._progress).update(vars(snapshot.progress))
-    vars(loader).update(snapshot.samplers)
-    vars(loader).update(snapshot.attributes)
-    runtime.seeds.later = snapshot.later_seeds
-
-
-def loader_text(loader: Any) -> str:
-    """Return one line: the arguments that differ from the defaults, the rank, and the position."""
-    (_, data), *arguments, (_, rank), (_, position) = facts_of(loader)
-    shown = [data, *(f"{name}={value}" for name, value in arguments)]
-    return f"{type(loader).__name__}({', '.join(shown)}; {rank}; {position})"
 
 
 def facts_of(loader: Any) -> list[tuple[str, str]]:
@@ -182,24 +101,14 @@ def _cut(text: str) -> str:
     return f"{begin.rpartition(', ')[0] or begin}, ..."
 
 
-_LATER = "after DataLoader is initialized: create another loader"
 T_co = TypeVar("T_co", covariant=True, default=Any)  # as in torch, for `DataLoader[int]`
 
 
 _ATTRIBUTES = (
-    "dataset",
-    "drop_last",
-    "generator",
-    "num_workers",
-    "prefetch_factor",
-    "pin_memory",
-    "pin_memory_device",
-    "timeout",
-    "worker_init_fn",
-    "persistent_workers",
-    "multiprocessing_context",
-    "in_order",
-)
+    "dataset drop_last generator num_workers prefetch_factor pin_memory pin_memory_device timeout worker_init_fn "
+    "persistent_workers multiprocessing_context in_order"
+).split()
+_SAMPLERS = {"sampler", "batch_sampler"}
 
 
 class DataLoader(Generic[T_co]):
@@ -327,7 +236,7 @@ class DataLoader(Generic[T_co]):
         engine: OpensEngine | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self"}
-        self._given = changed_arguments(DataLoader.__init__, given)
+        self._given = {name: value for name, value in given.items() if value is not _DEFAULTS[name]}
         rank = resolve_rank(dp)
         agreement = Agreement(rank)
         with agreement.telling_others():
@@ -335,29 +244,34 @@ class DataLoader(Generic[T_co]):
             self._runtime = Runtime(arguments, agreement)
             self._progress = Progress()
             self._iterated_at: object = None
-            self._set_attributes(given, arguments)
+            # The attributes that torch's loader has: arguments, with defaults filled in.
+            prepared = self._runtime.prepared
+            size = prepared.spec.plan.batches.describe()
+            vars(self).update({name: given[name] for name in _ATTRIBUTES})
+            self.batch_size = arguments.batch_size
+            self.global_batch_size = size.get("global_batch_size")
+            self.global_batch_tokens = size.get("global_batch_tokens")
+            sampler, self.batch_sampler = prepared.sampler, prepared.batch_sampler
+            has_sampler = sampler is not None or self.batch_sampler is not None
+            self.sampler = sampler if has_sampler else TrainerEpochs(self._progress)
+            self.collate_fn = collate_fn or prepared.collate_fn
+            if num_workers and prefetch_factor is None:
+                self.prefetch_factor = DEFAULT_PREFETCH
             self._own_names = frozenset((*vars(self), "_own_names"))
             self._runtime.warn_if_empty(drop_last=drop_last)
 
-    def _set_attributes(self, given: Mapping[str, Any], arguments: Arguments) -> None:
-        """Set the attributes that torch's loader has: arguments, with defaults filled in."""
-        prepared = self._runtime.prepared
-        size = prepared.spec.plan.batches.describe()
-        vars(self).update({name: given[name] for name in _ATTRIBUTES})
-        self.batch_size = arguments.batch_size
-        self.global_batch_size, self.global_batch_tokens = map(size.get, ("global_batch_size", "global_batch_tokens"))
-        sampler, self.batch_sampler = prepared.sampler, prepared.batch_sampler
-        self.sampler = TrainerEpochs(self._progress) if sampler is None and self.batch_sampler is None else sampler
-        self.collate_fn = given["collate_fn"] or prepared.collate_fn
-        if self.num_workers and self.prefetch_factor is None:
-            self.prefetch_factor = DEFAULT_PREFETCH
-
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _ARGUMENTS and "_own_names" in self.__dict__:
-            raise ValueError(f"{name} attribute should not be set {_LATER}")
+        if name in _DEFAULTS and "_own_names" in self.__dict__:
+            how = "after DataLoader is initialized: create another loader"
+            raise ValueError(f"{name} attribute should not be set {how}")
         super().__setattr__(name, value)
 
-    __repr__ = loader_text
+    def __repr__(self) -> str:
+        """Return one line: the arguments that differ from the defaults, the rank, and the position."""
+        (_, data), *arguments, (_, rank), (_, position) = facts_of(self)
+        shown = [data, *(f"{name}={value}" for name, value in arguments)]
+        return f"{type(self).__name__}({', '.join(shown)}; {rank}; {position})"
+
     _repr_html_ = orchdata._html
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -365,12 +279,43 @@ class DataLoader(Generic[T_co]):
 
         Raises TypeError for a loader over a process group, or one with an iterator among its arguments.
         """
-        return copyreg.__newobj__, (type(self),), (self._given, take_snapshot(self))  # type: ignore[attr-defined]
+        runtime, given = self._runtime, self._given
+        consumed = [name for name, value in given.items() if isinstance(value, Iterator)]
+        if consumed:
+            raise TypeError(
+                f"a DataLoader with an iterator for {consumed[0]}= cannot be copied or pickled, because the copy would "
+                "get only the rest of the iterator: give a list, or an iterable that begins again at each iter()"
+            )
+        if not isinstance(given.get("dp"), tuple | None):
+            raise TypeError(
+                "a DataLoader over a process group or mesh cannot be copied or pickled, because the group belongs to "
+                "its process: create the loader again on each rank, or give it dp=(rank, size)"
+            )
+        progress, seeds = copy.deepcopy(self._progress), copy.deepcopy(runtime.seeds.later)
+        # The user may have replaced samplers, and added attributes. Of a mixture the weights may be others by now.
+        own = self._own_names - (_SAMPLERS if runtime.sampler_steps else set())
+        changed = {name: value for name, value in vars(self).items() if name not in own}
+        state = self.state_dict() if is_mixture(self.dataset) else None
+        copied = given, (runtime.rank.rank, runtime.rank.size), progress, seeds, changed, state
+        return copyreg.__newobj__, (type(self),), copied  # type: ignore[attr-defined]
 
-    def __setstate__(self, copied: tuple[Mapping[str, Any], LoaderSnapshot]) -> None:
-        given, snapshot = copied
+    def __setstate__(self, copied: tuple[Any, ...]) -> None:
+        """Move a new loader with the same arguments to the position of the copied one. Raises ValueError in a process
+        of another rank: it would get the samples of the copied rank, or all of them.
+        """
+        given, there, progress, seeds, changed, state = copied
         DataLoader.__init__(self, **given)
-        restore_snapshot(self, snapshot)
+        runtime = self._runtime
+        if there != (here := (runtime.rank.rank, runtime.rank.size)):
+            raise ValueError(
+                f"this DataLoader was copied on rank {there[0]} of {there[1]}, and this process is rank {here[0]} of "
+                f"{here[1]}: create the loader here, or create the copied one with dp=(rank, size)"
+            )
+        if state is not None:
+            runtime.load_state(state, (), self.num_workers)
+        vars(self._progress).update(vars(progress))
+        vars(self).update(changed)
+        runtime.seeds.later = seeds
 
     @property
     def sampler(self) -> Any:
@@ -417,7 +362,7 @@ class DataLoader(Generic[T_co]):
 
     def steps(self) -> OptimizerSteps:
         """Return an iterable of optimizer steps, each the list of its microbatches, with this loader's state."""
-        return OptimizerSteps(self, self._runtime, self._progress, lambda: self._iterate(whole_steps=True))
+        return OptimizerSteps(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position: JSON-safe, the same on all ranks. Delivered steps count, prefetched ones do
@@ -463,9 +408,11 @@ class DataLoader(Generic[T_co]):
         """Return the plan of any step: which rank gets which samples. Nothing is read or decoded, and the loader keeps
         its position. Raises as `step_at`, except for DataError.
         """
-        prepared, draw = self._runtime.prepared, self._progress.draw_of(epoch)
-        task = prepared.steps.again(checked_epoch(epoch), checked_count(step, "step", 0), draw)
-        return make_plan(prepared.spec.plan, task)
+        return make_plan(self._runtime.prepared.spec.plan, self._task_at(epoch, step))
+
+    def _task_at(self, epoch: int, step: int) -> StepTask:
+        draw = self._progress.draw_of(epoch)
+        return self._runtime.prepared.steps.again(checked_epoch(epoch), checked_count(step, "step", 0), draw)
 
     def step_at(self, epoch: int, step: int, *, rank: int | None = None) -> list[Any]:
         """Build the microbatches of any step now, as `steps()` yields them. The loader keeps its position.
@@ -485,7 +432,15 @@ class DataLoader(Generic[T_co]):
             ValueError: samples can only be read in turn: those of an IterableDataset or of the user's sampler.
             DataError: of the first sample that cannot be loaded, under on_error="raise".
         """
-        return self._runtime.step_again(self._progress.draw_of(epoch), epoch=epoch, step=step, rank=rank)
+        runtime, spec = self._runtime, self._runtime.prepared.spec
+        rank = spec.rank if rank is None else rank
+        if checked_count(rank, "rank", 0) >= spec.plan.num_ranks:
+            raise ValueError(f"rank must be below the loader's {spec.plan.num_ranks} ranks, got {rank}")
+        built = replace(spec, rank=rank).open().build(self._task_at(epoch, step))
+        failures = [failure for failure in built.failures if failure.reason != BLANK]
+        if failures and runtime.raises:
+            raise failures[0]
+        return runtime.context.delivery.named(built.batches)
 
     def export_plan(
         self, path: str | PathLike[str], *, epochs: Iterable[int] = (0,), steps: range | None = None
@@ -564,9 +519,9 @@ class DataLoader(Generic[T_co]):
         return ends, watcher
 
     def _follow_sampler(self) -> None:
-        """Use the current sampler: trainers replace the user's by `object.__setattr__`."""
-        if self._runtime.follows:
-            self._runtime.follow(self.sampler if self.batch_sampler is None else self.batch_sampler)
+        """Draw from the current sampler: trainers replace the user's by `object.__setattr__`."""
+        if steps := self._runtime.sampler_steps:
+            steps.follow(self.sampler if self.batch_sampler is None else self.batch_sampler)
 
 
 def _has_trainer() -> bool:
@@ -580,4 +535,4 @@ def _calling_line() -> object:
     return frame.f_code, frame.f_lasti
 
 
-_ARGUMENTS = frozenset(inspect.signature(DataLoader.__init__).parameters)
+_DEFAULTS = {name: each.default for name, each in inspect.signature(DataLoader.__init__).parameters.items()}

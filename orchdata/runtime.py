@@ -1,11 +1,9 @@
-"""Runtime: the running parts of a loader, apart from its position.
+"""Runtime: the running parts of a loader, apart from its position; and its description, which all ranks must share.
 
 Arguments --data set--> PreparedDataset --> Runtime --(an iteration)--> Stream
 
-The description of a loader: what all its ranks must share, as JSON that is equal on every rank.
-
-Plans are integer arithmetic with stable sorts, so it has our version but not those of numpy or numba. It contains no
-default repr, because its memory address differs between equal ranks.
+The description is JSON that is equal on every rank. Plans are integer arithmetic with stable sorts, so it has our
+version but not those of numpy or numba. It contains no default repr, because its memory address differs between ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ import torch
 from torch.utils.data import ConcatDataset, Subset
 
 import orchdata
-from orchdata.balancers.checks import checked_count, checked_epoch
 from orchdata.balancers.costs.model import CostModel
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.collate import MapContent
@@ -42,15 +39,14 @@ from orchdata.engines.torch_workers import IterableContent, set_epoch
 from orchdata.engines.warm import Warming
 from orchdata.engines.work import WorkerSeeds
 from orchdata.finalizers import Ending, wait_for_finalizers
-from orchdata.loaders.errors import BLANK
 from orchdata.loop.loop import EpochLoop, Stream, place_of
-from orchdata.loop.planned import LoopContext, PlannedSource, Source
+from orchdata.loop.planned import LoopContext, PlannedSource
 from orchdata.loop.position import Position, Progress
 from orchdata.loop.state import State
 from orchdata.loop.torch_stream import IterableSource, MapSource
 from orchdata.notices import warn_once, warn_user
 from orchdata.order.sampler import SamplerSteps
-from orchdata.order.steps import Draw, OrderedSteps, StreamSteps, begin_of
+from orchdata.order.steps import OrderedSteps, begin_of
 from orchdata.planning.layout import layout_of
 from orchdata.ranks.agreement import DATA, Agreement
 from orchdata.ranks.parallel import DataParallel
@@ -70,11 +66,17 @@ class Runtime:
         self.stores_rank_state = rank.size == 1 and not arguments.in_shards
         self.continues = self.stores_rank_state and arguments.by_torch
         self._draws_seeds = not arguments.in_shards
-        self._raises = arguments.on_error.action == "raise"
+        self.raises = arguments.on_error.action == "raise"
         self.keep_dataset_state = not arguments.num_workers or arguments.persistent_workers
 
+        # The workers of an engine of the user's may be on other machines.
+        num_workers, cores = arguments.num_workers, len(os.sched_getaffinity(0))
+        if arguments.engine is None and num_workers > cores:
+            warn_user(
+                f"This DataLoader will create {num_workers} worker processes, and this process has {cores} cores: "
+                "excessive worker creation might get DataLoader running slow or even freeze; lower num_workers"
+            )
         # Start what takes a while. A loader that is sent to a new process (mp.spawn) starts the server later.
-        _warn_of_cores(arguments)
         if arguments.context is not None and not getattr(multiprocessing.current_process(), "_inheriting", False):
             start_server(arguments.context, arguments.dataset.preloads if arguments.in_shards else ())
         self._warming = Warming(arguments.families)
@@ -128,7 +130,7 @@ class Runtime:
 
         # Torch's own loader reads the data, or an engine builds planned steps.
         how: dict[str, Any] = {"in_order": arguments.keeps_order, "pin_memory": arguments.pin_memory and can_pin()}
-        self._source: Source
+        self._source: IterableSource | MapSource | PlannedSource
         if isinstance(spec.content, IterableContent):
             self._source = IterableSource(spec.content, workers, self.stats.torch, **how)
         elif isinstance(spec.content, MapContent) and arguments.by_torch:
@@ -183,14 +185,10 @@ class Runtime:
         return loop
 
     @property
-    def follows(self) -> bool:
-        """Whether samples are drawn from the loader's sampler as it is now: the user may have changed it."""
-        return self.stores_rank_state and isinstance(self.prepared.steps, SamplerSteps)
-
-    def follow(self, sampler: Any) -> None:
-        """Draw from this sampler, or batch sampler, from now on: the user may have replaced the loader's own."""
-        assert isinstance(self.prepared.steps, SamplerSteps)
-        self.prepared.steps.follow(sampler)
+    def sampler_steps(self) -> SamplerSteps | None:
+        """Steps of the loader's sampler as it is now, if they are: the user may have changed or replaced it."""
+        steps = self.prepared.steps
+        return steps if self.stores_rank_state and isinstance(steps, SamplerSteps) else None
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the data set, if it has epochs: workers that are kept have copies of it."""
@@ -199,11 +197,7 @@ class Runtime:
 
     def count(self, position: Position) -> int:
         """Return the optimizer steps of its epoch, for the user. Raises TypeError if they are known only at its end."""
-        steps = self.prepared.steps
-        num_steps = steps.count(position.epoch, position.draw)
-        if isinstance(steps, StreamSteps):
-            steps.asked_length = num_steps
-        return num_steps
+        return self.prepared.steps.count(position.epoch, position.draw)
 
     def known_count(self, position: Position) -> int | None:
         """Return the optimizer steps of its epoch; None if they are known only at its end."""
@@ -267,18 +261,6 @@ class Runtime:
             self.close()  # persistent workers are at a later position
         return position
 
-    def step_again(self, draw: Draw | None, *, epoch: int, step: int, rank: int | None) -> list[Any]:
-        """Return the microbatches of any step: see `DataLoader.step_at`."""
-        rank = self.rank.rank if rank is None else rank
-        if checked_count(rank, "rank", 0) >= self.prepared.spec.plan.num_ranks:
-            raise ValueError(f"rank must be below the loader's {self.prepared.spec.plan.num_ranks} ranks, got {rank}")
-        task = self.prepared.steps.again(checked_epoch(epoch), checked_count(step, "step", 0), draw)
-        built = replace(self.prepared.spec, rank=rank).open().build(task)
-        failures = [failure for failure in built.failures if failure.reason != BLANK]
-        if failures and self._raises:
-            raise failures[0]
-        return self.context.delivery.named(built.batches)
-
     def install(self, prepared: PreparedDataset) -> None:
         """Continue with another order of the same data set."""
         self.close()  # persistent workers would continue with the former order
@@ -287,7 +269,7 @@ class Runtime:
         assert builder is not None
         if self._filler is not None:
             self._filler.order = spec.plan.order
-        self.context.delivery.follow(spec)
+        self.context.delivery.spec = spec
         builder = builder.planned_by(spec.plan)
         self.context = replace(self.context, spec=spec, builder=builder, steps=prepared.steps)
 
@@ -305,16 +287,6 @@ class Runtime:
         if self._filler is not None and not self.context.delivery.receives:
             self._filler.begin(place_of(stream, self.known_count(loop.origin)))
         return stream
-
-
-def _warn_of_cores(arguments: Arguments) -> None:
-    """Warn if this machine has fewer cores than worker processes; those of an engine may be on others."""
-    num_workers, cores = arguments.num_workers, len(os.sched_getaffinity(0))
-    if arguments.engine is None and num_workers > cores:
-        warn_user(
-            f"This DataLoader will create {num_workers} worker processes, and this process has {cores} cores: "
-            "excessive worker creation might get DataLoader running slow or even freeze; lower num_workers"
-        )
 
 
 _MAX_DEPTH = 8

@@ -5,7 +5,7 @@ len(steps) = items of iter(steps) = optimizer steps of the epoch      item: the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from orchdata.loop.loop import EpochLoop, LoaderIterator
@@ -27,13 +27,10 @@ class OptimizerSteps:
         sampler, batch_sampler: those of the loader, for trainers that set the epoch of samplers.
     """
 
-    def __init__(
-        self, loader: Any, runtime: Runtime, progress: Progress, iterate: Callable[[], LoaderIterator]
-    ) -> None:
+    def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self._runtime = runtime
-        self._progress = progress
-        self._iterate = iterate
+        self._runtime: Runtime = loader._runtime
+        self._progress: Progress = loader._progress
         self._loop: EpochLoop | None = None
         self._iterator: Iterator[list[Any]] | None = None
         self.sampler, self.batch_sampler = loader.sampler, loader.batch_sampler
@@ -49,7 +46,7 @@ class OptimizerSteps:
             raise
 
     def __iter__(self) -> Iterator[list[Any]]:
-        iterator = self._iterate()
+        iterator: LoaderIterator = self.loader._iterate(whole_steps=True)
         self._loop = iterator.loop
         return iterator
 
@@ -93,10 +90,8 @@ class OptimizerSteps:
         return not len(self.loader.plan_at(position.epoch, position.step - 1).places(runtime.rank.rank))
 
     def check_ranks(self, num_ranks: int, trainer: str, first: str, instead: str) -> None:
-        """Raise ValueError if a trainer, which makes `first`, has other data-parallel ranks than the loader.
-
-        Args:
-            instead: what to do with an IterableDataset, of which each rank has its own.
+        """Raise ValueError if a trainer, which makes `first`, has other data-parallel ranks than the loader. `instead`
+        is what to do with an IterableDataset, of which each rank has its own.
         """
         if self.num_ranks == num_ranks:
             return

@@ -98,46 +98,12 @@ def _shuffle(value: Any, name: str) -> Any:
     return value
 
 
-def _num_workers(value: Any, name: str) -> int:
-    if isinstance(value, int) and value < 0:
-        raise ValueError(
-            f"num_workers option should be non-negative; use num_workers=0 to disable multiprocessing. "
-            f"num_workers must be at least 0, got {value}"
-        )
-    return checked_count(value, name, 0)
-
-
 def _function(value: Any, name: str) -> Any:
     """A function, or a layout; a layout's class is callable."""
     if isinstance(value, type) and (value in (Packed, Padded) or hasattr(value, "layout")):
         raise TypeError(f"{name} got the class {value.__name__}: create one, as in {value.__name__}(...)")
     if value is not None and layout_of(value) is None and not callable(value):
         raise TypeError(f"{name} must be callable, got {value!r}")
-    return value
-
-
-def _timeout(value: Any, name: str) -> Any:
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
-        raise ValueError(f"{name} is a number of seconds, 0 for no limit, got {value!r}")
-    if not value >= 0:
-        raise ValueError(
-            f"timeout is a number of seconds, 0 for no limit: timeout option should be non-negative, got {value!r}"
-        )
-    return value
-
-
-def _context(value: Any, name: str) -> Any:
-    known = multiprocessing.get_all_start_methods()
-    if isinstance(value, str) and value not in known:
-        raise ValueError(
-            f"multiprocessing_context option should specify a valid start method in {known!r}, but got "
-            f"multiprocessing_context={value!r}"
-        )
-    if not isinstance(value, str | BaseContext | None):
-        raise TypeError(
-            "multiprocessing_context option should be a valid context object or a string specifying the start method, "
-            f"but got {name}={value}"
-        )
     return value
 
 
@@ -178,13 +144,18 @@ class Arguments:
     shuffle: bool | Shuffle | NDArray[np.int64] | None = _checked(_shuffle)
     sampler: Any
     batch_sampler: Any
-    num_workers: int = _checked(_num_workers)
+    num_workers: int = _checked(partial(checked_count, least=0))
     collate_fn: CollateFn | None = _checked(_function)
     pin_memory: bool
     drop_last: bool
-    timeout: float = _checked(_timeout)
+    timeout: float = _valid(
+        lambda value: not isinstance(value, bool) and hasattr(value, "__float__") and value >= 0,
+        "is a number of seconds, 0 for no limit",
+    )
     worker_init_fn: Callable[[int], None] | None = _checked(_function)
-    multiprocessing_context: str | BaseContext | None = _checked(_context)
+    multiprocessing_context: str | BaseContext | None = _valid(
+        lambda value: isinstance(value, str | BaseContext | None), "is a start method or a context", TypeError
+    )
     generator: torch.Generator | None = _valid(
         lambda value: isinstance(value, torch.Generator | None), "must be a torch.Generator", TypeError
     )
@@ -248,7 +219,12 @@ class Arguments:
         self._check_sizes()
         if self.seed is not None and self.generator is not None:
             raise ValueError("seed and generator both given: the seed comes from one of them")
-        check_peers(self.balance, self.rank)
+        if self.rank.num_peers > 1 and balance.assignment != "per_phase":
+            raise ValueError(
+                f"DataParallel.encoder_dims shares parts of samples among {self.rank.num_peers} peers, and "
+                f"Balance.assignment={balance.assignment!r} encodes whole samples on their rank: use od.Balance("
+                "assignment='per_phase') with an od.ShardDataset and od.Packed or od.Padded, or leave encoder_dims out"
+            )
         check_teams(self.balance, self.collate_fn, self.dp, self.accumulate)
         if self.in_shards and self.cache is None:
             vars(self)["cache"] = cache_of_environment()
@@ -550,16 +526,6 @@ def refuse_parts(balance: Balance, reason: str) -> None:
         raise ValueError(
             f"Balance.assignment='per_phase' gives ranks parts of samples, but {reason}: it needs an od.ShardDataset "
             "with od.Packed or od.Padded; use assignment='joint'"
-        )
-
-
-def check_peers(balance: Balance, rank: Rank) -> None:
-    """Raise ValueError if peers are to share parts, and each rank encodes its whole samples."""
-    if rank.num_peers > 1 and balance.assignment != "per_phase":
-        raise ValueError(
-            f"DataParallel.encoder_dims shares parts of samples among {rank.num_peers} peers, and Balance.assignment="
-            f"{balance.assignment!r} encodes whole samples on their rank: use od.Balance(assignment='per_phase') with "
-            "an od.ShardDataset and od.Packed or od.Padded, or leave encoder_dims out"
         )
 
 

@@ -1,22 +1,13 @@
-"""The index of a data set: named, found or built, of all samples or the first, and what is open in a process.
+"""The index of a data set: which rows it chooses from, what is open in a process, and an index that the user names.
 
 What a data set has open in a process: the index, the rows that it chooses, single shards.
 
-Data sets of the first samples of shards: which samples an index must have, and what states say of their content.
-
     take(N), [:N] --> the first N good samples --> rows before the one after the N-th
+    index_file=, paths, recipe --one rank: the head--> all ranks --node's copy--> Index, or an error: it is never built
 
-What is said here is the same for the full index and for one of these samples alone, so a state loads with either.
-
-An index that the user names: found by one rank for all, fetched once a node, and compared with the data set.
-
-index_file=, paths, recipe --one rank: the head--> all ranks --node's copy--> Index, or an error: it is never built
-
-Ranks of several nodes without a common cache folder: each node would read all of the shards to index them.
-
-Each cache folder has a random name in a file of its own. The ranks of a job compare these names.
-
-The index of a data set: opened if it is there, else built, and what is said while that takes long.
+What is said of first samples is the same for the full index and for one of these samples alone, so a state loads with
+either. Ranks of several nodes without a common cache folder, each with a random name in a file of its own, do not build
+together: each node would read all of the shards.
 """
 
 from __future__ import annotations
@@ -25,7 +16,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,24 +27,19 @@ from numpy.typing import NDArray
 
 from orchdata.dataset.selection import Selection, Taken
 from orchdata.loaders import versions
-from orchdata.loaders.amounts import counted, these
 from orchdata.loaders.errors import DamagedIndexError, MissingIndexError
-from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.first import build_first_index, open_first
 from orchdata.loaders.index.index import Index, Place, digest, shards_fingerprint
 from orchdata.loaders.index.index_file import (
     IndexFile,
     check_function_of,
     fetched,
     look,
-    open_index,
     opened_copy,
     root_of,
     write_index_file,
 )
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_required
-from orchdata.loaders.shards.changes import changed_media, find_changes
 from orchdata.loaders.shards.container import Container, container_of, identity_of
 from orchdata.loaders.shards.open import OpenShards, by_identity
 from orchdata.loaders.shards.reading import Reading
@@ -62,21 +48,17 @@ from orchdata.loaders.storage.atomic import read_small, write_once
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.paths import media_root_of, names_and_patterns
-from orchdata.loaders.storage.remote.urls import has_magic, is_match, is_remote
+from orchdata.loaders.storage.remote.urls import has_magic, is_match
 from orchdata.loaders.storage.retries import tried
-from orchdata.loaders.storage.storage import FileVersion, basename
-from orchdata.notices import warn_once, warn_user
+from orchdata.loaders.storage.storage import basename
+from orchdata.notices import warn_once
 from orchdata.ranks.first_comer import done_by_first, is_said, say
 from orchdata.ranks.parallel import ranks_per_node
 
 
 class Rows:
-    """Rows of an index, ascending: all but some. The memory is that of the rows it has, or of those it lacks if they
-    are fewer.
-
-    Args:
-        num_rows: of the index.
-        without: the rows that it lacks, ascending, int64.
+    """Rows of an index of `num_rows`, ascending: all but those in `without`, ascending. The memory is that of the rows
+    it has, or of those it lacks if they are fewer.
     """
 
     def __init__(self, num_rows: int, without: NDArray[np.int64]) -> None:
@@ -133,12 +115,7 @@ class Chosen(NamedTuple):
 
 
 class Opened:
-    """The open files of a data set in this process.
-
-    Attributes:
-        index: the index, once it was requested.
-        chosen: the rows of its samples.
-    """
+    """The open files of a data set in this process: the index, once it was requested, its samples' rows, and shards."""
 
     def __init__(self, index: Index | None = None) -> None:
         self.lock = threading.RLock()
@@ -151,20 +128,6 @@ class Opened:
         with self.lock:
             if self.index is None or self.index.build_id != index.build_id:
                 self.index, self.chosen, self._shards = index, None, None
-
-    def absent(self, number: int, left_out: Callable[[Index], NDArray[np.int64]]) -> IndexError:
-        """Return the error for a sample that does not exist; where none can be used, with the reason of the first.
-
-        Args:
-            left_out: returns the rows that filters and splits leave out.
-        """
-        assert self.index is not None and self.chosen is not None
-        count = len(self.chosen.first_rows)
-        text = f"sample {number} of {counted(count, 'sample')} does not exist"
-        bad = self.index.bad_rows()[:0] if count else np.setdiff1d(self.index.bad_rows(), left_out(self.index))
-        if len(bad):
-            text += f": none of {counted(len(bad), 'sample')} can be used; the first: {self.index.failure(int(bad[0]))}"
-        return IndexError(text)
 
     def open(self, recipe: Recipe, containers: Sequence[Container], files: Files) -> OpenShards:
         with self.lock:
@@ -183,17 +146,18 @@ def num_first_samples(selections: Sequence[Selection | Taken]) -> int | None:
     return max(1, first.numbers[-1] + 1 if first.numbers else 1)
 
 
+def first_rows(index: Index, without: NDArray[np.int64]) -> Rows:
+    """Return the first row of each sample of an index, without some rows."""
+    return Rows(index.num_rows, np.union1d(without, np.flatnonzero(index.piece)) if index.is_split else without)
+
+
 def num_first_rows(index: Index, selections: Sequence[Selection | Taken]) -> int:
     """Return the number of the first rows of an index that selections choose from."""
     count = num_first_samples(selections)
     if count is None:
         return index.num_rows
-    bad = index.bad_rows()
-    if index.is_split:
-        good = np.setdiff1d(index.sample_rows(), bad, assume_unique=True)
-        return index.rows_of_sample(int(good[count - 1])).stop if count <= len(good) else index.num_rows
-    before = bad - np.arange(len(bad))  # good rows before each bad one
-    return min(index.num_rows, count + int(np.searchsorted(before, count - 1, side="right")))
+    good = first_rows(index, index.bad_rows())
+    return index.rows_of_sample(good[count - 1]).stop if count <= len(good) else index.num_rows
 
 
 def is_partial(index: Index, urls: Sequence[str]) -> bool:
@@ -226,18 +190,13 @@ def content_of(index: Index, selections: Sequence[Selection | Taken]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class NamedFile:
-    """The file with the index of a data set.
-
-    Attributes:
-        paths: of the data set as given, without secrets.
-        command: that writes it.
-    """
+    """The file with the index of a data set."""
 
     url: str
-    paths: tuple[str, ...]
+    paths: tuple[str, ...]  # of the data set as given, without secrets
     recipe: Recipe
     reading: Reading
-    command: str
+    command: str  # that writes it
 
     def look(self) -> IndexFile:
         """Return what the file is: one rank looks for all. Raises as `index_file.look`."""
@@ -349,11 +308,7 @@ _MOST_BYTES: Final = 64
 
 
 class Apart:
-    """Finds out whether ranks that build an index together have one cache folder.
-
-    Args:
-        arguments: of the command that builds the index, for the error.
-    """
+    """Finds out whether ranks that build an index together have one cache folder. `arguments` are for the error."""
 
     def __init__(self, arguments: str) -> None:
         self._arguments = arguments
@@ -418,100 +373,3 @@ def _give_name(path: Path) -> None:
         os.rename(own, path)
     finally:
         own.unlink(missing_ok=True)
-
-
-class Wanted(NamedTuple):
-    """The index that a data set needs.
-
-    Attributes:
-        urls, recipe, reading: what it is of.
-        first: the number of the good samples at the beginning that suffice; None: all are needed.
-        how_to_index: how it is built ahead, for errors.
-        arguments: of the command that builds it.
-        progress: as of `ShardDataset.index`.
-    """
-
-    urls: tuple[str, ...]
-    recipe: Recipe
-    reading: Reading
-    first: int | None
-    how_to_index: str
-    arguments: str
-    progress: Callable[[float, int], None] | None
-
-
-def found_or_built(wanted: Wanted, num_ranks: int, rank: int | None, *, rebuild: bool) -> Index:
-    """Return the index: the full one if it is there, even if the first samples suffice. Arguments are those of
-    `ShardDataset.index`; raises as it does.
-    """
-    urls, recipe, reading, first = wanted.urls, wanted.recipe, wanted.reading, wanted.first
-    problem = f"no index for {these(len(urls), 'shard')} under this recipe"
-    is_full = first is None
-    try:
-        index = None if rebuild and is_full else open_index(urls, recipe, reading=reading)
-        if index is not None and not rebuild:
-            return index
-        is_full = is_full or index is not None
-        if first is not None and not is_full and not rebuild:
-            index = open_first(urls, recipe, first, reading=reading)
-            if index is not None:
-                return index
-    except DamagedIndexError as error:
-        problem = f"the index of {these(len(urls), 'shard')} is damaged ({error.path}: {error.reason})"
-    if not rebuild and num_ranks > 1 and rank is None:
-        raise MissingIndexError(f"{problem}, and {num_ranks} ranks need one; {wanted.how_to_index}")
-    if first is not None and not is_full:
-        return build_first_index(urls, recipe, first, reading=reading, under_way=wanted.progress)
-    return built(wanted, num_ranks, rank)
-
-
-def built(wanted: Wanted, num_ranks: int, rank: int | None) -> Index:
-    """Build the full index, or bring it up to date. Raises as `build_index`; MissingIndexError as `Apart.check`."""
-    urls, recipe = wanted.urls, wanted.recipe
-    reading = wanted.reading.looked_up(urls)
-    apart = Apart(wanted.arguments) if num_ranks > 1 and any(map(is_remote, urls)) else None
-    if apart is not None:
-        apart.check()
-
-    def under_way(done: float, total: int) -> None:
-        if apart is not None:
-            apart.check_others()
-        if wanted.progress is not None:
-            wanted.progress(done, total)
-
-    return build_index(
-        urls,
-        recipe,
-        reading=reading,
-        share=(rank or 0, num_ranks),
-        under_way=under_way,
-    )
-
-
-def has_changed(
-    index: Index, recipe: Recipe, containers: Sequence[Container], listed: Mapping[str, FileVersion], *, warns: bool
-) -> bool:
-    """Return whether shards must be measured again, and warn about them. One rank looks for all.
-
-    Args:
-        listed: size and version of objects that were just listed.
-    """
-
-    def find() -> list[Any]:
-        limits = recipe.limits
-        changed, unsure = find_changes(
-            index.shards, limits=limits, cache=CacheFolder(), containers=by_identity(containers), listed=listed
-        )
-        changed = list(dict.fromkeys([*changed, *changed_media(index, limits, recipe.record)]))
-        return [len(changed), *changed[:1], unsure]
-
-    number, *first, unsure = done_by_first(f"changes/{index.build_id}", find)
-    if number and warns:
-        others = f" and {number - 1} others" if number > 1 else ""
-        warn_user(f"{first[0]}{others} changed since the index was built: measured again")
-    if unsure and warns:
-        warn_user(
-            f"{counted(unsure, 'shard')} of the same size as when indexed, but with another time of change, like "
-            "copies: each is compared when it is opened; `orchdata index` compares all of them now"
-        )
-    return bool(number)

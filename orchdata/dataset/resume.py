@@ -163,8 +163,8 @@ def _check_location(position: Position, location: Location, steps: Steps) -> Non
         if num_steps is not None and step > num_steps:
             raise StateError(f"the state points at epoch {epoch}, step {step}; an epoch has {num_steps} steps")
         here = steps.location(epoch, step, draw)
-    except (LookupError, ValueError) as error:
-        reason = f"the state's epoch was drawn from {draw!r}, which is no draw of this loader's order"
+    except (LookupError, TypeError, ValueError) as error:
+        reason = f"the state's epoch was drawn from {draw!r:.80}, which is no draw of this loader's order"
         raise StateError(reason) from error
     for name, words in _BEGINS.items():
         there, now = getattr(location, name), getattr(here, name)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,30 +49,11 @@ OwnColumns = Mapping[str, Column]
 NO_COLUMNS: Final[OwnColumns] = MappingProxyType({})
 
 
-class Selection(Protocol):
-    """A choice of rows."""
-
-    def describe(self) -> dict[str, Any]:
-        """Return a JSON-safe description, equal for equal selections."""
-        ...
-
-    def keeps(self, index: Index, start: int, stop: int, own: OwnColumns = NO_COLUMNS) -> NDArray[np.bool_]:
-        """Return which of the rows [start, stop), of whole samples, are chosen: bool (stop - start,), equal for all
-        pieces of a sample.
-
-        Args:
-            own: the user's own columns.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Filter:
     """The rows for which an expression over columns of the index is true.
 
-    Attributes:
-        text: the expression, as text.
-        digest: digest of a pyarrow expression, as its text leaves out the middle of long lists; empty for a string.
+    The text of a pyarrow expression leaves out the middle of long lists, so it has a digest too.
     """
 
     text: str
@@ -91,6 +72,7 @@ class Filter:
         return cls(given, _Parser(given).expression())
 
     def describe(self) -> dict[str, Any]:
+        """Return a JSON-safe description, equal for equal selections."""
         return {"filter": self.text} | ({"digest": self.digest} if self.digest else {})
 
     def names(self) -> frozenset[str]:
@@ -98,6 +80,9 @@ class Filter:
         return frozenset(_WORD.findall(self.text))
 
     def keeps(self, index: Index, start: int, stop: int, own: OwnColumns = NO_COLUMNS) -> NDArray[np.bool_]:
+        """Return which of the rows [start, stop), of whole samples, are chosen: bool (stop - start,), equal for all
+        pieces of a sample; `own` are the user's own columns.
+        """
         import pyarrow as pa
 
         makers = {**columns_of(index), **own}
@@ -116,12 +101,8 @@ class Filter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """The rows with a hash of the key on one side of a bound: the same samples in any shards, on any machine.
-
-    Attributes:
-        part: "train": those below `fraction`; "test": the others.
-        fraction: fraction of the samples that are "train", for both parts.
-        seed: another seed splits the same data differently.
+    """The rows with a hash of the key below `fraction` ("train") or not ("test"): the same samples in any shards, on
+    any machine. Another seed splits the same data differently.
     """
 
     part: Literal["train", "test"]
@@ -152,6 +133,10 @@ class Split:
         is_mine: NDArray[np.bool_] = is_train if self.part == "train" else ~is_train
         is_mine |= np.diff(offsets) == 0  # a shard that cannot be read has a row without a key: it is in both parts
         return is_mine
+
+
+Selection = Filter | Split
+"""A choice of rows by what the index has of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,11 +222,8 @@ def left_out(
     *,
     until: float | None = None,
 ) -> Rows:
-    """Return the rows that not all selections choose, ascending, int64. Raises ValueError as they do.
-
-    Args:
-        own: the user's own columns.
-        until: as for `stretches`.
+    """Return the rows that not all selections choose, ascending, int64. Raises ValueError as they do; `own` are the
+    user's own columns, `until` is as for `stretches`.
     """
     if not selections:
         return np.zeros(0, np.int64)
@@ -273,10 +255,8 @@ def _is_bad(index: Index, start: int, stop: int) -> NDArray[np.bool_]:
 
 
 def stretches(index: Index, *, until: float | None = None) -> Iterator[tuple[int, int]]:
-    """Yield stretches of rows [start, stop) of whole samples.
-
-    Args:
-        until: a time of `time.monotonic()`: after it TimeoutError is raised. Stretches are short then.
+    """Yield stretches of rows [start, stop) of whole samples: short ones with `until`, a time of `time.monotonic()`
+    after which TimeoutError is raised.
     """
     most = _CHUNK_ROWS if until is None else _TIMED_ROWS
     start, stop = 0, 0

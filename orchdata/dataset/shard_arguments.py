@@ -31,11 +31,7 @@ def reading_of(
     store: Any = None,
     paths: Sequence[str | PathLike[str]] = (),
 ) -> Reading:
-    """Return how shards are read, from arguments of `ShardDataset`. Raises as it documents.
-
-    Args:
-        paths: the first argument of `ShardDataset`, of which URLs may have secrets.
-    """
+    """Return how shards are read, from arguments of `ShardDataset`, of which `paths` may have secrets. Raises as it."""
     files = Files(_checked_options(storage_options), store, _given_urls(paths))
     root, pairs = _checked_media_root(media_root), _checked_columns(columns)
     checked = checked_containers(containers)
@@ -148,10 +144,7 @@ def checked_target(given: str) -> str:
 
 def checked_file(given: str | PathLike[str] | None, paths: Sequence[str | PathLike[str]], store: Any) -> str | None:
     """Return `index_file=`, as an absolute path or a URL. Raises TypeError and ValueError for what is none, without
-    secrets.
-
-    Args:
-        paths, store: as given to `ShardDataset`.
+    secrets; `paths` and `store` are as given to `ShardDataset`.
     """
     if given is None:
         return None

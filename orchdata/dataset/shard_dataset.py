@@ -21,13 +21,12 @@ from numpy.typing import NDArray
 
 import orchdata
 from orchdata.dataset.indexed import (
+    Apart,
     Chosen,
     NamedFile,
     Opened,
     Rows,
-    Wanted,
-    found_or_built,
-    has_changed,
+    first_rows,
     num_first_samples,
 )
 from orchdata.dataset.selection import (
@@ -48,21 +47,27 @@ from orchdata.dataset.shard_arguments import (
     reading_of,
 )
 from orchdata.dataset.sharded import Sharded
-from orchdata.loaders.amounts import counted
-from orchdata.loaders.errors import FieldError, MissingIndexError
+from orchdata.loaders.amounts import counted, these
+from orchdata.loaders.errors import DamagedIndexError, FieldError, MissingIndexError
+from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.fields import with_fields
+from orchdata.loaders.index.first import build_first_index, open_first
 from orchdata.loaders.index.index import Index, absolute, digest
-from orchdata.loaders.index.index_file import IndexFile
+from orchdata.loaders.index.index_file import IndexFile, open_index
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.recipe import Recipe, checked_recipe
 from orchdata.loaders.samples.sample import Sample
+from orchdata.loaders.shards.changes import changed_media, find_changes
 from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.fields import printable
+from orchdata.loaders.shards.open import by_identity
 from orchdata.loaders.shards.reading import PLAIN, Reading, listed_paths
+from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.paths import Matching, needs_listing, pieces_of
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.storage import FileVersion
+from orchdata.notices import warn_user
 from orchdata.ranks.first_comer import done_by_first
 
 if TYPE_CHECKING:
@@ -332,7 +337,7 @@ class ShardDataset(Sharded):
         builds = num_ranks == 1 or rank is not None
         index = self._index(num_ranks, rank, rebuild, progress)
         looks = check and builds and not rebuild and self.index_file is None
-        if looks and has_changed(index, self.recipe, self.containers, self.files.listed, warns=not rank):
+        if looks and self._has_changed(index, warns=not rank):
             index = self._index(num_ranks, rank, True, progress)
         if self.index_fields:
             index = self.with_fields(index, may_build=builds, progress=progress)
@@ -359,11 +364,62 @@ class ShardDataset(Sharded):
             if rebuild:
                 raise ValueError(f"index_file={self.index_file!r} is never built here: {self.index_command}")
             return self._from_file()
-        again = rebuild and needs_listing(self._given)
-        self.find_shards(again=again)
-        how = self._first, self._how_to_index, self._as_arguments()
-        wanted = Wanted(self.urls, self.recipe, self.reading, *how, progress)
-        return found_or_built(wanted, num_ranks, rank, rebuild=rebuild)
+        self.find_shards(again=rebuild and needs_listing(self._given))
+        urls, recipe, reading, first = self.urls, self.recipe, self.reading, self._first
+
+        # The full index is used where it is there, even if the first samples suffice.
+        problem = f"no index for {these(len(urls), 'shard')} under this recipe"
+        is_full = first is None
+        try:
+            index = None if rebuild and is_full else open_index(urls, recipe, reading=reading)
+            if index is not None and not rebuild:
+                return index
+            is_full = is_full or index is not None
+            if first is not None and not is_full and not rebuild:
+                index = open_first(urls, recipe, first, reading=reading)
+                if index is not None:
+                    return index
+        except DamagedIndexError as error:
+            problem = f"the index of {these(len(urls), 'shard')} is damaged ({error.path}: {error.reason})"
+        if not rebuild and num_ranks > 1 and rank is None:
+            raise MissingIndexError(f"{problem}, and {num_ranks} ranks need one; {self._how_to_index}")
+        if first is not None and not is_full:
+            return build_first_index(urls, recipe, first, reading=reading, under_way=progress)
+
+        # Else it is built, or brought up to date. Ranks must find each other's parts.
+        apart = Apart(self._as_arguments()) if num_ranks > 1 and any(map(is_remote, urls)) else None
+        if apart is not None:
+            apart.check()
+
+        def under_way(done: float, total: int) -> None:
+            if apart is not None:
+                apart.check_others()
+            if progress is not None:
+                progress(done, total)
+
+        share = rank or 0, num_ranks
+        return build_index(urls, recipe, reading=reading.looked_up(urls), share=share, under_way=under_way)
+
+    def _has_changed(self, index: Index, *, warns: bool) -> bool:
+        """Return whether shards must be measured again, and warn about them. One rank looks for all."""
+        limits, record, listed = self.recipe.limits, self.recipe.record, self.files.listed
+
+        def find() -> list[Any]:
+            how: dict[str, Any] = {"cache": CacheFolder(), "containers": by_identity(self.containers), "listed": listed}
+            changed, unsure = find_changes(index.shards, limits=limits, **how)
+            changed = list(dict.fromkeys([*changed, *changed_media(index, limits, record)]))
+            return [len(changed), *changed[:1], unsure]
+
+        number, *first, unsure = done_by_first(f"changes/{index.build_id}", find)
+        if number and warns:
+            others = f" and {number - 1} others" if number > 1 else ""
+            warn_user(f"{first[0]}{others} changed since the index was built: measured again")
+        if unsure and warns:
+            warn_user(
+                f"{counted(unsure, 'shard')} of the same size as when indexed, but with another time of change, like "
+                "copies: each is compared when it is opened; `orchdata index` compares all of them now"
+            )
+        return bool(number)
 
     def _from_file(self) -> Index:
         """Open the index file, and take its shards: this data set keeps them, if the file is replaced."""
@@ -429,10 +485,14 @@ class ShardDataset(Sharded):
                 "several, and dataset.find(key) returns the number of a key"
             ) from None
         rows = self._chosen().first_rows
-        if not -len(rows) <= number < len(rows):
-            raise self._opened.absent(number, self.left_out)
-        index, shards = self._opened.index, self._opened.open(self.recipe, self.containers, self.files)
+        index = self._opened.index
         assert index is not None
+        if not -len(rows) <= number < len(rows):
+            text = f"sample {number} of {counted(len(rows), 'sample')} does not exist"
+            if not len(rows) and len(bad := np.setdiff1d(index.bad_rows(), self.left_out(index))):
+                text += f": none of {counted(len(bad), 'sample')} can be used; the first: {index.failure(int(bad[0]))}"
+            raise IndexError(text)
+        shards = self._opened.open(self.recipe, self.containers, self.files)
         stored = StoredSample(index, shards, rows[number], whole=True)
         try:
             return stored.decode(self.recipe)
@@ -474,10 +534,8 @@ class ShardDataset(Sharded):
             index = opened.index or self.index()
             if opened.chosen is None:
                 without = np.union1d(index.bad_rows(), self.left_out(index))
-                rows = first_rows = Rows(index.num_rows, without)
-                if index.is_split:
-                    first_rows = Rows(index.num_rows, np.union1d(without, np.flatnonzero(index.piece)))
-                opened.chosen = Chosen(rows, first_rows)
+                rows = Rows(index.num_rows, without)
+                opened.chosen = Chosen(rows, first_rows(index, without) if index.is_split else rows)
             return opened.chosen
 
     def _with(self, selection: Selection | Taken) -> ShardDataset:

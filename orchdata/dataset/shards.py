@@ -180,7 +180,7 @@ def prepare_shards(dataset: ShardDataset | Mixture, arguments: Arguments) -> Pre
         num_indexed=num_indexed,
         num_lost=int(lost.sum()),
         none_chosen=_choice(sources, num_indexed),
-        on_first_step=NewShards(sources, rank).begin_if_any,
+        on_first_step=_new_shards(sources, rank),
     )
 
 
@@ -466,10 +466,7 @@ def check_caps(balance: Balance, index: Index) -> None:
 
 def oversize_rows(costs: IndexCosts, balance: Balance, excluded: Ints) -> dict[str, Ints]:
     """Return the rows above each cap, by phase, ascending, without those that are already excluded. With teams a row is
-    above that of `llm` if its slices in the largest team are.
-
-    Raises:
-        ValueError: there is one under oversize="error".
+    above that of `llm` if its slices in the largest team are. Raises ValueError if there is one under oversize="error".
     """
     by_phase = {}
     for phase, cap in balance.caps.items():
@@ -524,9 +521,7 @@ def _check_ranks(num_ranks: int, needed: int) -> None:
 
 def above_budget(counts: IndexTokens, budgets: TokenBudgets, balance: Balance, excluded: Ints) -> Ints:
     """Return the rows that do not fit a step measured in tokens, ascending, without those that are already excluded.
-
-    Raises:
-        ValueError: there is one, and `balance.oversize` is not "drop".
+    Raises ValueError if there is one, and `balance.oversize` is not "drop".
     """
     above = _rows_above(counts.index, counts, budgets.smallest, excluded)
     if len(above.rows) and balance.oversize != "drop":
@@ -562,28 +557,13 @@ def _rows_above(index: Index, size_of: TokenCounts, limit: int, excluded: Ints) 
 _log = logging.getLogger("orchdata")
 
 
-class NewShards:
-    """Looks whether the paths of data sets name shards that their index files lack.
-
-    Args:
-        datasets: of a loader; those without `index_file` are left out.
-        rank: only the first data-parallel rank looks.
+def _new_shards(datasets: Sequence[ShardDataset], rank: Rank) -> Callable[[], None] | None:
+    """Return what looks, once and in the background, whether the paths of data sets name shards that their index files
+    lack; None on other ranks than the first, and without such files.
     """
-
-    def __init__(self, datasets: Sequence[ShardDataset], rank: Rank) -> None:
-        self._datasets = [each for each in datasets if each.index_file is not None] if rank.rank == 0 else []
-
-    @property
-    def begin_if_any(self) -> Callable[[], None] | None:
-        """`begin`; None if there is nothing to look for."""
-        return self._begin if self._datasets else None
-
-    def _begin(self) -> None:
-        """Begin to look, unless that was done."""
-        datasets, self._datasets = self._datasets, []
-        if datasets:
-            looking = threading.Thread(target=_look, args=(datasets,), name="orchdata-new-shards", daemon=True)
-            looking.start()
+    named = [each for each in datasets if each.index_file is not None and rank.rank == 0]
+    looking = threading.Thread(target=_look, args=(named,), name="orchdata-new-shards", daemon=True)
+    return (lambda: None if looking.ident else looking.start()) if named else None
 
 
 def _look(datasets: Sequence[ShardDataset]) -> None:

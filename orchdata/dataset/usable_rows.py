@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.dataset.indexed import num_first_rows
+from orchdata.dataset.indexed import Rows, num_first_rows
 from orchdata.dataset.sharded import is_mixture
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
@@ -115,10 +115,7 @@ class SourceRows:
 
     def _row(self, number: int) -> int:
         """Return the row of a usable sample, by number; of one that is not there, the number of rows."""
-        if number >= self.num_usable:
-            return self.num_rows
-        before = self.excluded - np.arange(len(self.excluded))
-        return number + int(np.searchsorted(before, number, side="right"))
+        return Rows(self.num_rows, self.excluded)[number] if number < self.num_usable else self.num_rows
 
     def _runs(self, count: int) -> list[bytes]:
         """Return a digest of each run of usable rows: how many each shard has, their keys and numbers of pieces.

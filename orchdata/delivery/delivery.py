@@ -1,25 +1,14 @@
 """Delivery: a step under way -> microbatches for the caller.
 
-wait --> count failures --> mask samples that failed on other ranks (per phase, shared) --> send to peers (broadcast)
-
-Failed parts: a part failed on one rank -> its sample's labels are masked on another, before the batch is delivered.
+    wait --> count failures --> mask what failed on other ranks (per phase, shared) --> send to peers (broadcast)
 
     every step:            the number of failed parts, and whether a rank gave up --all_reduce--> usually none
     if a part failed:      flags of all parts --gather--> those that arrive here --> labels masked
     if a sample failed:    a flag of each shared sample --all_reduce--> blank on every member --> counted once
-    if anything failed:    flags and failures of all peers --gather--> labels masked, failures of the rank counted
+    if anything failed:    where peers share parts, flags and failures of all peers --gather--> masked, counted
 
-Only with on_error="skip", and only with assignment="per_phase"; the third line in steps that share samples, the last
-one where peers share parts (`DataParallel.encoder_dims`), in place of the second.
-
-Replication: the peers of a data-parallel rank get the steps that one of them, the reader, builds.
-
-    reader:   build -> deliver -> one message (see wire) -> broadcast
-    receiver: plan -> receive -> views of the message -> the same batches
-
-Plans are not sent: a receiver makes its own, and compares its hash with the reader's. A step is sent when it is
-delivered, from the thread that iterates, so that nothing is under way between two steps: peers that stop at the same
-step do not wait for each other.
+Of a broadcast the reader sends a step when it is delivered, from the thread that iterates, so that peers that stop at
+the same step do not wait for each other. Plans are not sent: a receiver makes its own, and compares its hash.
 """
 
 from __future__ import annotations
@@ -64,21 +53,12 @@ from orchdata.ranks.wire import Message, WireError, describe, read
 _MANY = 10
 """An epoch with this many failures that delivered nothing ends with an error."""
 _MUCH_PADDING = 0.3
+_LOOKS_EVERY = 50
+"""Steps after which waste is looked for."""
 
 
 class Delivery:
-    """Delivers each step of a rank when it is requested, in the thread that iterates.
-
-    Args:
-        spec: of the loader's steps.
-        rank: if peers share its batches, one of them reads and the others receive.
-        policy, budget: whether failures are skipped, and how many.
-        stats: delivered steps are added to them.
-        timeout: seconds to wait for a step; 0 for no limit.
-        inputs, unnamed: as `Batch` has them.
-
-    Attributes:
-        team_use: of the slices that it delivers.
+    """Delivers each step of a rank when it is requested, in the thread that iterates, and adds it to `stats`.
 
     Raises ValueError if peers would receive the batches of a collate_fn, and for ranks that share samples, skip those
     that fail, and cannot tell each other.
@@ -96,19 +76,18 @@ class Delivery:
         inputs: ModelInputs | None = None,
         unnamed: tuple[str, ...] = (),
     ) -> None:
-        self._spec = spec
+        self.spec = spec
         self._budget = budget
         self._stats = stats
         self._timeout = timeout
         self._inputs = inputs
         self._unnamed = unnamed
         self._replication = Replication(rank, spec, timeout) if rank.shared else None
-        self._pace = _Pace()
         self._rank = rank.rank
         self._delivered = 0
         self._failed: list[DataError] = []
         self._failed_parts: FailedParts | None = None
-        self.team_use = TeamUse()
+        self.team_use = TeamUse()  # of the slices that it delivers
         # What fails on one rank may be in samples of others, by its parts or by teams; receivers of a broadcast get
         # masked batches.
         balance, is_known = spec.plan.balance, rank.size == 1 or bool(rank.dp_groups)
@@ -122,26 +101,17 @@ class Delivery:
         if together and policy.action == "skip" and not self.receives and is_known:
             groups = (*(rank.dp_groups if rank.size > 1 else ()), *rank.peer_groups)
             self._failed_parts = FailedParts(groups, rank.rank, rank.peer)
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether ranks take part in the delivery of each other's steps."""
-        return self._replication is not None or self._failed_parts is not None
+        # Whether ranks take part in the delivery of each other's steps.
+        self.is_collective = self._replication is not None or self._failed_parts is not None
 
     @property
     def receives(self) -> bool:
         """Whether a peer reads for this rank."""
         return self._replication is not None and not self._replication.is_reader
 
-    def follow(self, spec: BuildSpec) -> None:
-        """From now on, deliver steps of another plan of the same data set."""
-        self._spec = spec
-
     def receiving_engine(self) -> Engine | None:
         """Return the engine that receives this rank's steps, if a peer reads for it; else None."""
-        if self._replication is None or self._replication.is_reader:
-            return None
-        return ReceivingEngine(self._spec, self._replication)
+        return ReceivingEngine(self.spec, self._replication) if self._replication and self.receives else None
 
     def deliver(self, engine: Engine, future: Future[BuiltStep], task: StepTask) -> list[Any]:
         """Return a step's microbatches; if this rank reads for peers, they get them too, or the error.
@@ -162,7 +132,7 @@ class Delivery:
 
     def _watched(self, batches: list[Any]) -> list[Any]:
         """Return the batches, whose teams of slices know whether their attention was used."""
-        teams = self._spec.plan.balance.teams
+        teams = self.spec.plan.balance.teams
         if teams is None or teams.cut == "trainer":
             return batches
         return [
@@ -194,7 +164,7 @@ class Delivery:
             if reports is None or not counts_later:
                 self._count(built, waited, task)
         except Exception as error:
-            if self._failed_parts is not None and make_plan(self._spec.plan, task).keeps_shapes:
+            if self._failed_parts is not None and make_plan(self.spec.plan, task).keeps_shapes:
                 self._failed_parts.give_up(task.step, error)
             raise
         finally:
@@ -224,10 +194,7 @@ class Delivery:
         finally:
             del future  # as in `deliver`
 
-        waited = time.perf_counter() - started
-        if not engine.keeps_time and engine.depth:
-            self._pace.add(started, waited)
-        return built, waited
+        return built, time.perf_counter() - started
 
     def _count(self, built: BuiltStep, waited: float, task: StepTask) -> None:
         """Count a step and its failures. Raises as `FailureBudget`."""
@@ -244,13 +211,13 @@ class Delivery:
             self._delivered += max(0, built.figures["samples"] - lost)
             self._failed += failures if len(self._failed) < _MANY else ()
         self._stats.add_step(built, waited)
-        if not self._rank and not self._stats.num_steps % _Pace.STEPS:
+        if not self._rank and not self._stats.num_steps % _LOOKS_EVERY:
             self._warn_of_waste()
 
     def _warn_of_waste(self) -> None:
         """Warn once, by what was measured, of much padding, and of shards that are read over and over."""
-        stats, shards = self._stats.as_dict(), self._spec.shards
-        is_padded, reads = isinstance(self._spec.layout, Padded), stats["reads"]
+        stats, shards = self._stats.as_dict(), self.spec.shards
+        is_padded, reads = isinstance(self.spec.layout, Padded), stats["reads"]
         padding = stats["padding_if_padded"] if is_padded else 1 - (stats["fill"] or 1.0)
         if padding > _MUCH_PADDING:
             less = "od.Packed() has none. `orchdata profile` compares layouts"
@@ -262,41 +229,9 @@ class Delivery:
                 warn_once("reads", f"this rank has read {read:,} bytes of shards that have {whole:,} in all: {less}")
 
 
-class _Pace:
-    """Warns once that worker processes may be faster, if a loop that computes often waits for threads."""
-
-    STEPS = 50
-    _SHARES = (0.2, 0.9)  # of a loop's time; a loop that waits all the time computes nothing
-
-    def __init__(self) -> None:
-        self._begun: float | None = None
-        self._waited = 0.0
-        self._steps = 0
-
-    def add(self, asked: float, waited: float) -> None:
-        """Add a step: the time of its request, and the seconds waited for it."""
-        if self._begun is None:
-            self._begun = asked + waited  # the first step cannot be built in parallel to another
-            return
-        self._steps += 1
-        self._waited += waited
-        share = self._waited / max(asked + waited - self._begun, 1e-9)
-        if self._steps == self.STEPS and self._SHARES[0] < share < self._SHARES[1]:
-            warn_once(
-                "threads are waited for",
-                f"this loop spent {share:.0%} of its time waiting for batches that threads of its process build: they "
-                "share the interpreter with it. num_workers=1 builds them in a process, more threads help if cores are "
-                "free",
-            )
-
-
 class FailedParts:
-    """Masks labels for failed parts, and of shared samples, among the data-parallel ranks and their peers. All of them
-    mask the same steps in the same sequence, from the thread that iterates.
-
-    Args:
-        groups: process groups, one after another, that together reach these ranks and no others; none for one rank.
-        rank, peer: of this process.
+    """Masks labels for failed parts, and of shared samples, among the data-parallel ranks and their peers, which the
+    process groups reach together. All of them mask the same steps in the same sequence, from the thread that iterates.
     """
 
     def __init__(self, groups: Sequence[Any], rank: int = 0, peer: int = 0) -> None:
@@ -443,12 +378,8 @@ def _masked(batches: Sequence[Batch], by_rank: Sequence[Sequence[Flags]]) -> lis
 
 
 def _arriving(name: str, number: int, rank: int, by_rank: Sequence[Sequence[Flags]]) -> torch.Tensor:
-    """Return which parts of `rank`'s samples are valid, in the order in which they arrive: bool (num_parts,).
-
-    Args:
-        number: of the microbatch.
-        by_rank: for each rank, the flags of its microbatches; where peers share parts, of peer 0 of all ranks, then
-            those of the next peer.
+    """Return which parts of `rank`'s samples in a microbatch are valid, in the order in which they arrive: bool
+    (num_parts,). Where peers share parts, those of peer 0 of all ranks come first, then those of the next peer.
     """
     flags: list[bool] = []
     for sent in by_rank:
@@ -471,12 +402,8 @@ _made: WeakKeyDictionary[Any, dict[tuple[tuple[tuple[int, ...], ...], float], li
 
 
 class Replication:
-    """The channel between a reader and its peers: a separate gloo group, independent of the trainer's backend.
-
-    All ranks of the job create theirs together; every peer then sends or receives the same steps in the same order.
-
-    Args:
-        timeout: seconds that peers wait for each other in a step; 0 for the timeout of the job's process group.
+    """The channel between a reader and its peers: a gloo group of its own, independent of the trainer's backend. All
+    ranks of the job create theirs together; every peer then sends or receives the same steps in the same order.
 
     Raises RuntimeError, with the rank, if another peer fails or is lost, and ValueError for steps of a user's
     collate_fn, which may contain any objects.

@@ -91,13 +91,8 @@ class ErrorPolicy:
 
 
 class FailureBudget:
-    """Counts a loader's failures, and compares them with its policy.
-
-    Args:
-        policy: how to handle them.
-        stats: counts and lists them.
-        num_samples: of the data set, including bad and lost ones; 0 if unknown.
-        num_ranks: that share its samples.
+    """Counts a loader's failures in `stats`, and compares them with its policy. `num_samples` of the data set includes
+    bad and lost ones; 0 if unknown.
     """
 
     def __init__(self, policy: ErrorPolicy, stats: Stats, num_samples: int, num_ranks: int = 1) -> None:
@@ -179,17 +174,11 @@ class FailureBudget:
 
 
 def over_budget(policy: ErrorPolicy, what: str, *, count: int, num_samples: int, reasons: str) -> str:
-    """Return the text of the error for more failures than a policy allows, with the way to allow more.
-
-    Args:
-        what: failed.
-        count, num_samples: failed samples, of all; 0 if their number is unknown.
-        reasons: with counts, and an example.
-    """
+    """Return the text of the error for more failures than a policy allows, with the way to allow more."""
     most = policy.max_failures
     share = most if isinstance(most, Fraction) else None
     allowed = f"{policy.budget(num_samples):,}" if num_samples or share is None else "a share"
-    of = "" if share is None else f" ({percent(share)})"
+    of = "" if share is None else f" ({float(100 * share):.4g} %)"
     more = f"{count}" if share is None or not num_samples else f"Fraction({ceil(100 * count / num_samples)}, 100)"
     return (
         f"{what}, the policy allows {allowed}{of}: {reasons}. Of shards, {_LISTED}; or repair them, or allow more: "
@@ -204,11 +193,6 @@ def most_frequent(reasons: Counter[str]) -> str:
     return "; ".join(
         [f"{count:,} x {reason}" for reason, count in shown] + ([f"and {others:,} more"] if others else [])
     )
-
-
-def percent(share: Fraction) -> str:
-    """1/100 -> '1 %'."""
-    return f"{float(100 * share):.4g} %"
 
 
 _EXPLAINED: Final = 1000

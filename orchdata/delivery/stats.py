@@ -33,8 +33,7 @@ class Stats:
     """Sums over delivered steps. Ratios are ratios of sums: the sum of largest loads over the sum of mean loads shows
     the time that the whole epoch loses to waiting; a mean of per-step ratios does not.
 
-    Args:
-        reads: counts the bytes read from shards; None if samples are not in shards.
+    `reads` counts the bytes read from shards; None if samples are not in shards.
     """
 
     def __init__(self, reads: ReadBytes | None = None) -> None:
@@ -92,25 +91,8 @@ class Stats:
         return sorted({DataError(*args) for each in by_rank for args in each}, key=lambda failure: failure.args)
 
     def as_dict(self, *, reset: bool = False) -> dict[str, Any]:
-        """Return plain values.
-
-        `since`: time (UTC, ISO 8601) since which steps, figures, reads and milliseconds are counted: when the loader
-        was made, or of the last `reset`, which begins to count again once the values are read. Failures are counted
-        since the loader was made.
-        `steps`: delivered. Figures of these by name: see `orchdata.building.figures`.
-        `read_amplification`: bytes this rank read from storage for each byte of the members that its samples use;
-        None if it read none, as when a peer reads for it, and for map-style data sets. Plain tars are a little above 1,
-        by the gaps between members that are read together; Parquet by the rest of each cell's column chunk; a
-        compressed tar counts as a whole when it is decompressed into the cache folder, and not again while it is there.
-        `reads`: the sums that it is computed from (see `ReadBytes`), which may be added up over ranks: `storage_bytes`,
-        `cache_bytes` from decompressed copies and those of a node's cache, and `used_bytes`; `requests` to object
-        storage by kind (`get`; of these those made `again` after an error). None for map-style data sets. They include
-        all reads, also for prefetched steps.
-        `milliseconds`, per step: `waiting` is the time that the training loop waited; `handing_over` is the time from
-        the end of a step in a worker process to its arrival in this one; the others are busy time, summed over threads.
-        `failures`: `count`, `by_reason`, the first of them in `samples`, and in `lost` the number of further samples
-        that damaged shards hide, estimated from their bytes if it is unknown. Apart from these, `blank` is how often a
-        sample, or piece, of `ErrorPolicy.blank` has come.
+        """Return plain values, of which docs/stats.md describes every key. `reset` begins to count again, once they are
+        read; failures are counted since the loader was made. Reads include those of prefetched steps.
         """
         found = self._as_dict()
         if reset:

@@ -73,11 +73,8 @@ class EpochLoop:
     Args:
         open_stream: (loop) -> its steps; called when the first one is requested.
         keep_dataset_state: whether data sets start the next epoch with the state that they have at the end of one.
-        stores_seed: whether a state stores the base seed: ranks do not share the loader.
+        stores_seed: whether a state stores the base seed of the workers: ranks do not share the loader.
         on_first_step: called, if any, once a step was yielded.
-
-    Attributes:
-        base_seed: of the workers' random states, as torch draws it.
     """
 
     def __init__(
@@ -159,11 +156,9 @@ class EpochLoop:
 
 
 class LoaderIterator:
-    """What `iter(loader)` returns: the microbatches of an epoch one by one, or its steps.
+    """What `iter(loader)` returns: the microbatches of an epoch one by one, or its steps, each the list of them.
 
     Args:
-        loop: the iteration.
-        whole_steps: whether each item is a step, the list of its microbatches.
         as_torch: whether the iteration is over after an error that it cannot continue after, as with torch's loader.
         watcher: is called at each item, and at the end of the epoch; see `trainers.AccelerateEnd`.
         check: called before each item, and before the end of the epoch, with what happens; it may raise.
@@ -228,7 +223,11 @@ class LoaderIterator:
             batches.reverse()
             self._rest = batches
         if self._watcher is not None:
-            self._watch(stream)
+            try:
+                self._watcher.item(stream.position)
+            except BaseException as error:
+                self._finish(error)
+                raise
 
         # The microbatches of a step come one by one. With the last one the step counts as delivered.
         if self._whole_steps:
@@ -261,13 +260,6 @@ class LoaderIterator:
             self._finish(error)
             raise
         return self._stream
-
-    def _watch(self, stream: Stream) -> None:
-        try:
-            self._watcher.item(stream.position)
-        except BaseException as error:
-            self._finish(error)
-            raise
 
     def _end(self, stream: Stream) -> None:
         """The epoch is over."""

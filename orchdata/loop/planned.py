@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from orchdata.building.collate import STOP_ITERATION
 from orchdata.building.spec import BuildSpec
@@ -22,7 +22,7 @@ from orchdata.engines.processes.engine import ProcessEngine
 from orchdata.engines.threads import PinningEngine, ThreadEngine
 from orchdata.engines.warm import Warming
 from orchdata.finalizers import Ending
-from orchdata.loop.loop import EpochLoop, Stream
+from orchdata.loop.loop import EpochLoop
 from orchdata.loop.position import Position
 from orchdata.order.stateful import StateGetter
 from orchdata.order.steps import Steps, StepTask
@@ -31,15 +31,10 @@ from orchdata.ranks.parallel import Rank
 
 
 class Interrupted(NamedTuple):
-    """State of an iteration with an error, for the one that continues it.
+    """State of an iteration with an error, for the one that continues it."""
 
-    Attributes:
-        begun: kept, because for the other ranks, which had no error, it is the same iteration.
-        tasks: its steps from the failed one on, if they were drawn.
-    """
-
-    begun: Beginning
-    tasks: Iterator[StepTask] | None
+    begun: Beginning  # kept, because for the other ranks, which had no error, it is the same iteration
+    tasks: Iterator[StepTask] | None  # its steps from the failed one on, if they were drawn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,25 +49,8 @@ class LoopContext:
     delivery: Delivery
 
 
-class Source(Protocol):
-    """Where a loader's steps come from: an engine, or torch's loader. It keeps workers that are persistent."""
-
-    def stream(self, context: LoopContext, loop: EpochLoop) -> Stream:
-        """Return the steps of one iteration."""
-
-    def state_before(self) -> tuple[StateGetter, ...]:
-        """Return the data set's own state before its first step, if it is read in this process and has one."""
-
-    def close(self) -> None:
-        """Stop workers that are kept."""
-
-
 class PlannedStream:
-    """The steps of one iteration, built by its own engine.
-
-    Args:
-        engine: builds them; `leave` closes it, or keeps it for the next iteration.
-    """
+    """The steps of one iteration, built by its own engine, which `leave` closes, or keeps for the next iteration."""
 
     computes_position = False
 
@@ -208,12 +186,8 @@ def draw_tasks(
 
 
 class PlannedSource:
-    """Planned steps, by an engine that is opened for an iteration, or kept.
-
-    Args:
-        workers: that build steps, or this process.
-        warming: loads kernels in the background.
-        pin_memory: whether batches are copied to page-locked memory.
+    """Where planned steps come from: an engine that is opened for an iteration, or kept. As the two sources of torch's
+    loader, it opens a stream, returns the data set's own state before its first step, and stops what is kept.
     """
 
     def __init__(self, workers: Workers, warming: Warming, *, pin_memory: bool) -> None:

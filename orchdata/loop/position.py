@@ -62,12 +62,8 @@ class Position:
         worker: int = 0,
         num_workers: int = 1,
     ) -> Position:
-        """Return the position after a step was delivered.
-
-        Args:
-            undelivered: steps that are being built.
-            sampler: the sampler's own state after the step.
-            state: returns the state of the data set in the worker that built the step.
+        """Return the position after a step was delivered, while some are being built; `sampler` is the sampler's own
+        state after it, and `state` returns that of the data set in the worker that built it.
         """
         workers = self.workers
         if state is not None:
@@ -208,11 +204,8 @@ class Progress:
         return self.drawn[1] if self.drawn is not None and self.drawn[0] is start else start.position
 
     def promised(self, draw_seed: Callable[[], int], draw: Callable[[], Draw | None]) -> Position:
-        """Return the position for a state. Between epochs, the next one's random inputs are drawn now, and kept.
-
-        Args:
-            draw_seed: draws the workers' seed.
-            draw: draws the random inputs of the samples.
+        """Return the position for a state. Between epochs, the next one's random inputs, of workers and of samples, are
+        drawn now, and kept.
         """
         position, start = self.position, self.start
         at_start = (position.epoch, 0) == (start.position.epoch, start.position.step)

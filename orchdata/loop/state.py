@@ -15,24 +15,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import orchdata
+from orchdata.balancers.checks import checked_count, checked_epoch
 from orchdata.loaders.errors import StateError
 from orchdata.loop.position import Position, stored
 from orchdata.order.merge import By, SourceProgress, StretchStart
 from orchdata.order.mixture import ResumePoint
-from orchdata.order.sampler import generator_state
-from orchdata.order.steps import Location, is_begin
+from orchdata.order.steps import Location
 from orchdata.order.stretch import DUE_BITS
 
 VERSION = 1
 WINDOWS = "windows"  # in the fingerprint of concatenated documents
-_KINDS: dict[str, type[Any] | tuple[type[Any], ...]] = {
-    **dict.fromkeys(("epoch", "step", "position", "tokens", "token", "base_seed", "worker"), int),
-    **dict.fromkeys(("fingerprint", "drawn", "document"), Mapping),
-    **dict.fromkeys(("left", "workers", "rows"), (list, tuple)),
-}
-_NEEDED = ("epoch", "step", "fingerprint")
-_DRAWS: dict[str, type[Any]] = {"seed": int, "state": str, "cut": object}  # keys of a draw
-_LARGEST = 1 << 63
 _MOST_ROWS = 1 << 48
 _MOST_GIVEN = 1 << 62
 
@@ -111,47 +103,45 @@ class State:
 
     @classmethod
     def from_json(cls, state: Any) -> State:
-        """Raises StateError for what is no state, a version that is not known, and values that no state has."""
-        _check_form(state)
-        epoch, step, fingerprint = state["epoch"], state["step"], state["fingerprint"]
-        _check_draw(draw := state.get("drawn"))
-        base_seed, left = state.get("base_seed"), tuple(state.get("left") or ())
-        if not all(isinstance(each, int) and 0 <= each < step for each in left):
-            raise StateError(f"the state is damaged: steps {list(left)} cannot be left of {step}")
-        position = Position(
-            epoch,
-            step,
-            draw,
-            base_seed=base_seed,
-            is_drawn=base_seed is not None,
-            left=left,
-            sampler=state.get("sampler"),
-            workers=tuple(None if each is None else stored(each) for each in state.get("workers") or ()),
-            worker=state.get("worker", -1),
-        )
-        location = Location(state.get("position"), state.get("tokens"), state.get("document"), state.get("token"))
-        has_given = "mixture" in fingerprint and WINDOWS not in fingerprint
-        return cls(
-            position=position,
-            fingerprint=fingerprint,
-            location=location,
-            rows=_load_rows(state.get("rows") or ()),
-            mixture=_load_mixture(state.get("given"), fingerprint["mixture"], epoch, location) if has_given else None,
-        )
+        """Raises StateError for what is no state, for a version that is not known, and for what is damaged."""
+        if not isinstance(state, Mapping) or "version" not in state:
+            raise StateError("this is not a state of an orchdata DataLoader: it has no 'version'")
+        if state["version"] != VERSION or isinstance(state["version"], bool):
+            by = state.get("written_by")
+            by = f" was written by orchdata {by['orchdata']} and" if by else ""
+            raise StateError(
+                f"the state{by} has version {state['version']}, this orchdata reads version {VERSION}: continue with "
+                "that release or a later one"
+            )
+        try:
+            epoch, step = checked_epoch(state["epoch"]), checked_count(state["step"], "step", 0)
+            fingerprint, base_seed = state["fingerprint"], state.get("base_seed")
+            position = Position(
+                epoch,
+                step,
+                state.get("drawn"),
+                base_seed=base_seed,
+                is_drawn=base_seed is not None,
+                left=tuple(state.get("left") or ()),
+                sampler=state.get("sampler"),
+                workers=tuple(None if each is None else stored(each) for each in state.get("workers") or ()),
+                worker=state.get("worker", -1),
+            )
+            location = Location(state.get("position"), state.get("tokens"), state.get("document"), state.get("token"))
+            rows, mixture = _load_rows(state.get("rows") or ()), None
+            if "mixture" in fingerprint and WINDOWS not in fingerprint:
+                mixture = _load_mixture(state.get("given"), fingerprint["mixture"], epoch, location)
+        except (LookupError, TypeError, ValueError) as error:
+            raise StateError(f"the state is damaged: {type(error).__name__}: {error}"[:300]) from error
+        return cls(position=position, fingerprint=fingerprint, location=location, rows=rows, mixture=mixture)
 
 
 class PostState(NamedTuple):
-    """The state of `post_balance` on one rank.
+    """The state of `post_balance` on one rank."""
 
-    Attributes:
-        step: number of the next step.
-        exhausted: whether the loader has no more in this epoch.
-        loader: state of the loader before that step.
-    """
-
-    step: int
-    exhausted: bool
-    loader: Any
+    step: int  # number of the next one
+    exhausted: bool  # whether the loader has no more in this epoch
+    loader: Any  # state of the loader before that step
 
     def to_json(self) -> dict[str, Any]:
         return {"version": VERSION, **self._asdict()}
@@ -162,45 +152,6 @@ class PostState(NamedTuple):
         if not isinstance(state, Mapping) or state.get("version") != VERSION or not {*cls._fields} <= state.keys():
             raise StateError(f"this is not a state of post_balance of version {VERSION}: {str(state)[:200]}")
         return cls(*(state[name] for name in cls._fields))
-
-
-def _check_form(state: Any) -> None:
-    """Raise StateError for what is no state, a version that is not known, and values of wrong types."""
-    if not isinstance(state, Mapping) or "version" not in state:
-        raise StateError("this is not a state of an orchdata DataLoader: it has no 'version'")
-    if state["version"] != VERSION or isinstance(state["version"], bool):
-        by = state.get("written_by")
-        by = f" was written by orchdata {by['orchdata']} and" if isinstance(by, Mapping) and "orchdata" in by else ""
-        raise StateError(
-            f"the state{by} has version {state['version']}, this orchdata reads version {VERSION}: continue with that "
-            "release or a later one"
-        )
-    for name, kind in _KINDS.items():
-        value = state.get(name)
-        if value is None and name not in _NEEDED:
-            continue
-        if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and not 0 <= value < _LARGEST):
-            raise StateError(f"the state is damaged: its {name!r} is {value!r}"[:200])
-
-
-def _check_draw(draw: Mapping[str, Any] | None) -> None:
-    """Raise StateError for a draw that no epoch can have."""
-    if draw is None:
-        return
-    known = {name: draw[name] for name in _DRAWS if name in draw}
-    if not (known and all(isinstance(each, _DRAWS[name]) for name, each in known.items())):
-        raise StateError(f"the state is damaged: its epoch was drawn from {draw!r}, which is no draw")
-    seed = known.get("seed", 0)
-    if isinstance(seed, bool) or not -_LARGEST <= seed < 2 * _LARGEST:
-        raise StateError(f"the state is damaged: its epoch was drawn from {seed!r:.40}, which is no valid seed")
-    if "state" in known:
-        try:
-            generator_state(known["state"])
-        except ValueError as error:
-            reason = f"the state is damaged: its epoch was drawn from no state of a generator: {error}"
-            raise StateError(reason) from error
-    if "cut" in known and not is_begin(known["cut"]):
-        raise StateError(f"the state is damaged: invalid 'cut' value {known['cut']!r:.80}, which is no cut of an epoch")
 
 
 def _dump_rows(rows: Sequence[RowsDigest]) -> list[Any]:
@@ -219,17 +170,14 @@ def _dump_rows(rows: Sequence[RowsDigest]) -> list[Any]:
 def _load_rows(entries: Sequence[Any]) -> tuple[RowsDigest, ...]:
     rows: list[RowsDigest] = []
     for entry in entries:
-        if type(entry) is int and 0 <= entry < len(rows):
+        if isinstance(entry, int):
             rows.append(rows[entry])
-            continue
-        try:
+        else:
             runs = b64decode(entry["runs"], validate=True)
             usable = RowsDigest(entry["num_usable"], entry["usable"], runs, entry.get("tokens"))
             if type(usable.digest) is not str or not 0 <= usable.num_usable < _MOST_ROWS:
-                raise ValueError(entry)
-        except (LookupError, TypeError, ValueError) as error:
-            raise StateError(f"the state is damaged: its 'rows' have {entry!r:.80}") from error
-        rows.append(usable)
+                raise ValueError(f"rows {entry!r:.80}")
+            rows.append(usable)
     return tuple(rows)
 
 

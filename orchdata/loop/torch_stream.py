@@ -36,9 +36,9 @@ from orchdata.finalizers import Ending
 from orchdata.loop.loop import EpochLoop
 from orchdata.loop.planned import Interrupted, LoopContext, draw_tasks
 from orchdata.loop.position import Position
-from orchdata.notices import warn_once, warn_user
+from orchdata.notices import warn_once
 from orchdata.order.stateful import StateGetter, is_stateful, states_of
-from orchdata.order.steps import OrderedSteps, StepTask, StreamSteps
+from orchdata.order.steps import OrderedSteps, StepTask
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.ranks.parallel import Rank
 
@@ -48,10 +48,7 @@ _BLOCK_STEPS = 64  # steps of an order with rows that are computed together
 class MapSource:
     """A map-style data set, and the workers that are kept from one iteration to the next.
 
-    Args:
-        workers: that read it, or this process.
-        rank: on one alone, the data set's own state is stored, if it has one.
-        in_order: whether steps come in order; else as they are ready.
+    On one rank alone, the data set's own state is stored, if it has one.
     """
 
     def __init__(
@@ -312,12 +309,7 @@ def _ordered(plan: PlanSpec, steps: OrderedSteps, tasks: Iterator[StepTask]) -> 
 
 
 class IterableSource:
-    """An IterableDataset, and the workers that are kept from one iteration to the next.
-
-    Args:
-        workers: that iterate copies, or this process.
-        in_order: whether workers take turns; else batches come as they are ready.
-    """
+    """An IterableDataset, and the workers, which iterate copies and are kept from one iteration to the next."""
 
     def __init__(
         self, content: IterableContent, workers: Workers, counts: TorchCounts, *, in_order: bool, pin_memory: bool
@@ -335,8 +327,7 @@ class IterableSource:
         self._rest = -1  # steps of a pass that began inside an epoch
 
     def stream(self, context: LoopContext, loop: EpochLoop) -> IterableStream:
-        assert isinstance(context.steps, StreamSteps)
-        return IterableStream(self, context.steps, loop)
+        return IterableStream(self, loop)
 
     def open(self, loop: EpochLoop) -> tuple[BatchStream, DataLoader[Taken]]:
         """Return what the next iteration iterates."""
@@ -398,13 +389,12 @@ class IterableStream:
 
     computes_position = False
 
-    def __init__(self, source: IterableSource, steps: StreamSteps, loop: EpochLoop) -> None:
+    def __init__(self, source: IterableSource, loop: EpochLoop) -> None:
         self.position = loop.know(None)
         self.undelivered: list[int] = []
         self.next_step = self.position.step
         self._source = source
         self._begins_at = self.next_step
-        self._steps = steps
         self._stream, self._loader = source.open(loop)
         self._batches = iterate(self._loader)
         # Torch's iterator waits for its workers when it is dropped: the collector must not be the one who drops it.
@@ -428,8 +418,6 @@ class IterableStream:
         counts.waiting_seconds += perf_counter() - started
 
         step, source, epoch = self.next_step, self._source, self.position.epoch
-        if self._steps.asked_length is not None and step >= self._steps.asked_length:
-            _warn_longer(source.content.dataset, self._steps.asked_length, step + 1, source.has_workers)
         batch = taken.batch
         if source.content.takes_step:
             batch = source.content.collated_at(batch, epoch, step)
@@ -458,16 +446,3 @@ class IterableStream:
         if self._ending is not None:
             self._ending.cancel() if waits else self._ending.soon()
         del self._batches, self._loader  # its workers end with it
-
-
-def _warn_longer(dataset: Any, length: int, count: int, has_workers: bool) -> None:
-    """Warn, as torch does, if an iterable yields more batches than its length, once that was asked for."""
-    workers = (
-        "For multiprocessing data-loading, this could be caused by not properly configuring the "
-        "IterableDataset replica at each worker. Please see "
-        "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
-    )
-    warn_user(
-        f"Length of IterableDataset {dataset} was reported to be {length} (when accessing "
-        f"len(dataloader)), but {count} samples have been fetched. {workers if has_workers else ''}"
-    )

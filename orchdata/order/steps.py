@@ -287,13 +287,6 @@ def draw_of_cut(begin: Begin) -> Draw:
     return {"cut": list(begin)}
 
 
-def is_begin(value: Any) -> bool:
-    """Return whether it can be the value of a `draw_of_cut`."""
-    return (
-        isinstance(value, list | tuple) and len(value) == 2 and all(type(item) is int and item >= 0 for item in value)
-    )
-
-
 def begin_of(draw: Draw | None) -> Begin | None:
     return None if draw is None else Begin(*draw["cut"])
 
@@ -305,12 +298,10 @@ class StreamSteps:
     Attributes:
         length: returns the data set's length, at each call of `count`; raises TypeError if it has none.
         batches: how an epoch is cut into steps.
-        asked_length: number of steps that `len()` returned to the user; None if it was not called.
     """
 
     length: Callable[[], int]
     batches: GlobalBatches
-    asked_length: int | None = None
 
     def count(self, epoch: int, draw: Draw | None = None) -> int:
         return self.batches.count(self.length())

@@ -235,8 +235,6 @@ def test_a_state_of_other_windows_is_refused(dataset: od.ShardDataset) -> None:
     for damage, named in (
         ({"token": state["token"] + 1}, "begins at token"),
         ({"document": state["document"] | {"key": "no"}}, "begins at document"),
-        ({"document": 3}, "damaged: its 'document'"),
-        ({"token": "3"}, "damaged: its 'token'"),
     ):
         with pytest.raises(od.StateError, match=named):
             loader.load_state_dict(state | damage)
