@@ -32,8 +32,9 @@ from orchdata.loaders.shards.container import Container, checked_containers, nam
 from orchdata.loaders.shards.fields import FieldRules
 from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.shards.shard import FactsTable, Shard
+from orchdata.loaders.storage.atomic import is_folder
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.local import LOCAL
+from orchdata.loaders.storage.remote.urls import identity
 
 _EPOCHS: Final = 2
 
@@ -214,7 +215,7 @@ def check_container(
         ContainerError: names the container, the shard, what is wrong, and what to do.
         StorageError: a file cannot be read now.
     """
-    url = LOCAL.identity(os.fspath(path))
+    url = identity(os.fspath(path))
     where = f"{url}: {name_of(container)}"
     checked_containers([container])
     given = pickle_container(container)
@@ -247,7 +248,7 @@ def check_container(
         raise ContainerError(f"{where}: field {error.field!r}: {error.reason}") from error
     except ShardError as error:
         raise ContainerError(str(error)) from error
-    if not LOCAL.is_folder(url) and os.path.getsize(url) <= 64 << 20:
+    if not is_folder(url) and os.path.getsize(url) <= 64 << 20:
         _check_damaged(container, Path(url), where)
     named = zip(table.field, table.kind, strict=True)
     return {field: "other" if kind == OTHER else KINDS[kind] for field, kind in sorted(named)}

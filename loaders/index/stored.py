@@ -331,11 +331,11 @@ class StoredSample:
         """Yield the field, payload and kind of each member that the recipe keeps."""
         specs, shard = self._index.read_spec(self.row), self._shards.get(self.shard, self._info, recipe.record)
         for at in uses_of(self.members, recipe).kept:
-            field, data, (_, _, encoding, name) = self.members[at].field, payloads[at], specs[at]
-            if is_cell_without_content(field, len(data)) or shard.is_json(name, encoding):
+            field, data, name = self.members[at].field, payloads[at], specs[at][3]
+            if is_cell_without_content(field, len(data)) or shard.is_json(name):
                 yield field, data, "json"
             else:
-                yield field, data, "text" if shard.is_text(name, encoding) else "bytes"
+                yield field, data, "text" if shard.is_text(name) else "bytes"
 
     def records(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]) -> Iterator[dict[str, Any]]:
         """Yield the JSON objects whose keys are kept, before a function of the user's. Raises FieldError."""

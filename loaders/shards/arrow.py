@@ -528,12 +528,12 @@ class ArrowReader:
         stored = self._stored(name)
         if not self._values.is_whole(group, [stored]):
             return self._values.take(group, stored, row, 1)[0]
-        column = COLUMNS.get((shard, group, name))
-        if column is None:
-            batch = self._layout.batches[group]
-            column = DecodedColumn(self._values.whole(group, [stored]), batch.stop - batch.offset)
-            COLUMNS.put((shard, group, name), column)
-        return column[row]
+
+        def decoded() -> tuple[DecodedColumn, int]:
+            column, batch = DecodedColumn(self._values.whole(group, [stored])), self._layout.batches[group]
+            return column, max(column.num_bytes, batch.stop - batch.offset)
+
+        return COLUMNS.made((shard, group, name), decoded)[row]
 
     def _stored(self, name: str) -> str:
         return self._stored_names.get(name, name)

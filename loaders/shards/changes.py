@@ -34,7 +34,7 @@ from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.open import NO_CONTAINERS, describe_change, open_shard, rules_of
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.local import LOCAL
+from orchdata.loaders.storage.local import version
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.storage import FileVersion
 
@@ -109,7 +109,7 @@ def _touched(shards: Sequence[ShardInfo], listed: Mapping[str, FileVersion]) -> 
     """Yield each shard with another size or version than in the index, and its size now."""
     for shard in shards:
         try:
-            now = listed.get(shard.url) if is_remote(shard.url) else LOCAL.version(shard.url, retries=False)
+            now = listed.get(shard.url) if is_remote(shard.url) else version(shard.url, retries=False)
         except StorageError:
             continue  # opening it later raises the error
         if now is not None and now != (shard.size, shard.version):

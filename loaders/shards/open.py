@@ -1,20 +1,13 @@
 """Opening shards: path -> a shard that lists its members and reads them by position. Open shards are shared and few.
 
-A cache of the most recently used values.
-
-The containers of the library: which paths each claims, how it opens them.
-
-A path --claims--> one container --open--> a Shard. Containers of the user's are asked first, see `open.py`.
+path --the user's container that claims it, or its suffix--> a Shard
 """
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Set
 from types import MappingProxyType
-from typing import Any, Final, Generic, Protocol, TypedDict, TypeVar
+from typing import Any, Final
 
 from orchdata.loaders.errors import ContainerError, ShardError, StaleIndexError
 from orchdata.loaders.functions import UserFunction
@@ -25,7 +18,7 @@ from orchdata.loaders.shards.fields import NO_RULES, FieldRules
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.own_shard import OpenedShard
 from orchdata.loaders.shards.parquet.shard import ParquetShard
-from orchdata.loaders.shards.shard import Shard, ShardInfo
+from orchdata.loaders.shards.shard import Recent, Shard, ShardInfo
 from orchdata.loaders.shards.tar import TarShard, copy_name, open_decompressed
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import PLAIN_FILES, Files
@@ -33,7 +26,6 @@ from orchdata.loaders.storage.local import LocalFolder
 from orchdata.loaders.storage.paths import (
     ARROW_SUFFIXES,
     PARQUET_SUFFIXES,
-    RECORD_SUFFIXES,
     TAR_SUFFIXES,
     compression,
     is_compressed,
@@ -42,16 +34,13 @@ from orchdata.loaders.storage.paths import (
 )
 from orchdata.loaders.storage.remote.objects import in_order
 from orchdata.loaders.storage.remote.urls import is_remote
-from orchdata.loaders.storage.storage import CountedFile, FileVersion, ReadBytes, Storage
+from orchdata.loaders.storage.storage import FileVersion, ReadBytes, Storage
 
 NO_CONTAINERS: Final[Mapping[str, Container]] = MappingProxyType({})
 _TEXT_BYTES: Final = 64 << 20
 _FILES: Final = 64
 _OBJECTS: Final = 1024
 """Open shards: an object that is opened again costs no request, but the footer of a Parquet file does."""
-
-_Key = tuple[str, tuple[tuple[str, str], ...], str, int, str, str]
-"""A shard's path, its renamed fields, its container, its reach, where its keys end, and the id of its function."""
 
 
 def open_shard(
@@ -88,13 +77,33 @@ def open_shard(
     if rules.container is not None:
         storage = LocalFolder(url) if files.is_folder(url) else files.open(url, known, reads)
         return OpenedShard(rules.container, storage, rules, limits)
-    context = OpenContext(
-        limits=limits, cache=cache, media_root=media_root, moved_media=moved_media, reads=reads, files=files
-    )
-    container = builtin_of(url)
-    file = files.open(url, known, reads)
-    whole = whole and isinstance(container, TarContainer | RecordContainer)
-    return container.open(in_order(file) if whole else file, context, rules, packed)
+    suffix, file = suffix_of(url), files.open(url, known, reads)
+    if suffix in PARQUET_SUFFIXES + ARROW_SUFFIXES:
+        kind = ParquetShard if suffix in PARQUET_SUFFIXES else ArrowShard
+        return kind(url, file, limits=limits, rules=rules.of_columns)
+
+    # Decide by content whether a tar is compressed: webdataset also reads a gzipped .tar, and a plain .tar.gz.
+    content: Storage = in_order(file) if whole else file
+    file, is_new, is_tar = content, False, suffix in TAR_SUFFIXES
+    if not is_tar and not is_compressed(url):
+        packed = False
+    elif packed is None:
+        packed = compression(file.read(0, 4)) is not None
+    if packed:
+        try:
+            copy, is_new = open_decompressed(file, limits=limits, cache=cache)
+        finally:
+            file.close()
+        copy.count = None if reads is None else reads.cache
+        content = copy
+    if is_tar:
+        shard: Shard = TarShard(url, content, limits=limits, names=rules.columns, key=rules.key)
+    else:
+        root, moved = media_root_of(url, media_root), moved_media
+        how: dict[str, Any] = {"media_root": root, "moved_media": moved, "rules": rules, "reads": reads, "files": files}
+        shard = JsonLinesShard(url, content, limits=limits, **how)
+    shard.size, shard.version, shard.is_new, shard.packed = file.size, file.version, is_new, packed
+    return shard
 
 
 def open_indexed(
@@ -199,11 +208,8 @@ class OpenShards:
         self._files = files
         self.any_remote = any_remote
         self.blank = blank
-        self._capacity = capacity
-        self._lock = threading.Lock()
-        self._shards: OrderedDict[_Key, Shard] = OrderedDict()
-        self._opening: dict[_Key, threading.Lock] = {}
         self._compared: dict[str, str] = {}
+        self._shards: Recent[Shard] = Recent(capacity)  # dropped without close: other threads may be reading them
 
     def get(self, url: str, indexed: ShardInfo | None = None, record: UserFunction | None = None) -> Shard:
         """Return the open shard. When it is opened, it is compared with `indexed`, its entry in the index.
@@ -215,46 +221,22 @@ class OpenShards:
             StaleIndexError: it has changed since it was indexed.
             ShardError, ValueError: as `open_shard`.
         """
+
+        def opened() -> tuple[Shard, int]:
+            how: dict[str, Any] = {"limits": self._limits, "cache": self._cache, "reads": self.reads}
+            how["files"] = self._files
+            if indexed is None:
+                return open_shard(url, rules=FieldRules(record=record), **how), 1
+            how |= {"containers": self._containers, "compared": self._compared}
+            return open_indexed(url, indexed, record=record, **how), 1
+
         how = ((), "", 0, "") if indexed is None else (indexed.columns, indexed.container, indexed.reach, indexed.key)
-        key = url, *how, "" if record is None else record.id
-        if (shard := self._find(key)) is not None:
-            return shard
-        with self._lock:
-            opening = self._opening.setdefault(key, threading.Lock())
-        with opening:  # opening may decompress for minutes: only threads that want the same shard wait
-            try:
-                return self._find(key) or self._open(key, indexed, record)
-            finally:
-                with self._lock:
-                    self._opening.pop(key, None)
+        return self._shards.made((url, *how, "" if record is None else record.id), opened)
 
     def close(self) -> None:
         """Close all. Shards requested later are opened again."""
-        with self._lock:
-            shards = list(self._shards.values())
-            self._shards.clear()
-        for shard in shards:
+        for shard in self._shards.drop():
             shard.close()
-
-    def _open(self, key: _Key, indexed: ShardInfo | None, record: UserFunction | None) -> Shard:
-        opening: dict[str, Any] = {"limits": self._limits, "cache": self._cache, "reads": self.reads}
-        if indexed is None:
-            shard = open_shard(key[0], rules=FieldRules(record=record), files=self._files, **opening)
-        else:
-            how: dict[str, Any] = {"containers": self._containers, "files": self._files, "compared": self._compared}
-            shard = open_indexed(key[0], indexed, record=record, **how, **opening)
-        with self._lock:
-            self._shards[key] = shard
-            while len(self._shards) > self._capacity:
-                self._shards.popitem(last=False)  # without close: other threads may be reading it
-        return shard
-
-    def _find(self, key: _Key) -> Shard | None:
-        with self._lock:
-            shard = self._shards.get(key)
-            if shard is not None:
-                self._shards.move_to_end(key)
-            return shard
 
 
 def describe_change(shard: Shard, indexed: ShardInfo, compared: str | None = None) -> str | None:
@@ -275,195 +257,3 @@ def describe_change(shard: Shard, indexed: ShardInfo, compared: str | None = Non
         kept = "" if shard.version != indexed.version else " and modification time (use `orchdata index --again`)"
         return f"was rewritten since it was indexed, with the same size{kept} and other content"
     return None
-
-
-Value = TypeVar("Value")
-
-
-class Recent(Generic[Value]):
-    """Values by name, shared by threads; the least recently used are dropped. Each value is created in one thread only.
-
-    Args:
-        room: bytes that all cached values may take. A larger value is not cached.
-    """
-
-    def __init__(self, room: int) -> None:
-        self._room = room
-        self._lock = threading.Lock()
-        self._entries: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
-        self._making: dict[Hashable, threading.Lock] = {}
-
-    def get(self, name: Hashable) -> Value | None:
-        """Return the value if it is cached."""
-        with self._lock:
-            entry = self._entries.get(name)
-            if entry is None:
-                return None
-            self._entries.move_to_end(name)
-            return entry[0]
-
-    def made(self, name: Hashable, make: Callable[[], tuple[Value, int]]) -> Value:
-        """Return the value; if it is not cached, `make` returns it with its size. Exceptions of `make` pass."""
-        with self._lock:
-            making = self._making.setdefault(name, threading.Lock())
-        with making:
-            if (cached := self.get(name)) is not None:
-                return cached
-            try:
-                value, size = make()
-                self._keep(name, value, size)
-                return value
-            finally:
-                with self._lock:
-                    self._making.pop(name, None)
-
-    def _keep(self, name: Hashable, value: Value, size: int) -> None:
-        with self._lock:
-            if size > self._room:
-                return
-            self._entries[name] = value, size
-            taken = sum(each for _, each in self._entries.values())
-            while taken > self._room:
-                _, (_, dropped) = self._entries.popitem(last=False)
-                taken -= dropped
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OpenContext:
-    """What a shard may need besides its file.
-
-    Attributes:
-        limits: of the recipe.
-        cache: folder for files that can be made again.
-        media_root: folder of files that shards name; None for none.
-        moved_media: whether these files were in another folder when the shard was indexed.
-        reads: counts bytes; what is read from the shard's own file is counted already. None: nothing is counted.
-        files: opens other files, and objects of storage.
-    """
-
-    limits: Limits
-    cache: CacheFolder
-    media_root: str | None = None
-    moved_media: bool = False
-    reads: ReadBytes | None = None
-    files: Files = PLAIN_FILES
-
-
-class Builtin(Protocol):
-    """A container of the library, with shards that read by position."""
-
-    def claims(self, path: str) -> bool:
-        """Return whether it reads a path."""
-
-    def open(self, source: Storage, context: OpenContext, rules: FieldRules, packed: bool | None = None) -> Shard:
-        """Open a shard. Raises ShardError.
-
-        Args:
-            packed: whether it is compressed; None: its first bytes say so.
-        """
-
-
-@dataclass(frozen=True)
-class _BySuffix:
-    """A container that claims files by suffix. Which of the suffixes a path has is decided by the longest one."""
-
-    suffixes: tuple[str, ...]
-
-    def claims(self, path: str) -> bool:
-        try:
-            return suffix_of(path) in self.suffixes
-        except ValueError:
-            return False
-
-
-@dataclass(frozen=True)
-class TarContainer(_BySuffix):
-    """Tars, plain or compressed."""
-
-    suffixes: tuple[str, ...] = TAR_SUFFIXES
-
-    def open(self, source: Storage, context: OpenContext, rules: FieldRules, packed: bool | None = None) -> Shard:
-        # Decide by content whether a tar is compressed: webdataset also reads a gzipped .tar, and a plain .tar.gz.
-        content, stored = _decompressed(source, context, packed)
-        return TarShard(source.url, content, limits=context.limits, names=rules.columns, key=rules.key, **stored)
-
-
-@dataclass(frozen=True)
-class ParquetContainer(_BySuffix):
-    """Parquet files."""
-
-    suffixes: tuple[str, ...] = PARQUET_SUFFIXES
-
-    def open(self, source: Storage, context: OpenContext, rules: FieldRules, packed: bool | None = None) -> Shard:
-        return ParquetShard(source.url, source, limits=context.limits, rules=rules.of_columns)
-
-
-@dataclass(frozen=True)
-class ArrowContainer(_BySuffix):
-    """Arrow files, as Hugging Face's `datasets` saves them."""
-
-    suffixes: tuple[str, ...] = ARROW_SUFFIXES
-
-    def open(self, source: Storage, context: OpenContext, rules: FieldRules, packed: bool | None = None) -> Shard:
-        return ArrowShard(source.url, source, limits=context.limits, rules=rules.of_columns)
-
-
-@dataclass(frozen=True)
-class RecordContainer(_BySuffix):
-    """JSON Lines, JSON arrays, CSV, TSV and plain text, plain or compressed."""
-
-    suffixes: tuple[str, ...] = RECORD_SUFFIXES
-
-    def open(self, source: Storage, context: OpenContext, rules: FieldRules, packed: bool | None = None) -> Shard:
-        content, stored = source, _Stored(size=source.size, version=source.version, is_new=False, packed=False)
-        if is_compressed(source.url):
-            content, stored = _decompressed(source, context, packed)
-        return JsonLinesShard(
-            source.url,
-            content,
-            limits=context.limits,
-            media_root=media_root_of(source.url, context.media_root),
-            moved_media=context.moved_media,
-            rules=rules,
-            reads=context.reads,
-            files=context.files,
-            **stored,
-        )
-
-
-BUILTIN_CONTAINERS: Final[tuple[Builtin, ...]] = (
-    TarContainer(),
-    ParquetContainer(),
-    ArrowContainer(),
-    RecordContainer(),
-)
-
-
-def builtin_of(path: str) -> Builtin:
-    """Return the container that claims a path. Raises ValueError for an unknown suffix."""
-    suffix_of(path)
-    return next(each for each in BUILTIN_CONTAINERS if each.claims(path))
-
-
-class _Stored(TypedDict):
-    """The shard as stored, if it is read from a decompressed copy: arguments of its reader."""
-
-    size: int
-    version: str
-    is_new: bool
-    packed: bool
-
-
-def _decompressed(file: Storage, context: OpenContext, packed: bool | None) -> tuple[Storage, _Stored]:
-    """Return the file, or its decompressed copy in the cache folder if its first bytes say that it is compressed."""
-    stored = _Stored(size=file.size, version=file.version, is_new=False, packed=False)
-    if packed is None:
-        packed = compression(file.read(0, 4)) is not None
-    if not packed:
-        return file, stored
-    try:
-        content, is_new = open_decompressed(file, limits=context.limits, cache=context.cache)
-    finally:
-        file.close()
-    counted = content if context.reads is None else CountedFile(content, context.reads.cache)
-    return counted, _Stored(size=stored["size"], version=stored["version"], is_new=is_new, packed=True)

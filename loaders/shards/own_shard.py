@@ -20,6 +20,7 @@ from orchdata.loaders.limits import Limits, shortened
 from orchdata.loaders.memory import measured_at, pass_shortage
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
 from orchdata.loaders.modalities.checks import read_header
+from orchdata.loaders.shards import shard
 from orchdata.loaders.shards.container import Container, Shard, ShardSource, name_of
 from orchdata.loaders.shards.fields import GZIP, OWN_BYTES, FieldRules, Met, classify_renamed, printable
 from orchdata.loaders.shards.parquet.cells import declared_kind, sniff
@@ -31,8 +32,8 @@ from orchdata.loaders.storage.storage import Storage
 from orchdata.loaders.watch import SCANNING, here
 
 
-class OpenedShard:
-    """An open shard of a container of the user's, with the methods of `shards.shard.Shard`.
+class OpenedShard(shard.Shard):
+    """An open shard of a container of the user's.
 
     Args:
         storage: its bytes; closed with it.
@@ -41,9 +42,6 @@ class OpenedShard:
     Raises:
         ShardError: the container's `open` failed.
     """
-
-    is_new = False
-    packed = False
 
     def __init__(self, container: Container, storage: Storage | LocalFolder, rules: FieldRules, limits: Limits) -> None:
         self.url, self.size, self.version = storage.url, storage.size, storage.version
@@ -74,12 +72,7 @@ class OpenedShard:
         self._storage.check_unchanged()
         return facts_of(self, table, checksum, ignored=table.ignored(), met=self._met.counts)
 
-    def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
-        """Read one member. Raises FieldError."""
-        (data,) = self.read_many([(offset, size, encoding, field)])
-        return bytes(data)
-
-    def read_many(self, members: Sequence[tuple[int, int, int, str]]) -> list[bytes | memoryview]:
+    def read_many(self, members: Sequence[shard.Member]) -> list[bytes | memoryview]:
         """Read the members of one sample; the user's `read` is called once. Raises FieldError."""
         contents: list[bytes | memoryview] = []
         field = members[0][3]
@@ -98,17 +91,6 @@ class OpenedShard:
             raise error if isinstance(error, FieldError) else FieldError(field, error.reason) from error
         self._storage.check_unchanged()
         return contents
-
-    def is_text(self, field: str, encoding: int) -> bool:
-        """Members are bytes."""
-        return False
-
-    def is_json(self, field: str, encoding: int) -> bool:
-        """Members are bytes."""
-        return False
-
-    def expect(self, members: Sequence[tuple[int, int, int, str]]) -> None:
-        """The container decides what it reads."""
 
     def close(self) -> None:
         with self._lock:

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import threading
+from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -32,6 +34,9 @@ from orchdata.loaders.modalities.builtin import NUM_FACTS, OTHER
 from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.shards.fields import RAW
 from orchdata.loaders.storage.remote.urls import is_remote
+
+Member = tuple[int, int, int, str]
+"""Offset, size, encoding and field of a member, as its row of the facts has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,7 @@ class ShardInfo:
         return cls(**given | {"columns": tuple((old, new) for old, new in given.get("columns", ()))})
 
 
-class Shard(Protocol):
+class Shard(ABC):
     """An open shard. Reading is positional and safe from many threads.
 
     Attributes:
@@ -99,42 +104,98 @@ class Shard(Protocol):
     url: str
     size: int
     version: str
-    is_new: bool
-    packed: bool
+    is_new = False
+    packed = False
 
+    @abstractmethod
     def facts(self) -> Facts:
         """Read the whole shard and return its facts. Bad data become rows with an error, never an exception."""
-        ...
 
+    @abstractmethod
     def checksum(self) -> str:
         """Return the checksum of its size and headers (Parquet: of its whole content), as in its facts."""
-        ...
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes | memoryview:
         """Read one member at the position given in its row of the facts. Raises FieldError(field, reason)."""
-        ...
+        return self.read_many([(offset, size, encoding, field)])[0]
 
-    def read_many(self, members: Sequence[tuple[int, int, int, str]]) -> list[bytes | memoryview]:
-        """Read members (offset, size, encoding, field) of one sample, in the order given. Raises FieldError."""
-        ...
+    @abstractmethod
+    def read_many(self, members: Sequence[Member]) -> list[bytes | memoryview]:
+        """Read members of one sample, in the order given. Raises FieldError."""
 
-    def is_text(self, field: str, encoding: int) -> bool:
+    def is_text(self, field: str) -> bool:
         """Return whether a field is text in this container, such as a column of strings; else it is bytes."""
-        ...
+        return False
 
-    def is_json(self, field: str, encoding: int) -> bool:
+    def is_json(self, field: str) -> bool:
         """Return whether a field is JSON in this container, such as a column of numbers; its bytes are UTF-8 then."""
-        ...
+        return False
 
-    def expect(self, members: Sequence[tuple[int, int, int, str]]) -> object:
-        """Begin to read members, as of `read_many`, that are read soon, if that saves time. Keep the result until they
-        were read.
-        """
-        ...
+    def expect(self, members: Sequence[Member]) -> object:
+        """Begin to read members that are read soon, if that saves time. Keep the result until they were read."""
+        return None
 
+    @abstractmethod
     def close(self) -> None:
         """Close its file after running reads have finished. Later reads raise ValueError."""
-        ...
+
+
+Value = TypeVar("Value")
+
+
+class Recent(Generic[Value]):
+    """Values by name, shared by threads; the least recently used are dropped. Each value is made in one thread only.
+
+    Args:
+        max_bytes: that all of them may take.
+        or_one: whether one value that is larger stays, too.
+    """
+
+    def __init__(self, max_bytes: int, *, or_one: bool = False) -> None:
+        self.max_bytes = max_bytes
+        self.cached_bytes = 0
+        self._or_one = or_one
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
+        self._making: dict[Hashable, threading.Lock] = {}
+
+    def get(self, name: Hashable) -> Value | None:
+        """Return the value if it is cached."""
+        with self._lock:
+            entry = self._entries.get(name)
+            if entry is None:
+                return None
+            self._entries.move_to_end(name)
+            return entry[0]
+
+    def made(self, name: Hashable, make: Callable[[], tuple[Value, int]]) -> Value:
+        """Return the value; if it is not cached, `make` returns it with its size. Exceptions of `make` pass."""
+        if (cached := self.get(name)) is not None:
+            return cached
+        with self._lock:
+            making = self._making.setdefault(name, threading.Lock())
+        with making:  # this may take minutes: only threads that want the same value wait
+            if (cached := self.get(name)) is not None:
+                return cached
+            try:
+                value, size = make()
+                with self._lock:
+                    if size <= self.max_bytes or self._or_one:
+                        self._entries[name] = value, size
+                        self.cached_bytes += size
+                    while self.cached_bytes > self.max_bytes and len(self._entries) > 1:
+                        self.cached_bytes -= self._entries.popitem(last=False)[1][1]
+                return value
+            finally:
+                with self._lock:
+                    self._making.pop(name, None)
+
+    def drop(self, is_meant: Callable[[Any], bool] = lambda _: True) -> list[Value]:
+        """Drop the values with these names, and return them."""
+        with self._lock:
+            dropped = [self._entries.pop(name) for name in list(self._entries) if is_meant(name)]
+            self.cached_bytes -= sum(size for _, size in dropped)
+        return [value for value, _ in dropped]
 
 
 def facts_of(shard: Shard, table: FactsTable, checksum: str, **more: Any) -> Facts:

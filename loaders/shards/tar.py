@@ -31,7 +31,16 @@ from orchdata.loaders.modalities.builtin import BUILTINS, NUM_FACTS, OTHER, TEXT
 from orchdata.loaders.modalities.checks import read_header, scan_heads, starts_with
 from orchdata.loaders.modalities.modality import Header, Modality
 from orchdata.loaders.shards.fields import GZIP, RAW, SPARSE, SPLITS, Met, classify_renamed, nfc, printable
-from orchdata.loaders.shards.shard import Beginning, Facts, FactsTable, beginning_of, facts_of, shard_failure
+from orchdata.loaders.shards.shard import (
+    Beginning,
+    Facts,
+    FactsTable,
+    Member,
+    Shard,
+    beginning_of,
+    facts_of,
+    shard_failure,
+)
 from orchdata.loaders.shards.tar_walk import (
     BLOCKS,
     NotATar,
@@ -59,7 +68,7 @@ COALESCE_GAP_BYTES = 8192
 """Members of a sample with smaller gaps are read with one call, including the headers between them."""
 
 
-class TarShard:
+class TarShard(Shard):
     """A tar archive, plain or already decompressed. `read` and `read_many` are safe from many threads.
 
     Args:
@@ -67,9 +76,6 @@ class TarShard:
         file: the readable archive.
         limits: applied by `facts` and `read`.
         names, key: as in FieldRules.
-        size, version: of the shard as stored, if that is another file (a compressed one).
-        is_new: whether that file was decompressed now, so that no one has compared its content with an index.
-        packed: whether the shard is compressed.
     """
 
     def __init__(
@@ -80,16 +86,8 @@ class TarShard:
         limits: Limits,
         names: Sequence[tuple[str, str]] = (),
         key: str = "",
-        size: int | None = None,
-        version: str | None = None,
-        is_new: bool = False,
-        packed: bool = False,
     ) -> None:
-        self.url = url
-        self.size = file.size if size is None else size
-        self.version = file.version if version is None else version
-        self.is_new = is_new
-        self.packed = packed
+        self.url, self.size, self.version = url, file.size, file.version
         self._file = file
         self._limits = limits
         self._names = dict(names)
@@ -151,9 +149,8 @@ class TarShard:
         return headers.hexdigest()
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> Bytes:
-        """Read one member, as described in the facts; gzipped text is decompressed.
-
-        Raises FieldError for content that is damaged, cut or above a limit.
+        """Read one member; gzipped text is decompressed. Raises FieldError for content that is damaged, cut or above a
+        limit.
         """
         if size > self._limits.member_bytes:
             raise FieldError(field, f"{size} bytes, above Limits.member_bytes={self._limits.member_bytes}")
@@ -170,11 +167,8 @@ class TarShard:
             raise FieldError(field, f"cut: {len(data)} of {size} bytes are in the shard")
         return gunzip(data, field, self._limits) if encoding == GZIP else data
 
-    def read_many(self, members: Sequence[tuple[int, int, int, str]]) -> list[Bytes]:
-        """Read the members (offset, size, encoding, field) of one sample; neighbours are read with one call.
-
-        Views of one read share its memory. Raises FieldError as `read` does.
-        """
+    def read_many(self, members: Sequence[Member]) -> list[Bytes]:
+        """Read the members of one sample; neighbours are read with one call, and share its memory."""
         results: list[Bytes | None] = [None] * len(members)
         spans = [(offset, size) for offset, size, _, _ in members]
         for run in _runs(members, self._limits.member_bytes):
@@ -190,15 +184,7 @@ class TarShard:
                 results[i] = content
         return [content for content in results if content is not None]
 
-    def is_text(self, field: str, encoding: int) -> bool:
-        """Members are bytes."""
-        return False
-
-    def is_json(self, field: str, encoding: int) -> bool:
-        """Members are bytes."""
-        return False
-
-    def expect(self, members: Sequence[tuple[int, int, int, str]]) -> object:
+    def expect(self, members: Sequence[Member]) -> object:
         # The map of a sparse member says what is read of it.
         return self._file.expect([(offset, size) for offset, size, encoding, _ in members if encoding != SPARSE])
 
@@ -218,7 +204,7 @@ def gunzip(data: Bytes, field: str, limits: Limits) -> bytes:
     return text
 
 
-def _runs(members: Sequence[tuple[int, int, int, str]], member_bytes: int) -> list[Run]:
+def _runs(members: Sequence[Member], member_bytes: int) -> list[Run]:
     """Group members to read together. A member that is not RAW, or above the limit, is a run of its own."""
     alone = {i: None for i, (_, size, encoding, _) in enumerate(members) if encoding != RAW or size > member_bytes}
     near = [i for i in range(len(members)) if i not in alone] if alone else range(len(members))
@@ -229,7 +215,7 @@ def _runs(members: Sequence[tuple[int, int, int, str]], member_bytes: int) -> li
     return runs + [Run([i], members[i][0], members[i][0] + members[i][1]) for i in alone]
 
 
-def bytes_read_together(members: Sequence[tuple[int, int, int, str]]) -> int:
+def bytes_read_together(members: Sequence[Member]) -> int:
     """Return the bytes that `TarShard.read_many` reads for members of one sample: the members and gaps between them."""
     largest = max((size for _, size, _, _ in members), default=0)
     return sum(run.stop - run.start for run in _runs(members, largest))

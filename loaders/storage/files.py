@@ -1,6 +1,6 @@
 """Files: every file of a data set, on this machine or in object storage, by its path or URL. A value that pickles.
 
-path or URL --scheme--> LOCAL, or objects of a store --> identity, version, names, open files
+path or URL --scheme--> a local file, or objects of a store --> identity, version, names, open files
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final
 
 from orchdata.loaders.errors import StorageError
-from orchdata.loaders.storage.local import LOCAL
+from orchdata.loaders.storage import local
+from orchdata.loaders.storage.atomic import is_folder
 from orchdata.loaders.storage.node import Cache, CopiedFile, Copies
 from orchdata.loaders.storage.remote import urls
 from orchdata.loaders.storage.remote.objects import Objects, RemoteFile, matches, versions_of
 from orchdata.loaders.storage.remote.requests import RETRY_SECONDS
-from orchdata.loaders.storage.storage import CountedFile, FileVersion, ReadBytes, Storage
+from orchdata.loaders.storage.storage import FileVersion, ReadBytes, Storage
 
 _OF_TIMEOUT: Final = 0.6
 """The part of a loader's timeout that an outage may last."""
@@ -26,7 +27,8 @@ _LISTED_SECONDS: Final = 60.0
 
 
 class Files:
-    """Names, versions, listings and bytes of files, as `storage.FileSystem`.
+    """Names, versions, listings and bytes of files. Methods are safe from many threads; a failed call raises
+    StorageError after some attempts.
 
     Two are equal if they read the same way. What is open is kept with the object, in each process.
 
@@ -98,7 +100,7 @@ class Files:
 
     def version(self, path: str, *, retries: bool = True) -> FileVersion | None:
         if not urls.is_remote(path):
-            return LOCAL.version(path, retries=retries)
+            return local.version(path, retries=retries)
         if (other := self.others.get(path)) is not None:
             return other.version(path)
         return self._known.get(path) or self.objects.version(path)
@@ -109,7 +111,7 @@ class Files:
         return 0 if version is None else version.size
 
     def is_folder(self, path: str) -> bool:
-        return not urls.is_remote(path) and LOCAL.is_folder(path)
+        return not urls.is_remote(path) and is_folder(path)
 
     def open(self, path: str, known: FileVersion | None = None, reads: ReadBytes | None = None) -> Storage:
         """Open a file. Raises StorageError, and ShardError if it is not a regular file.
@@ -119,8 +121,7 @@ class Files:
             reads: counts what is read.
         """
         if not urls.is_remote(path):
-            file = LOCAL.open(path)
-            return file if reads is None else CountedFile(file, reads.storage)
+            return local.LocalFile(path, count=None if reads is None else reads.storage)
         if (other := self.others.get(path)) is not None:
             return other.open(path, known, reads)
         if known is None:
@@ -132,10 +133,10 @@ class Files:
         return RemoteFile(self.objects, path, known, reads)
 
     def file_number(self, path: str) -> Hashable | None:
-        return None if urls.is_remote(path) else LOCAL.file_number(path)
+        return None if urls.is_remote(path) else local.file_number(path)
 
     def why_same(self, path: str, other: str) -> str | None:
-        return None if urls.is_remote(path) or urls.is_remote(other) else LOCAL.why_same(path, other)
+        return None if urls.is_remote(path) or urls.is_remote(other) else local.why_same(path, other)
 
     @property
     def objects(self) -> Objects:

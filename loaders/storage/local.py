@@ -12,13 +12,13 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from orchdata.loaders.errors import OF_THE_FILE, ShardError, StaleIndexError
-from orchdata.loaders.storage.atomic import is_folder, status_at
+from orchdata.loaders.storage.atomic import status_at
 from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.retries import retry, storage_error, tried
-from orchdata.loaders.storage.storage import FileSystem, FileVersion
+from orchdata.loaders.storage.storage import ByteCount, FileVersion
 
 T = TypeVar("T")
 
@@ -33,16 +33,20 @@ class LocalFile:
         path: of the file.
         url: its name in errors; default: the path.
         follow: whether the path may be a link.
+        count: adds up the bytes that are read.
 
     Raises:
         StorageError: it cannot be opened now.
         ShardError: it is not a regular file.
     """
 
-    def __init__(self, path: str | Path, *, url: str | None = None, follow: bool = True) -> None:
+    def __init__(
+        self, path: str | Path, *, url: str | None = None, follow: bool = True, count: ByteCount | None = None
+    ) -> None:
         self.url = os.fspath(path) if url is None else url
         self._path = path
         self._follow = follow
+        self.count = count
         try:
             self._fd = self._open()
         except OSError as error:
@@ -64,22 +68,24 @@ class LocalFile:
         self._closing = False
 
     def read(self, offset: int, size: int) -> bytes:
-        fd = self._enter()
-        try:
-            try:
-                return read_at(fd, offset, size)
-            except OSError as error:
-                return self._retry(offset, lambda: read_at(fd, offset, size), error)
-        finally:
-            self._leave()
+        data = self._reading(read_at, offset, size)
+        if self.count is not None:
+            self.count.add(len(data))
+        return data
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
+        got = self._reading(read_into_at, offset, buffer)
+        if self.count is not None:
+            self.count.add(got)
+        return got
+
+    def _reading(self, read: Callable[[int, int, Any], T], offset: int, what: Any) -> T:
         fd = self._enter()
         try:
             try:
-                return read_into_at(fd, offset, buffer)
+                return read(fd, offset, what)
             except OSError as error:
-                return self._retry(offset, lambda: read_into_at(fd, offset, buffer), error)
+                return self._retry(offset, lambda: read(fd, offset, what), error)
         finally:
             self._leave()
 
@@ -219,52 +225,47 @@ class LocalFolder:
         """Nothing is open."""
 
 
-class LocalFileSystem:
-    """Files of this machine, with the file systems that are mounted on it."""
+def version(path: str, *, retries: bool = True) -> FileVersion | None:
+    """Return the version of a file, or of all files below a folder; None if it does not exist. Raises StorageError.
 
-    def identity(self, path: str) -> str:
-        return path if "://" in path else os.path.abspath(path)
-
-    def version(self, path: str, *, retries: bool = True) -> FileVersion | None:
-        if retries:
-            status = status_at(path)
-        else:
-            try:
-                status = os.stat(path)
-            except OSError as error:
-                if error.errno not in OF_THE_FILE:
-                    raise storage_error(path, "cannot be looked at", error) from error
-                status = None
-        if status is None:
-            return None
-        if stat.S_ISDIR(status.st_mode):
-            return _joined(dict(_below(path)))
-        return _version_of(status)
-
-    def is_folder(self, path: str) -> bool:
-        return is_folder(path)
-
-    def open(self, path: str) -> LocalFile:
-        return LocalFile(path)
-
-    def file_number(self, path: str) -> Hashable | None:
-        # Network file systems reuse inodes, so an equal device and inode is not enough.
+    Args:
+        retries: whether to try again after an error.
+    """
+    if retries:
         status = status_at(path)
-        is_file = status is not None and (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode))
-        return (status.st_dev, status.st_ino) if status is not None and is_file else None
+    else:
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            if error.errno not in OF_THE_FILE:
+                raise storage_error(path, "cannot be looked at", error) from error
+            status = None
+    if status is None:
+        return None
+    if stat.S_ISDIR(status.st_mode):
+        return _joined(dict(_below(path)))
+    return _version_of(status)
 
-    def why_same(self, path: str, other: str) -> str | None:
-        """The real paths must be equal, or the file has several links, and size and modification time are equal."""
-        real = _real_path(path)
-        if real == _real_path(other):
-            return f"both are {real}"
-        first, second = status_at(path), status_at(other)
-        if first is None or second is None or min(first.st_nlink, second.st_nlink) < 2 or stat.S_ISDIR(first.st_mode):
-            return None
-        return "hard links to it" if _version_of(first) == _version_of(second) else None
+
+def file_number(path: str) -> Hashable | None:
+    """Return a number that is equal for two paths of one file or folder, and seldom for two; None for no file."""
+    # Network file systems reuse inodes, so an equal device and inode is not enough.
+    status = status_at(path)
+    is_file = status is not None and (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode))
+    return (status.st_dev, status.st_ino) if status is not None and is_file else None
 
 
-LOCAL: Final[FileSystem] = LocalFileSystem()
+def why_same(path: str, other: str) -> str | None:
+    """Return why two paths with one `file_number` are the same file, in words; None if they are not: their real paths
+    must be equal, or the file has several links, and size and modification time are equal.
+    """
+    real = _real_path(path)
+    if real == _real_path(other):
+        return f"both are {real}"
+    first, second = status_at(path), status_at(other)
+    if first is None or second is None or min(first.st_nlink, second.st_nlink) < 2 or stat.S_ISDIR(first.st_mode):
+        return None
+    return "hard links to it" if _version_of(first) == _version_of(second) else None
 
 
 def _version_of(status: os.stat_result) -> FileVersion:

@@ -1,7 +1,7 @@
-"""Where shards come from: a file system that names and lists them, and open files with positional reads.
+"""Where shards come from: open files with positional reads.
 
 Size, version and name of everything that is kept in the cache come from here. Files of this machine are in `local`,
-objects of storage in `remote`, and `remote.files` chooses by the URL.
+objects of storage in `remote`, and `files` chooses by the URL.
 
 Reading neighbouring members of a file with one call: reading over a small gap costs less than another call.
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 
@@ -69,41 +69,6 @@ class FileVersion(NamedTuple):
 
     size: int
     version: str
-
-
-class FileSystem(Protocol):
-    """Names, versions and listings of files. Methods are safe from many threads.
-
-    A failed call raises StorageError after some attempts.
-    """
-
-    def identity(self, path: str) -> str:
-        """Return the name under which what is kept of a file is stored: for local files the absolute path."""
-        ...
-
-    def version(self, path: str, *, retries: bool = True) -> FileVersion | None:
-        """Return the version of a file, or of all files below a folder; None if it does not exist.
-
-        Args:
-            retries: whether to try again after an error.
-        """
-        ...
-
-    def is_folder(self, path: str) -> bool:
-        """Return whether a path is a folder."""
-        ...
-
-    def open(self, path: str) -> Storage:
-        """Open a file. Raises StorageError, and ShardError if it is not a regular file."""
-        ...
-
-    def file_number(self, path: str) -> Hashable | None:
-        """Return a number that is equal for two paths of one file or folder, and seldom for two; None for no file."""
-        ...
-
-    def why_same(self, path: str, other: str) -> str | None:
-        """Return why two paths with one `file_number` are the same file, in words; None if they are not."""
-        ...
 
 
 Bytes = bytes | memoryview
@@ -211,40 +176,6 @@ class ReadBytes:
         }
         requests = self.requests.as_dict()
         return sums | ({"requests": requests} if requests else {})
-
-
-class CountedFile:
-    """A storage with counted reads."""
-
-    def __init__(self, file: Storage, count: ByteCount) -> None:
-        self.url = file.url
-        self.size = file.size
-        self.version = file.version
-        self._file = file
-        self._count = count
-
-    @property
-    def changed_ns(self) -> int:
-        return self._file.changed_ns
-
-    def read(self, offset: int, size: int) -> bytes:
-        data = self._file.read(offset, size)
-        self._count.add(len(data))
-        return data
-
-    def read_into(self, offset: int, buffer: memoryview) -> int:
-        got = self._file.read_into(offset, buffer)
-        self._count.add(got)
-        return got
-
-    def expect(self, extents: Sequence[tuple[int, int]]) -> object:
-        return self._file.expect(extents)
-
-    def check_unchanged(self) -> None:
-        self._file.check_unchanged()
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def basename(url: str) -> str:

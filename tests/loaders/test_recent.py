@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from orchdata.loaders.shards.open import Recent
+from orchdata.loaders.shards.shard import Recent
 
 
 def test_the_least_recently_used_are_let_go() -> None:

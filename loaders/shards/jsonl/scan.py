@@ -38,49 +38,44 @@ Result = TypeVar("Result")
 
 
 class Scanned(NamedTuple):
-    """Facts of a file, the number of its bytes that could not be read, the state of the files that it names, and the
-    number of records that the user's function leaves out.
+    """What is known of a file of records.
+
+    Attributes:
+        lost_bytes: that could not be read.
+        media: state of the files that its records name.
+        left_out: number of records that the user's function leaves out.
+        end: offset of the record after the first ones; None if there is none.
     """
 
     table: FactsTable
     lost_bytes: int
-    media: str
+    media: str = ""
     left_out: int = 0
+    end: int | None = None
 
 
-def scan(reader: RecordReader, limits: Limits) -> Scanned:
-    """Scan a file of records. Bad records and media become rows with an error."""
-    rows = _Scan(reader, limits)
-    states = MediaStates()
-    for read, probed in _probed(reader, reader.all(), limits):
-        rows.add(read, probed)
-        states.add([one.state for one in probed])
-        if len(rows.table) > limits.shard_rows:
-            return Scanned(shard_failure(f"more than {limits.shard_rows} fields, above Limits.shard_rows"), 1, "")
-    if not len(rows.table) and not rows.left_out:
-        return Scanned(shard_failure("no samples: the file has no records"), 0, "")
-    return Scanned(rows.table, rows.lost_bytes, states.digest(), rows.left_out)
-
-
-def scan_first(reader: RecordReader, limits: Limits, most: int) -> tuple[FactsTable, int | None]:
-    """Return the facts of the first `most` records, and the offset of the next one; None if there is none."""
-    rows = _Scan(reader, limits)
-    after: list[Record] = []
+def scan(reader: RecordReader, limits: Limits, most: int | None = None) -> Scanned:
+    """Scan a file of records, or its first `most`. Bad records and media become rows with an error."""
+    rows, states = _Scan(reader, limits), MediaStates()
+    after: list[int] = []
 
     def records() -> Iterator[Record]:
         for number, record in enumerate(reader.all()):
             if number == most:
-                after.append(record)
+                after.append(record.offset)
                 return
             yield record
 
     for read, probed in _probed(reader, records(), limits):
         rows.add(read, probed)
+        states.add([one.state for one in probed])
         if len(rows.table) > limits.shard_rows:
-            break  # the whole file has more
+            if most is not None:
+                break  # the whole file has more
+            return Scanned(shard_failure(f"more than {limits.shard_rows} fields, above Limits.shard_rows"), 1)
     if not len(rows.table) and not rows.left_out and not after:
-        return shard_failure("no samples: the file has no records"), None
-    return rows.table, after[0].offset if after else None
+        return Scanned(shard_failure("no samples: the file has no records"), 0)
+    return Scanned(rows.table, rows.lost_bytes, states.digest(), rows.left_out, after[0] if after else None)
 
 
 def media_state(reader: RecordReader, limits: Limits) -> str:
@@ -114,14 +109,13 @@ class MediaStates:
 
 
 class _Probed(NamedTuple):
-    """The result of probing one image or clip; `short` is set if there was too little memory for it."""
+    """The result of probing one image or clip."""
 
     size: int = 0
     stamp: int = 0
     header: Header = NO_HEADER
     error: str | None = None
     state: str = ""
-    short: MemoryError | None = None
 
 
 class _Read(NamedTuple):
@@ -180,6 +174,8 @@ def _probed(
             mine.shard, mine.key = shard, one[0]
             try:
                 return _probe(one[1], reader.folder, limits)
+            except MemoryError as error:
+                raise measured_at(error, reader.url, one[0], one[1].field) from error
             finally:
                 mine.key = None
 
@@ -230,7 +226,7 @@ def _probe(media: NamedMedia, folder: Folder | None, limits: Limits) -> _Probed:
     error = next((f"file {at} of its list: {one.error}" for at, one in enumerate(files) if one.error is not None), None)
     error = error or limits.size_error(size, is_text=False)
     state = "\0".join(one.state for one in files if one.state)
-    return _Probed(size, stamp, error=error, state=state, short=next((one.short for one in files if one.short), None))
+    return _Probed(size, stamp, error=error, state=state)
 
 
 def _probe_one(media: NamedMedia, folder: Folder | None, limits: Limits) -> _Probed:
@@ -262,8 +258,6 @@ def _probe_one(media: NamedMedia, folder: Folder | None, limits: Limits) -> _Pro
         if not state and media.path is not None and folder is not None:
             state = f"{media.path}\0{error.reason}"
         return _Probed(size, stamp, error=error.reason, state=state)
-    except MemoryError as error:
-        return _Probed(short=error)  # `_Scan` adds the record to the error
     return _Probed(size, stamp, (*header, *NO_HEADER[len(header) :]), state=state)
 
 
@@ -281,7 +275,6 @@ class _Scan:
         self.left_out = 0
         self._field = reader.field
         self._limits = limits
-        self._url = reader.url
         self._encoding = reader.encoding
         self._number = 0
         self._first_row = RowsOfKeys(self.table.key)
@@ -322,8 +315,6 @@ class _Scan:
         )
         for media in read.media:
             one = next(probed)
-            if one.short is not None:
-                raise measured_at(one.short, self._url, key, media.field) from one.short
             table.append(
                 number,
                 key,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -23,79 +22,32 @@ from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules
 from orchdata.loaders.shards.parquet.cells import column_of, is_json_field, is_text_field, locate_cell, read_cell
 from orchdata.loaders.shards.parquet.children import measure
 from orchdata.loaders.shards.parquet.file import ColumnValues, ParquetReader, read_columns
-from orchdata.loaders.shards.shard import Facts, facts_of, shard_failure
+from orchdata.loaders.shards.shard import Facts, Member, Recent, Shard, facts_of, shard_failure
 from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.storage import Storage
 
 
 class DecodedColumn:
-    """A decoded column of a row group, in pieces.
+    """A decoded column of a row group, in pieces."""
 
-    Args:
-        least_bytes: that it is known to take.
-    """
-
-    def __init__(self, pieces: Sequence[pa.Array], least_bytes: int = 0) -> None:
+    def __init__(self, pieces: Sequence[pa.Array]) -> None:
+        self.num_bytes = int(pa.chunked_array(pieces).get_total_buffer_size())
         self._pieces = pieces
-        self._least_bytes = least_bytes
         self._starts = np.cumsum([0, *map(len, pieces)])
 
     def __getitem__(self, row: int) -> pa.Scalar:
         piece = int(np.searchsorted(self._starts, row, side="right")) - 1
         return self._pieces[piece][row - int(self._starts[piece])]
 
-    def get_total_buffer_size(self) -> int:
-        return max(self._least_bytes, int(pa.chunked_array(self._pieces).get_total_buffer_size()))
 
-
-class ColumnCache:
-    """Decoded columns of row groups, shared by all shards and threads of the process; drops the least recently used.
-
-    Keeps at most `max_bytes`, or one column that is larger.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.cached_bytes = 0
-        self._columns: OrderedDict[tuple[int, int, str], tuple[DecodedColumn, int]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: tuple[int, int, str]) -> DecodedColumn | None:
-        with self._lock:
-            entry = self._columns.get(key)
-            if entry is None:
-                return None
-            self._columns.move_to_end(key)
-            return entry[0]
-
-    def put(self, key: tuple[int, int, str], column: DecodedColumn) -> None:
-        size = column.get_total_buffer_size()
-        with self._lock:
-            self._drop(key)
-            self._columns[key] = (column, size)
-            self.cached_bytes += size
-            while self.cached_bytes > self.max_bytes and len(self._columns) > 1:
-                self._drop(next(iter(self._columns)))
-
-    def forget(self, shard: int) -> None:
-        with self._lock:
-            for key in [key for key in self._columns if key[0] == shard]:
-                self._drop(key)
-
-    def _drop(self, key: tuple[int, int, str]) -> None:
-        if (entry := self._columns.pop(key, None)) is not None:
-            self.cached_bytes -= entry[1]
-
-
-COLUMNS = ColumnCache(512 << 20)
+COLUMNS: Recent[DecodedColumn] = Recent(512 << 20, or_one=True)
+"""Decoded columns, by number of the shard, row group and name; of all shards of the process."""
 NUMBERS = itertools.count()
 
 
-class ColumnShard:
+class ColumnShard(Shard):
     """A file of columns, read by cells. `read` and `read_many` are safe from many threads."""
 
-    is_new = False
-    packed = False
     reader: ClassVar[type[Any]]
     """Reads its descriptions: of a file, limits, rules."""
 
@@ -139,15 +91,15 @@ class ColumnShard:
             raise ValueError(f"{self.url}: read after close")
         return read_cell(self._cell, self._file, offset, size, field)
 
-    def read_many(self, members: Sequence[tuple[int, int, int, str]]) -> list[bytes | memoryview]:
-        """Read cells (row, size, encoding, field) of one sample. Raises as `read` does."""
+    def read_many(self, members: Sequence[Member]) -> list[bytes | memoryview]:
+        """Read cells of one sample. Raises as `read` does."""
         return [self.read(*member) for member in members]
 
-    def is_text(self, field: str, encoding: int) -> bool:
+    def is_text(self, field: str) -> bool:
         """Return whether the column of a field has text, and not bytes."""
         return is_text_field(self._open().columns, field)
 
-    def is_json(self, field: str, encoding: int) -> bool:
+    def is_json(self, field: str) -> bool:
         """Return whether the cells of a field are JSON."""
         return is_json_field(self._open().columns, field)
 
@@ -165,15 +117,12 @@ class ColumnShard:
             self._file.check_unchanged()
             return columns
 
-    def expect(self, members: Sequence[tuple[int, int, int, str]]) -> None:
-        """What of the file a cell takes is known when it is decoded."""
-
     def close(self) -> None:
         with self._lock:
             self._closed = True
             self._reader = None
             self._file.close()
-        COLUMNS.forget(self._number)
+        COLUMNS.drop(lambda name: name[0] == self._number)
 
     def _scalar(self, reader: Any, group: int, name: str, row: int) -> pa.Scalar:
         raise NotImplementedError
@@ -207,21 +156,15 @@ class ParquetShard(ColumnShard):
         return reader.chunk_bytes(sorted({each[0].name for each in found if each is not None}))
 
     def _scalar(self, reader: ParquetReader, group: int, name: str, row: int) -> pa.Scalar:
-        return self._decoded(reader, group, name)[row]
+        def decoded() -> tuple[DecodedColumn, int]:
+            with self._lock:
+                try:
+                    column = DecodedColumn([batch.column(name) for batch in reader.batches(group, [name])])
+                finally:
+                    self._file.check_unchanged()  # a change of the file can look like damage
+            return column, column.num_bytes
 
-    def _decoded(self, reader: ParquetReader, group: int, name: str) -> DecodedColumn:
-        key = (self._number, group, name)
-        column = COLUMNS.get(key)
-        if column is None:
-            with self._lock:  # a second thread uses the column that the first one decoded
-                column = COLUMNS.get(key)
-                if column is None:
-                    try:
-                        column = DecodedColumn([batch.column(name) for batch in reader.batches(group, [name])])
-                    finally:
-                        self._file.check_unchanged()  # a change of the file can look like damage
-                    COLUMNS.put(key, column)
-        return column
+        return COLUMNS.made((self._number, group, name), decoded)[row]
 
 
 _checksums: dict[tuple[str, int, str], str] = {}
