@@ -170,7 +170,16 @@ def balance_teams(
     widths = widths[widths <= num_ranks]
     table = np.ascontiguousarray(table[:, : len(widths)])
     if tokens is not None and max_tokens is not None:
-        _forbid_long_slices(table, widths, checked_costs(tokens, "tokens"), checked_count(max_tokens, "max_tokens"))
+        lengths, most = checked_costs(tokens, "tokens"), checked_count(max_tokens, "max_tokens")
+        if len(lengths) != len(table):
+            raise ValueError(f"tokens must have one entry for each of the {len(table)} sequences, got {len(lengths)}")
+        longest = int(lengths.max(initial=0))
+        if longest > int(widths[-1]) * most:
+            raise ValueError(
+                f"sequence {int(lengths.argmax())} has {longest} tokens, but the largest team of {widths[-1]} ranks "
+                f"holds {int(widths[-1]) * most} with max_tokens={most}: raise it, or take larger teams or more ranks"
+            )
+        table[-(-lengths[:, None] // widths) > most] = NEVER
     size, rank, loads, bound = solve_teams(table, widths, num_ranks)
     whole = np.ascontiguousarray(table[:, 0])
     if whole.max(initial=0) <= loads.max():
@@ -191,19 +200,6 @@ def _checked_sizes(sizes: Sequence[int] | None, num_sizes: int) -> Ints:
             f"sizes must be ascending powers of two from 1, one for each of {num_sizes} columns of costs, got {given}"
         )
     return np.array(given, np.int64)
-
-
-def _forbid_long_slices(table: Ints, sizes: Ints, tokens: Ints, max_tokens: int) -> None:
-    """Write NEVER where a slice is above the cap."""
-    if len(tokens) != len(table):
-        raise ValueError(f"tokens must have one entry for each of the {len(table)} sequences, got {len(tokens)}")
-    longest = int(tokens.max(initial=0))
-    if longest > int(sizes[-1]) * max_tokens:
-        raise ValueError(
-            f"sequence {int(tokens.argmax())} has {longest} tokens, but the largest team of {sizes[-1]} ranks holds"
-            f" {int(sizes[-1]) * max_tokens} with max_tokens={max_tokens}: raise it, or take larger teams or more ranks"
-        )
-    table[-(-tokens[:, None] // sizes) > max_tokens] = NEVER
 
 
 def balance_padded(

@@ -121,7 +121,7 @@ class SampleContent:
         shards = self.shards.open()
         load = shard_loader(self.shards.index, shards, self.shards.recipe_of)
         return SampleAssembler(
-            load=load,
+            loader=load,
             watch=watch,
             refuse=shard_refusal(self.shards.index),
             collate_fn=self.collate_fn,
