@@ -1,17 +1,10 @@
-"""Packed balancing: costs (num_samples,) -> rank of each sample.
+"""Packed and padded balancing: costs or lengths (num_samples,) -> rank of each sample, or first rank of its team.
 
-For batches without padding the load of a rank is the sum of its samples' costs. Quadratic costs also add up, as
-packed attention never crosses samples. Longest-first greedy alone is within a few per cent of the best. Moves and swaps
-with the lightest ranks then help the ranks above the tolerance; where ranks have only two to four large samples each,
-the capacity is bisected instead.
-
-Teams of ranks: costs at each size of team, (num_sequences, num_sizes) -> size and first rank of each sequence.
-
-A sequence that costs more than a rank's fair share sets the pace of a step, however whole sequences are assigned. Here
-2, 4, 8, ... ranks may share it, and each member pays what one of so many pays. Ranks are in teams of several sizes, one
-after another, and have whole sequences besides.
-
-Padded balancing: lengths (num_samples,) -> rank of each sample, where a rank costs its count times its longest.
+Without padding the load of a rank is the sum of its samples' costs. Quadratic costs also add up, as packed attention
+never crosses samples. Longest-first greedy alone is within a few per cent of the best. Moves and swaps with the
+lightest ranks then help the ranks above the tolerance; where ranks have only two to four large samples each, the
+capacity is bisected instead. A sequence that costs more than a rank's fair share sets the pace of a step: 2, 4, 8, ...
+ranks may share it as a team, each of which pays what one of so many pays.
 
 A padded batch is a rectangle: every row costs as much as its longest one. So samples of about the same length belong
 together, and the best assignment can be found exactly.
