@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from orchdata.balancers.assignment import Assignment, MovedAssignment, lower_bound
 from orchdata.balancers.bins import bin_bound, deal_bins, pack_bins
+from orchdata.balancers.costs.families import MoE
 from orchdata.balancers.costs.model import CostModel, FittedCost, FittedCosts, fit_phase_cost, fit_phase_costs
-from orchdata.balancers.costs.moe import MoE
 from orchdata.balancers.costs.phase import PhaseCost, TransformerCost
 from orchdata.balancers.grid import GridAssignment, GridPhases, balance_grid, balance_grouped, grid_round
 from orchdata.balancers.microbatches import MicrobatchOrder, order_microbatches, simulate_1f1b, split_microbatches

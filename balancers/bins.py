@@ -1,12 +1,8 @@
-"""Bins and micro-steps: items of several sizes and costs -> bin of each.
-
-Micro-steps: items of several sizes and costs -> micro-step of each, within capacities.
+"""Bins and micro-steps: items of several sizes and costs -> bin or micro-step of each, within capacities.
 
 A micro-step is the work of several ranks together: it takes, in each phase, an even share of its costs, or its largest
 item if that is more. So large items of a phase belong into the same micro-step, and small items into its gaps: first
 fit in several orders, like first-fit decreasing (Johnson 1973), and the best of these.
-
-Bins: items of several sizes and costs -> bin of each, for all bins of a step; full, and alike in a micro-step.
 
 A step of `num_ranks` ranks in M micro-steps is M * num_ranks bins. `bin_bound` returns a lower bound of their number.
 `pack_bins` fills a given number, or the fewest that it finds: it keeps the capacities, levels costs, and numbers bins

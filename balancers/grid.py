@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -197,7 +197,10 @@ def grid_round(held: Sequence[ArrayLike], *, primary: int = -1) -> list[NDArray[
     if len(held) == 0:
         raise ValueError("held must have the costs of at least one member, got none")
     members = [np.asarray(own) for own in held]
-    costs = [_checked_member(own, f"costs held by member {member}") for member, own in enumerate(members)]
+    costs = []
+    for member, own in enumerate(members):
+        rows = [checked_costs(row, f"costs held by member {member}") for row in (own.T if own.ndim == 2 else own[None])]
+        costs.append(np.stack(rows) if own.ndim == 2 else rows[0])
     if len({own.shape[:-1] for own in costs}) > 1:
         raise ValueError(f"all members must have costs of the same phases, got {[own.shape for own in members]}")
     counts = [len(own) for own in members]
@@ -206,11 +209,6 @@ def grid_round(held: Sequence[ArrayLike], *, primary: int = -1) -> list[NDArray[
     index = primary % len(together) if together.ndim == 2 else 0
     goes_to, _ = _share_out(together, _together(together), np.zeros_like(owner), owner, np.array([len(members)]), index)
     return np.split(goes_to, np.cumsum(counts)[:-1])
-
-
-def _checked_member(own: NDArray[Any], name: str) -> Ints:
-    """Return costs (num_samples,), or of each phase (num_phases, num_samples)."""
-    return np.stack([checked_costs(row, name) for row in own.T]) if own.ndim == 2 else checked_costs(own, name)
 
 
 def _checked(

@@ -1,17 +1,10 @@
-"""Packed balancing: costs (num_samples,) -> rank of each sample.
+"""Packed and padded balancing: costs or lengths (num_samples,) -> rank of each sample, or first rank of its team.
 
-For batches without padding the load of a rank is the sum of its samples' costs. Quadratic costs also add up, as
-packed attention never crosses samples. Longest-first greedy alone is within a few per cent of the best. Moves and swaps
-with the lightest ranks then help the ranks above the tolerance; where ranks have only two to four large samples each,
-the capacity is bisected instead.
-
-Teams of ranks: costs at each size of team, (num_sequences, num_sizes) -> size and first rank of each sequence.
-
-A sequence that costs more than a rank's fair share sets the pace of a step, however whole sequences are assigned. Here
-2, 4, 8, ... ranks may share it, and each member pays what one of so many pays. Ranks are in teams of several sizes, one
-after another, and have whole sequences besides.
-
-Padded balancing: lengths (num_samples,) -> rank of each sample, where a rank costs its count times its longest.
+Without padding the load of a rank is the sum of its samples' costs. Quadratic costs also add up, as packed attention
+never crosses samples. Longest-first greedy alone is within a few per cent of the best. Moves and swaps with the
+lightest ranks then help the ranks above the tolerance; where ranks have only two to four large samples each, the
+capacity is bisected instead. A sequence that costs more than a rank's fair share sets the pace of a step: 2, 4, 8, ...
+ranks may share it as a team, each of which pays what one of so many pays.
 
 A padded batch is a rectangle: every row costs as much as its longest one. So samples of about the same length belong
 together, and the best assignment can be found exactly.
@@ -170,7 +163,16 @@ def balance_teams(
     widths = widths[widths <= num_ranks]
     table = np.ascontiguousarray(table[:, : len(widths)])
     if tokens is not None and max_tokens is not None:
-        _forbid_long_slices(table, widths, checked_costs(tokens, "tokens"), checked_count(max_tokens, "max_tokens"))
+        lengths, most = checked_costs(tokens, "tokens"), checked_count(max_tokens, "max_tokens")
+        if len(lengths) != len(table):
+            raise ValueError(f"tokens must have one entry for each of the {len(table)} sequences, got {len(lengths)}")
+        longest = int(lengths.max(initial=0))
+        if longest > int(widths[-1]) * most:
+            raise ValueError(
+                f"sequence {int(lengths.argmax())} has {longest} tokens, but the largest team of {widths[-1]} ranks "
+                f"holds {int(widths[-1]) * most} with max_tokens={most}: raise it, or take larger teams or more ranks"
+            )
+        table[-(-lengths[:, None] // widths) > most] = NEVER
     size, rank, loads, bound = solve_teams(table, widths, num_ranks)
     whole = np.ascontiguousarray(table[:, 0])
     if whole.max(initial=0) <= loads.max():
@@ -191,19 +193,6 @@ def _checked_sizes(sizes: Sequence[int] | None, num_sizes: int) -> Ints:
             f"sizes must be ascending powers of two from 1, one for each of {num_sizes} columns of costs, got {given}"
         )
     return np.array(given, np.int64)
-
-
-def _forbid_long_slices(table: Ints, sizes: Ints, tokens: Ints, max_tokens: int) -> None:
-    """Write NEVER where a slice is above the cap."""
-    if len(tokens) != len(table):
-        raise ValueError(f"tokens must have one entry for each of the {len(table)} sequences, got {len(tokens)}")
-    longest = int(tokens.max(initial=0))
-    if longest > int(sizes[-1]) * max_tokens:
-        raise ValueError(
-            f"sequence {int(tokens.argmax())} has {longest} tokens, but the largest team of {sizes[-1]} ranks holds"
-            f" {int(sizes[-1]) * max_tokens} with max_tokens={max_tokens}: raise it, or take larger teams or more ranks"
-        )
-    table[-(-tokens[:, None] // sizes) > max_tokens] = NEVER
 
 
 def balance_padded(

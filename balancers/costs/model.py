@@ -1,23 +1,14 @@
-"""Cost models: the number of positions that enter a phase -> their cost, in integers.
+"""Cost models: the number of positions that enter a phase -> their cost, in integers; and costs from measurements.
 
-A phase's cost of one sequence is a `PhaseCost`. The coefficients are quantised once, with one scale for all phases of
-a model, so that costs of different phases can be added; from there on everything is int64, the same on every rank and
-machine.
+A phase's cost of one sequence is a `PhaseCost`. The coefficients are quantised once, with one scale for all phases, so
+that costs can be added; from there on everything is int64, the same on every rank. The scale is the largest power of
+two at which one sequence of 2**20 positions in every phase together costs at most 2**42: 2**20 such samples still sum
+to 2**62. Coefficients carry 20 more fractional bits (`COST_SHIFT`). Whole coefficients that fit keep scale 1.
 
-The scale is the largest power of two at which one sequence of 2**20 positions in every phase together costs at most
-2**42: 2**20 such samples still sum to 2**62, inside int64. Coefficients carry 20 more fractional bits
-(`orchdata.native.costs.COST_SHIFT`). Whole coefficients that fit keep scale 1: their costs keep their unit,
-for example tokens.
-
-Fitting costs: measured sequences and their seconds -> the PhaseCost that predicts them, in seconds.
-
-One phase timed by itself, or all phases of a model at once from the times of whole steps.
-
-Least squares over constant, linear and quadratic, none of them below 0 (Lawson and Hanson 1974, as in scipy): a phase
-does not get faster with length, and a negative coefficient would predict negative times outside the measured range.
-
-Each equation is divided by its measured time, so relative errors are minimised: an error of 10 % counts the same at 100
-positions as at a million. Columns are scaled to equal length, as l*l is up to 10**12 times the constant.
+Fitting is least squares over constant, linear and quadratic, none below 0 (Lawson and Hanson 1974, as in scipy): a
+phase does not get faster with length, and a negative coefficient would predict negative times. Each equation is divided
+by its measured time, so relative errors are minimised. Columns are scaled to equal length, as l*l is up to 10**12 times
+the constant.
 """
 
 from __future__ import annotations

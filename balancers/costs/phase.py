@@ -24,8 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers.checks import checked_count, checked_flag
-from orchdata.balancers.costs.families import transformer_sizes
-from orchdata.balancers.costs.moe import MoE
+from orchdata.balancers.costs.families import MoE, transformer_sizes
 
 MAX_WIDTH = (1 << 31) - 1
 Positions = TypeVar("Positions", float, NDArray[np.float64])

@@ -35,72 +35,51 @@ STOP_ITERATION = "the data set, or collate_fn, raised StopIteration"
 _THREAD_SAFE = (default_collate, default_convert)
 
 
+@dataclass(kw_only=True, eq=False)
 class SampleAssembler:
-    """Loads each sample by its row, then hands the list to `collate_fn`.
-
-    Args:
-        load: row -> sample; raises DataError for one that cannot be used.
-        watch: records each sample while it is loaded.
-        refuse: row, why it must not be loaded -> the exception to raise.
-        collate_fn: list of samples -> batch, or one sample -> batch. In all steps together, one thread at a time calls
-            it, unless it is torch's own. If it has a parameter `step`, it gets a `StepInfo` there.
-        batched: whether collate_fn gets a list.
-        num_map_rows: rows of a map-style data set. A rank without a sample gets the global batch's first one, as
-            torch's DistributedSampler pads; if the whole global batch fails, the next row that works. 0 for shards:
-            `collate_fn` gets an empty list.
-        load_many: rows -> all samples of a microbatch together; None to load each one by itself.
-        reads: counts the bytes that `load` reads from shards.
-        seed: for shards, of the generators that decoding draws from: `load` then gets the pass of the sample too.
-        ahead: for shards, begins to read the samples of these rows.
+    """Loads each sample by its row with `loader`, or with `load_many` all of a microbatch, then hands the list to
+    `collate_fn` (if not `batched`, one sample). In all steps together, one thread at a time calls it, unless it is
+    torch's own; a parameter `step` of it gets a `StepInfo`. A rank of a map-style data set of `num_map_rows` without a
+    sample gets the global batch's first one, as torch's DistributedSampler pads; if the whole global batch fails, the
+    next row that works. For shards `loader` gets the pass of the sample too, `seed` is that of its generators, and
+    `ahead` begins to read the samples of rows.
     """
 
-    def __init__(
-        self,
-        *,
-        load: Callable[..., Any],
-        watch: Watch,
-        refuse: Callable[[int, str], Exception],
-        collate_fn: Callable[..., Any],
-        batched: bool = True,
-        num_map_rows: int = 0,
-        load_many: Callable[[list[int]], Any] | None = None,
-        reads: ReadBytes | None = None,
-        seed: int | None = None,
-        ahead: Callable[[Iterable[int]], object] | None = None,
-    ) -> None:
-        self._ahead = ahead
-        self._load = load
-        self._watch = watch
-        self._refuse = refuse
-        self.load_many = load_many
-        self.num_map_rows = num_map_rows
-        self.reads = reads
-        self.seed = seed
-        self._collate_fn = collate_fn
-        self._batched = batched
-        self._takes_step = takes_step(collate_fn)
+    loader: Callable[..., Any]
+    watch: Watch
+    refuse: Callable[[int, str], Exception]
+    collate_fn: Callable[..., Any]
+    batched: bool = True
+    num_map_rows: int = 0
+    load_many: Callable[[list[int]], Any] | None = None
+    reads: ReadBytes | None = None
+    seed: int | None = None
+    ahead: Callable[[Iterable[int]], object] | None = None
+
+    def __post_init__(self) -> None:
+        self._takes_step = takes_step(self.collate_fn)
 
     def begin(self, share: Share) -> SampleAssembly:
         return SampleAssembly(self, share)
 
     def read_ahead(self, wanted: Iterable[int]) -> object:
-        return None if self._ahead is None else self._ahead(wanted)
+        return None if self.ahead is None else self.ahead(wanted)
 
     def load(self, row: int, of: Pass | None = None) -> Any:
         """Load a sample by its row, as in a pass."""
-        load = self._load if of is None else partial(self._load, of=of)
-        return self._watch.load(row, load, self._refuse)
+        load = self.loader if of is None else partial(self.loader, of=of)
+        return self.watch.load(row, load, self.refuse)
 
     def load_alone(self, row: int) -> None:
         self.load(row)
 
     def collated(self, samples: dict[int, Any], share: Share, together: Any = None) -> Any:
         """Call `collate_fn` with the samples, by their index in the share, or with all of them `together`."""
-        collate, kept = self._collate_fn, sorted(samples)
+        collate, kept = self.collate_fn, sorted(samples)
         options = {"step": self._step_info(share, kept)} if self._takes_step else {}
         loaded = [samples[index] for index in kept] if together is None else together
         with contextlib.nullcontext() if collate in _THREAD_SAFE else lock_of(collate):
-            return collate(loaded if self._batched else loaded[0], **options)
+            return collate(loaded if self.batched else loaded[0], **options)
 
     def _step_info(self, share: Share, kept: list[int]) -> StepInfo:
         plan = share.plan
@@ -259,7 +238,7 @@ class MapContent:
 
     def open(self, watch: Watch) -> Assembler:
         return SampleAssembler(
-            load=map_loader(self.dataset, skip_errors=self.skip_errors),
+            loader=map_loader(self.dataset, skip_errors=self.skip_errors),
             watch=watch,
             refuse=lambda row, why: DataError(type(self.dataset).__name__, str(row), "", f"its worker {why}"),
             load_many=None if self.skip_errors else self._many,

@@ -126,7 +126,7 @@ class SampleContent:
             return read_ahead(self.shards.index, shards, self.shards.recipe_of, wanted)
 
         return SampleAssembler(
-            load=load,
+            loader=load,
             watch=watch,
             refuse=shard_refusal(self.shards.index),
             collate_fn=self.collate_fn,

@@ -291,40 +291,32 @@ class Pages:
 
     def _teams(self) -> tuple[Team, ...]:
         """Return the teams of the samples, which come by size."""
-        if self._share.plan.joined_to is not None:
-            return tuple(map(self._joined_team, self._joined))
-        share, plan, samples = self._share, self._share.plan, self._samples
-        teams, sizes = [], plan.team_size[samples]
-        for size in np.unique(sizes[sizes > 1])[::-1].tolist():
-            first, stop = np.searchsorted(-sizes, [-size, 1 - size]).tolist()
-            lowest, starts = int(plan.rank[samples[first]]), self._starts[first : stop + 1]
+        share, starts, sizes = self._share, self._starts, self._share.plan.team_size[self._samples]
+        # Of each team its size, its first sequence and the one after the last, and borders of whole sequences.
+        found = []
+        for of in self._joined:
+            whole = of.size * of.tokens
+            borders = of.borders if of.borders[-1] == whole else np.append(of.borders, whole)
+            found.append((of.size, int(of.at[0]), int(of.at[-1]) + 1, borders))
+        if share.plan.joined_to is None:
+            for size in np.unique(sizes[sizes > 1])[::-1].tolist():
+                first, stop = np.searchsorted(-sizes, [-size, 1 - size]).tolist()
+                found.append((size, first, stop, starts[first : stop + 1] - starts[first]))
+        teams = []
+        for size, first, stop, borders in found:
+            place, samples = share.rank % size, slice(first, min(stop, len(self._rows)))
             teams.append(
                 Team(
                     size=size,
-                    place=share.rank - lowest,
-                    ranks=tuple(range(lowest, lowest + size)),
-                    rows=slice(*starts[[0, -1]].tolist()),
-                    cu_seqlens=cu_seqlens(starts - starts[0]),
-                    samples=slice(first, stop),
-                    valid=torch.from_numpy(self._valid[first:stop]),
+                    place=place,
+                    ranks=tuple(range(share.rank - place, share.rank - place + size)),
+                    rows=slice(int(starts[first]), int(starts[stop])),
+                    cu_seqlens=cu_seqlens(borders),
+                    samples=samples,
+                    valid=torch.from_numpy(self._valid[samples]),
                 )
             )
         return tuple(teams)
-
-    def _joined_team(self, team: JoinedSequences) -> Team:
-        place, (first, stop) = self._share.rank % team.size, (int(team.at[0]), int(team.at[-1]) + 1)
-        samples, whole = slice(first, min(stop, len(self._rows))), team.size * team.tokens
-        borders = team.borders if team.borders[-1] == whole else np.append(team.borders, whole)
-        lowest = self._share.rank - place
-        return Team(
-            size=team.size,
-            place=place,
-            ranks=tuple(range(lowest, lowest + team.size)),
-            rows=slice(int(self._starts[first]), int(self._starts[stop])),
-            cu_seqlens=cu_seqlens(borders),
-            samples=samples,
-            valid=torch.from_numpy(self._valid[samples]),
-        )
 
     def _llm(self, *, per_phase: bool) -> LLMBatch:
         starts, held, arrays = self._starts, self._held, self._arrays

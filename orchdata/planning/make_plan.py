@@ -124,28 +124,34 @@ class PlanSpec:
 
 def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
     """Return the plan of one step. Raises IndexError for a step outside the epoch."""
+    ranges, repeats, padded = None, False, spec.costs.padded
     if isinstance(spec.batches, WindowBatches):
-        return _plan_of_windows(spec, spec.batches, task)
-    # The samples: the order computes them, or a torch sampler drew them.
-    if task.rows is None:
-        start, stop = spec.steps.bounds(task)
-        source, row = spec.order.rows(task.epoch, start, stop)
+        # Pieces of documents, which fill windows.
+        assert isinstance(padded, WindowCost)
+        spec.steps.bounds(task)
+        pieces = spec.batches.pieces(task.epoch, task.step)
+        source, row, stream, passes = pieces.source, pieces.row, pieces.stream, pieces.passes
+        costs, positions = {"llm": padded.of_pieces(pieces.tokens)}, {"llm": pieces.tokens}
+        loss_tokens = piece_labels(pieces.tokens, spec.costs.loss_tokens(row))
+        ranges = TokenRanges(pieces.first, pieces.epoch, loss_tokens)
     else:
-        start, stop, source, row = 0, len(task.rows), np.zeros(len(task.rows), np.int32), task.rows
-
-    stream = spec.order.drawn_from(task.epoch, start, stop)
-    is_tail = spec.evens_tail and task.step == spec.last_step(task.epoch, task.begin)
-    if repeats := is_tail and len(row) % spec.num_ranks > 0:
-        size = -(-len(row) // spec.num_ranks) * spec.num_ranks
-        source, row, stream = np.resize(source, size), np.resize(row, size), np.zeros(size, np.int64)
-
-    # What each sample costs, and the rank that owns its stream.
-    costs = {phase: spec.costs.costs(phase, row) for phase in spec.costs.phases}
-    loss_tokens = spec.costs.loss_tokens(row)
-    stream_rank = stream_ranks(stream, spec.num_ranks)
-    positions = {phase: spec.costs.positions(phase, row) for phase in dict.fromkeys(("llm", *spec.balance.caps))}
+        # The samples: the order computes them, or a torch sampler drew them.
+        if task.rows is None:
+            start, stop = spec.steps.bounds(task)
+            source, row = spec.order.rows(task.epoch, start, stop)
+        else:
+            start, stop, source, row = 0, len(task.rows), np.zeros(len(task.rows), np.int32), task.rows
+        stream, passes = spec.order.drawn_from(task.epoch, start, stop), _passes(spec.order, task, start, stop)
+        is_tail = spec.evens_tail and task.step == spec.last_step(task.epoch, task.begin)
+        if repeats := is_tail and len(row) % spec.num_ranks > 0:
+            size = -(-len(row) // spec.num_ranks) * spec.num_ranks
+            source, row, stream = np.resize(source, size), np.resize(row, size), np.zeros(size, np.int64)
+        costs = {phase: spec.costs.costs(phase, row) for phase in spec.costs.phases}
+        loss_tokens = spec.costs.loss_tokens(row)
+        positions = {phase: spec.costs.positions(phase, row) for phase in dict.fromkeys(("llm", *spec.balance.caps))}
 
     # The rank and microbatch of each sample, and per phase the rank of each part.
+    stream_rank = stream_ranks(stream, spec.num_ranks)
     batch = _GlobalBatch(spec, row, costs, positions, stream_rank)
     parts: Mapping[str, Parts] = {}
     rounds = None
@@ -167,7 +173,7 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
         microbatch=shares.microbatch,
         costs=costs,
         llm_positions=positions["llm"],
-        padded=spec.costs.padded,
+        padded=padded,
         loss_tokens=int(loss_tokens.sum()),
         stream_rank=stream_rank,
         group_size=spec.balance.group_size,
@@ -175,38 +181,9 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
         num_peers=spec.num_peers,
         parts=parts,
         rounds=rounds,
+        ranges=ranges,
         teams=shares.teams,
-        **_of_sources(spec.order, source, _passes(spec.order, task, start, stop), loss_tokens),
-    )
-
-
-def _plan_of_windows(spec: PlanSpec, batches: WindowBatches, task: StepTask) -> Plan:
-    """Return the plan of a step of windows: its samples are pieces of documents."""
-    spec.steps.bounds(task)
-    pieces = batches.pieces(task.epoch, task.step)
-    padded = spec.costs.padded
-    assert isinstance(padded, WindowCost)
-    costs, positions = {"llm": padded.of_pieces(pieces.tokens)}, {"llm": pieces.tokens}
-    loss_tokens = piece_labels(pieces.tokens, spec.costs.loss_tokens(pieces.row))
-    stream_rank = stream_ranks(pieces.stream, spec.num_ranks)
-    shares = _GlobalBatch(spec, pieces.row, costs, positions, stream_rank).share_out()
-    return Plan(
-        epoch=task.epoch,
-        step=task.step,
-        num_ranks=spec.num_ranks,
-        num_microbatches=shares.num_microbatches,
-        source=pieces.source,
-        row=pieces.row,
-        rank=shares.rank,
-        microbatch=shares.microbatch,
-        costs=costs,
-        llm_positions=pieces.tokens,
-        padded=padded,
-        loss_tokens=int(loss_tokens.sum()),
-        stream_rank=stream_rank,
-        group_size=spec.balance.group_size,
-        ranges=TokenRanges(pieces.first, pieces.epoch, loss_tokens),
-        **_of_sources(spec.order, pieces.source, pieces.passes, loss_tokens),
+        **_of_sources(spec.order, source, passes, loss_tokens),
     )
 
 

@@ -1,19 +1,13 @@
-"""Windows of concatenated documents: which tokens of which documents each step has.
+"""Windows of concatenated documents: which tokens of which documents each step has, and which rank has each window.
 
     order, tokens of documents --one sequence of tokens--> steps of `size` windows --cut--> pieces of documents
+    pieces --sums of their tokens--> windows --sorted by cost--> micro-steps --ranks--> Shares
 
 The documents of all epochs follow each other in their orders. A step has the next `size * length` tokens, and a piece
-is what one window has of one document. So the first step of an epoch begins with the rest of the epoch before, and
-every step is full. With `drop_last` each epoch begins with its first document, and its rest is left out. Where a step
-begins is computed from sums of tokens, for any epoch and step.
-
-Sharing out windows of concatenated documents: each microbatch is one window.
-
-    pieces of documents --sums of their tokens--> windows --sorted by cost--> micro-steps --ranks--> Shares
-
-All windows have the same length, so only their costs differ: a window of one document costs more attention than one of
-many. Windows of about the same cost are put into one micro-step, where ranks wait for each other, and the heaviest of
-them goes to the rank with the least so far. All in integers: every rank computes the same.
+is what one window has of one document: the first step of an epoch begins with the rest of the epoch before, and every
+step is full. With `drop_last` each epoch begins with its first document. Where a step begins is computed from sums of
+tokens. Each microbatch is one window. Windows of about the same cost are put into one micro-step, where ranks wait for
+each other, and the heaviest of them goes to the rank with the least so far: all in integers.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from orchdata.ranks.store import JobStore
+    from orchdata.ranks.agreement import JobStore
 
 PATIENCE_SECONDS = 120.0
 """After this time a rank does the work itself: the first one may be lost."""
@@ -71,8 +71,8 @@ def _job() -> JobStore | None:
         return None
     import torch.distributed as dist
 
+    from orchdata.ranks.agreement import JobStore, job_store
     from orchdata.ranks.parallel import group_timeout
-    from orchdata.ranks.store import JobStore, job_store
 
     store = job_store() if dist.is_available() and dist.is_initialized() else None
     if store is None or dist.get_world_size() == 1:

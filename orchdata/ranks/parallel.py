@@ -99,25 +99,13 @@ class DataParallel:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A data-parallel rank: its number, and the number of ranks.
-
-    Attributes:
-        group: the process group of the data-parallel ranks, if one is known.
-        groups: process groups over which to compare plans, one after another; together they reach every rank that runs
-            this loader. Empty if none was given.
-        shared: for each data-parallel rank, the global ranks that get its batches, the reader first; empty if every
-            rank reads for itself.
-        ranks_per_node: data-parallel ranks of a node, if known.
-        check_plan_every: steps between comparisons of plans, 0 for none.
-        dp_groups: process groups, one after another, that together reach the data-parallel ranks and no others; empty
-            without torch.distributed.
-        ranks: global numbers of the ranks that run this loader; empty if they are not known.
-        column: global numbers of the data-parallel ranks, in their order, at this process's place in the mesh's other
-            dims; empty without torch.distributed.
-        peer_dims: names of these other dims.
-        peer, num_peers: of `DataParallel.encoder_dims`: the number of this process among those that share the parts of
-            its data-parallel rank, row-major in `encoder_dims`, and how many they are.
-        peer_groups: process groups, one after another, that together reach these peers and no others.
+    """A data-parallel rank: its number, and the number of ranks. `group` is their process group, if known. Process
+    groups that together reach: `groups` all ranks that run this loader, to compare plans; `dp_groups` the data-parallel
+    ranks; `peer_groups` the peers of `DataParallel.encoder_dims`, among which this is `peer` of `num_peers`, row-major.
+    `shared`: for each data-parallel rank the global ranks that get its batches, the reader first; empty if every rank
+    reads for itself. Global numbers: `ranks` of those that run this loader, `column` of the data-parallel ones at this
+    process's place in the mesh's other dims, `peer_dims`. All are empty where they are not known. `ranks_per_node` are
+    data-parallel ranks, if known.
     """
 
     rank: int = 0

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from orchdata.engines.threads import ThreadPool
-from orchdata.ranks.store import JobStore
+from orchdata.ranks.agreement import JobStore
 
 
 class Hurry:

@@ -1,18 +1,13 @@
-"""Sharing out steps of a given number of micro-steps, each with about the same number of samples on every rank.
+"""Sharing out steps of a given number of micro-steps, or of microbatches of one length. All in integers.
 
     ways of packed steps, with a cap on samples --swaps between all cells--+
     in turn, as torch deals samples out (scope "none") --------------------+-> the cheapest
     padded: neighbours in length, cell by cell ----------------------------+
 
-A cell is one rank's microbatch. Its cap on samples is one more cap, next to those of `Balance.max_tokens`.
-
-Sharing out steps of microbatches of one length: each has the same number of tokens, its padding at the end.
-
-    global batch --pack_bins, over all ranks and micro-steps--> cells --balanced inside each micro-step-+
-    ranks and microbatches as for packed steps, within the same caps -----------------------------------+-> the cheapest
-
-A cell costs what its samples do and, as one more sequence, its padding. So a step's cost depends most on its number of
-micro-steps, and cells differ by what grows faster than length. All in integers: every rank computes the same.
+A cell is one rank's microbatch; its cap on samples is one more cap. Cells of one length are filled over all ranks and
+micro-steps (`pack_bins`), and balanced inside each micro-step; or shared out as packed steps are, within the same caps.
+Such a cell costs what its samples do and, as one more sequence, its padding: a step's cost depends most on its number
+of micro-steps, and cells differ by what grows faster than length.
 """
 
 from __future__ import annotations

@@ -1,19 +1,13 @@
-"""Sharing out packed steps: several candidates, and the cheapest of them.
+"""Sharing out packed and padded steps: several candidates, and the cheapest of them. All in integers.
 
     ranks by all phases, or by the backbone alone --split into microbatches--+
     global batch --candidate packings--> micro-steps --balanced inside each--+-> the one that costs least
+    padded: rank by balance_padded, equal blocks of lengths --split----------+
+    padded: cells of neighbours in length, one a rank in each micro-step ----+
 
 Under "grid" the micro-steps are those of balancing over all ranks; in each, most samples then stay near the ranks that
-they are drawn for. All in integers: every rank computes the same.
-
-Sharing out padded steps: a microbatch costs its number of rows times its longest row.
-
-    rank as for packed steps, by all phases or llm -----+
-    rank by balance_padded, or equal blocks of lengths -+--> each split into microbatches -+
-    cells of neighbours in length, one cell a rank in each micro-step ---------------------+-> the one that costs least
-
-Only `llm` is padded in the costs. Each candidate is priced with its encoder phases, so the plan never costs more than
-the packed one would in this layout. All in integers: every rank computes the same.
+they are drawn for. A padded microbatch costs its number of rows times its longest row; only `llm` is padded in the
+costs. Each candidate is priced with its encoder phases: a padded plan never costs more than the packed one there.
 """
 
 from __future__ import annotations
@@ -60,7 +54,12 @@ class NoPadding(Padding):
         fewer micro-steps, then the first found.
         """
         shares = _cheapest(step, num_microbatches)
-        return shares if num_microbatches is not None else _without_empty(shares)
+        used = np.bincount(shares.microbatch, minlength=shares.num_microbatches) > 0
+        if num_microbatches is not None or used.all() or not used.any():
+            return shares
+        # Without micro-steps in which no rank has a sample.
+        name = np.cumsum(used, dtype=np.int32) - np.int32(1)
+        return Shares(shares.rank, name[shares.microbatch], int(used.sum()))
 
     def loads(self, costs: Ints, positions: Ints, shares: Shares, num_ranks: int) -> Ints:
         return shares.loads(costs, num_ranks)
@@ -78,15 +77,6 @@ class NoPadding(Padding):
 
 
 NO_PADDING = NoPadding()
-
-
-def _without_empty(shares: Shares) -> Shares:
-    """Remove micro-steps in which no rank has a sample."""
-    used = np.bincount(shares.microbatch, minlength=shares.num_microbatches) > 0
-    if used.all() or not used.any():
-        return shares
-    name = np.cumsum(used, dtype=np.int32) - np.int32(1)
-    return Shares(shares.rank, name[shares.microbatch], int(used.sum()))
 
 
 class _Candidates:

@@ -57,7 +57,7 @@ def builder(load: Callable[[int], Any] = load, collate_fn: Callable[..., Any] = 
         batches=GlobalBatches(size=9),
     )
     assembler = SampleAssembler(
-        load=load, watch=Watch(), refuse=lambda row, why: RuntimeError(f"{row}: {why}"), collate_fn=collate_fn
+        loader=load, watch=Watch(), refuse=lambda row, why: RuntimeError(f"{row}: {why}"), collate_fn=collate_fn
     )
     return Builder(plan, 1, assembler)
 

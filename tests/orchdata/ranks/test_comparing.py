@@ -17,9 +17,8 @@ import pytest
 import torch.distributed as dist
 
 from orchdata.ranks import agreement
-from orchdata.ranks.agreement import Agreement, check_accounts
+from orchdata.ranks.agreement import Agreement, JobStore, check_accounts
 from orchdata.ranks.parallel import Rank
-from orchdata.ranks.store import JobStore
 
 PATIENCE = 60.0  # A rank that waits longer has failed its test.
 
