@@ -166,11 +166,8 @@ def _of_sharing(profile: Figures) -> list[Finding]:
     scale, largest = profile.main_scale, profile.largest[0]
     if profile.teams is not None:
         if "teams" not in scale.settings:
-            return [
-                Finding(
-                    "Teams of so few ranks do not hold every usable sample within max_tokens: they were not planned."
-                )
-            ]
+            few = "Teams of so few ranks do not hold every usable sample within max_tokens: they were not planned."
+            return [Finding(few)]
         # What members of teams read and tokenize: all of each text of which they have a part.
         ratio = scale.settings["teams"].tokenized
         said = f"With teams ranks tokenize {ratio:.1f} tokens for each token of a step: a member does all of its texts."
