@@ -14,6 +14,7 @@ import inspect
 import warnings
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -460,20 +461,15 @@ def _by_sample(sharing: Tensor) -> Tensor:
     Raises ValueError if an image of a sample with several is alone, which happens if parts are encoded on any rank.
     """
     counts: list[int] = []
-    together = 0
-    for count in [*sharing.flatten().tolist(), 1]:
-        if count > 1:
-            together += 1
-            continue
-        if together == 1:
+    for are_several, images in groupby(sharing.flatten().tolist(), lambda count: count > 1):
+        together = len(list(images))
+        if are_several and together == 1:
             raise ValueError(
                 "an image of a sample that has several came without the others, which this family takes for another "
                 "kind of image: use assignment='joint' for samples of several images"
             )
-        counts += [together] if together else []
-        counts.append(1)
-        together = 0
-    return torch.tensor(counts[:-1], device=sharing.device)
+        counts += [together] if are_several else [1] * together
+    return torch.tensor(counts, device=sharing.device)
 
 
 def _check_lengths(rope: SwitchingRope, model: str, batch: Batch, arguments: Mapping[str, Any]) -> None:
