@@ -23,8 +23,7 @@ from orchdata.loaders.index.totals import sum_totals
 from orchdata.profiling.content import PERCENTILES, chosen_totals, count_reasons
 from orchdata.profiling.planned import SCOPES
 from orchdata.profiling.profile import Profile, profile
-from orchdata.profiling.summary import left_out_words
-from orchdata.profiling.tables import LABELS
+from orchdata.profiling.summary import LABELS, left_out_words
 
 RECIPE = od.Recipe(image=od.ImagePreprocessor(patch_size=14, merge=2, min_tokens=1, max_tokens=64))
 
