@@ -33,6 +33,7 @@ from orchdata.cli.command import (
     storage_options_of,
     takes,
 )
+from orchdata.loaders.amounts import counted
 from orchdata.loaders.environment import requirements, way_out
 from orchdata.notices import progress_bar
 
@@ -214,17 +215,13 @@ def prune(
     removed = pruned.removed.values()
     files, size = sum(each.files for each in removed), sum(each.bytes for each in removed)
     did = "would remove" if dry_run else "removed"
-    typer.echo(f"{did} {_files(files)}, {human_bytes(size)}, from {cache.root}; {_amount(pruned.left)} left")
+    typer.echo(f"{did} {counted(files, 'file')}, {human_bytes(size)}, from {cache.root}; {_amount(pruned.left)} left")
     for kind, amount in pruned.removed.items():
         typer.echo(f"  {kind}: {_amount(amount)}")
 
 
 def _amount(amount: Amount) -> str:
-    return f"{_files(amount.files)}, {human_bytes(amount.bytes)}"
-
-
-def _files(count: int) -> str:
-    return f"{count:,} file{'' if count == 1 else 's'}"
+    return f"{counted(amount.files, 'file')}, {human_bytes(amount.bytes)}"
 
 
 @bench_app.command()
