@@ -173,8 +173,8 @@ def cache(context: typer.Context, folder: _CacheOption = None, as_json: JsonOpti
         table.columns[1].justify = "left"
         for name, amount in amounts.items():
             seconds, size = time.time() - last_used[name], human_bytes(amount.bytes)
-            agos = (f"{seconds // unit:,.0f} {units} ago" for least, unit, units in _UNITS if seconds >= least)
-            table.add_row(name, KINDS[name].content, f"{amount.files:,}", size, next(agos, "just now"))
+            passed = (f"{seconds // unit:,.0f} {units} ago" for least, unit, units in _UNITS if seconds >= least)
+            table.add_row(name, KINDS[name].content, f"{amount.files:,}", size, next(passed, "just now"))
         print_table(table)
     else:
         typer.echo(f"nothing is kept in {root.root}")

@@ -226,7 +226,7 @@ class Inputs:
         """Raise ValueError if the model would not see media as the recipe makes them, or not per phase; of those that
         are known to read the padding of other samples; and with teams if its attention cannot be shared.
         """
-        kind = self.config.model_type
+        kind, of_its_own = self.config.model_type, "make it of the model's processor, od.hf.recipe(processor)"
         if balance.teams is not None and not self.sharing.shares:
             raise ValueError(f"{kind} cannot share sequences, it {self.sharing.why}: leave Balance(teams=...) out")
         for name in encoders:
@@ -238,7 +238,7 @@ class Inputs:
                     "its processor makes them for something else than the forward, such as generate(), or this "
                     "processor and this configuration do not belong together"
                     if name in recipe.of_processor
-                    else "make it of the model's processor, od.hf.recipe(processor)"
+                    else of_its_own
                 )
                 raise ValueError(
                     f"{kind} takes no {', '.join(unknown)}, which the recipe makes of {name}: {advice}; or leave it "
@@ -251,7 +251,7 @@ class Inputs:
                     f"its processor writes {slot.mark!r} for each feature, so this processor and this configuration do "
                     f"not belong together: take both from one checkpoint, or set config.{name}_token_id"
                     if name in recipe.of_processor
-                    else "make it of the model's processor, od.hf.recipe(processor)"
+                    else of_its_own
                 )
                 raise ValueError(
                     f"{kind} looks for {name} where the token {expected} stands, and the recipe writes "
