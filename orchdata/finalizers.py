@@ -31,9 +31,8 @@ class User:
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
-        self._reference = weakref.ref(
-            self, lambda _: None
-        )  # the collector clears those with a callback before it finalizes
+        # The collector clears references with a callback before it finalizes.
+        self._reference = weakref.ref(self, lambda _: None)
 
     def drops_it(self) -> bool:
         return self._reference() is not None and threading.get_ident() == self._thread

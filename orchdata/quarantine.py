@@ -69,12 +69,20 @@ def _rows(path: str | os.PathLike[str]) -> list[dict[str, str]]:
     """
     samples: list[dict[str, str]] = []
     is_open = False
-    for number, line in enumerate(_lines(path), 1):
+    content = read_small(path, _MOST_BYTES)
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"list of samples {os.fspath(path)} is not UTF-8: {error}") from None
+    for number, line in enumerate(io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig"), 1):
         text = line.rstrip("\n")
         if not text.strip():
             is_open = is_open or (number == 1 and text == " ")
             continue
-        row = _parsed(text)
+        try:
+            row = json.loads(text)
+        except (ValueError, RecursionError):
+            row = None
         names = [row.get(name, "") for name in ("source", "shard", "key")] if isinstance(row, dict) else []
         if not (names and {"shard", "key"} <= row.keys() and all(isinstance(name, str) for name in names)):
             wanted = '{"shard": "...", "key": "..."}'
@@ -88,19 +96,3 @@ def _rows(path: str | os.PathLike[str]) -> list[dict[str, str]]:
             "it yourself, remove that blank too"
         )
     return samples
-
-
-def _lines(path: str | os.PathLike[str]) -> io.TextIOWrapper:
-    content = read_small(path, _MOST_BYTES)
-    try:
-        content.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"list of samples {os.fspath(path)} is not UTF-8: {error}") from None
-    return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig")
-
-
-def _parsed(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None

@@ -84,18 +84,6 @@ def check_counted_by_len(num_steps: int) -> None:
     )
 
 
-def accelerate_accumulation() -> tuple[int, bool]:
-    """Return over how many batches Accelerate accumulates gradients, and whether the count ends with an epoch.
-
-    (1, False) if no program of this process has imported Accelerate.
-    """
-    module = sys.modules.get("accelerate.state")
-    if module is None or not hasattr(module, "GradientState"):  # it is being imported
-        return 1, False
-    state = module.GradientState()
-    return state.num_steps, state.sync_with_dataloader
-
-
 class Accumulated(Protocol):
     """What a loader says of its steps: whether batches carry a `loss_scale` that covers the whole optimizer step, and
     the microbatches that every step has; 1 if it has as many as caps need.
@@ -115,7 +103,13 @@ def check_accumulation(steps: Accumulated, knows_end: Callable[[], bool]) -> boo
     Raises ValueError if gradients would be accumulated over other batches than those of an optimizer step, or the last
     batch is not known.
     """
-    num_batches, ends_with_epoch = accelerate_accumulation()
+    module = sys.modules.get("accelerate.state")
+    if module is None or not hasattr(
+        module, "GradientState"
+    ):  # no program of this process has it, or it is imported now
+        return False
+    state = module.GradientState()
+    num_batches, ends_with_epoch = state.num_steps, bool(state.sync_with_dataloader)
     if num_batches == 1:
         return False
     accumulates = f"Accelerate accumulates gradients over {num_batches} batches (gradient_accumulation_steps)"

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from orchdata import __version__
-from orchdata.cli import data, machine, plan_run, show
+from orchdata.cli import data, machine, plan_run
 
 app = typer.Typer(
     name="orchdata",
@@ -40,7 +40,7 @@ app.command()(data.index)
 app.command()(data.profile)
 app.command()(data.verify)
 app.command()(plan_run.plan_run)
-app.command()(show.show)
+app.command()(data.show)
 app.command()(machine.doctor)
 app.command()(machine.warm)
 app.command()(machine.synth)

@@ -187,10 +187,7 @@ class _File:
             containers = tuple(self.imported(each, abstract, f"{field}.containers", "container") for each in names)
         else:
             raise ValueError(f"{field}.containers must be a list of MODULE:NAME, got {names!r:.80}")
-        if (root := fields.get("media_root")) is not None:
-            fields["media_root"] = str(self.folder / root)
-        if (file := fields.get("index_file")) is not None:
-            fields["index_file"] = self.relative(file)
+        fields |= {name: self.relative(fields[name]) for name in ("media_root", "index_file") if fields.get(name)}
         try:
             dataset = ShardDataset(urls, recipe, containers=containers, **fields)
         except (TypeError, ValueError) as error:

@@ -33,6 +33,7 @@ from orchdata.cli.command import (
     storage_options_of,
     takes,
 )
+from orchdata.loaders.amounts import counted
 from orchdata.loaders.environment import requirements, way_out
 from orchdata.notices import progress_bar
 
@@ -172,8 +173,8 @@ def cache(context: typer.Context, folder: _CacheOption = None, as_json: JsonOpti
         table.columns[1].justify = "left"
         for name, amount in amounts.items():
             seconds, size = time.time() - last_used[name], human_bytes(amount.bytes)
-            agos = (f"{seconds // unit:,.0f} {units} ago" for least, unit, units in _UNITS if seconds >= least)
-            table.add_row(name, KINDS[name].content, f"{amount.files:,}", size, next(agos, "just now"))
+            passed = (f"{seconds // unit:,.0f} {units} ago" for least, unit, units in _UNITS if seconds >= least)
+            table.add_row(name, KINDS[name].content, f"{amount.files:,}", size, next(passed, "just now"))
         print_table(table)
     else:
         typer.echo(f"nothing is kept in {root.root}")
@@ -214,17 +215,13 @@ def prune(
     removed = pruned.removed.values()
     files, size = sum(each.files for each in removed), sum(each.bytes for each in removed)
     did = "would remove" if dry_run else "removed"
-    typer.echo(f"{did} {_files(files)}, {human_bytes(size)}, from {cache.root}; {_amount(pruned.left)} left")
+    typer.echo(f"{did} {counted(files, 'file')}, {human_bytes(size)}, from {cache.root}; {_amount(pruned.left)} left")
     for kind, amount in pruned.removed.items():
         typer.echo(f"  {kind}: {_amount(amount)}")
 
 
 def _amount(amount: Amount) -> str:
-    return f"{_files(amount.files)}, {human_bytes(amount.bytes)}"
-
-
-def _files(count: int) -> str:
-    return f"{count:,} file{'' if count == 1 else 's'}"
+    return f"{counted(amount.files, 'file')}, {human_bytes(amount.bytes)}"
 
 
 @bench_app.command()

@@ -11,9 +11,8 @@ from rich.text import Text
 
 from orchdata.cli.command import human_bytes, overflow_words, plain_table, unread_lines
 from orchdata.loaders.amounts import counted
-from orchdata.profiling import tables
-from orchdata.profiling.summary import findings, left_out_words, step_words, stored_words
-from orchdata.profiling.tables import DATA, SHARE, TEXT
+from orchdata.profiling import summary
+from orchdata.profiling.summary import DATA, SHARE, TEXT, findings, left_out_words, step_words, stored_words
 
 if TYPE_CHECKING:
     from orchdata.profiling.profile import Profile
@@ -47,17 +46,17 @@ def profile_table(profile: Profile) -> RenderableType:
     waiting = "How uneven ranks are, in positions, not time"
     if profile.has_cost_model:
         waiting = "How long ranks wait, as a share of the step by your cost model"
-    shown = [("What sources give in an epoch", tables.sources(profile))] if profile.sources else []
+    shown = [("What sources give in an epoch", summary.sources(profile))] if profile.sources else []
     shown += [
-        (f"What samples are made of{stored}", tables.modalities(profile)),
-        (f"Positions per sample, of those in the phase{stored}", tables.phases(profile)),
-        (waiting, tables.settings(profile)),
+        (f"What samples are made of{stored}", summary.modalities(profile)),
+        (f"Positions per sample, of those in the phase{stored}", summary.phases(profile)),
+        (waiting, summary.settings(profile)),
     ]
-    if (in_phases := tables.waiting_in_phases(main)) is not None:
+    if (in_phases := summary.waiting_in_phases(main)) is not None:
         shown.append((f"In which phases, at {step_words(main)}", in_phases))
     if any(scale.groups > 1 for scale in profile.scales):
-        shown.append(("How many groups of ranks read from a shard", tables.groups(profile.scales)))
-    shown.append((f"How much of a batch is padding, at {step_words(main)}", tables.layouts(profile)))
+        shown.append(("How many groups of ranks read from a shard", summary.groups(profile.scales)))
+    shown.append((f"How much of a batch is padding, at {step_words(main)}", summary.layouts(profile)))
 
     notes = [left_out_words(profile)] if profile.ranks_left_out else []
     if any(scale.less_than_a_step for scale in profile.scales):
@@ -79,10 +78,10 @@ def profile_table(profile: Profile) -> RenderableType:
 
 def _printed(title: str, table: pa.Table) -> Table:
     printed = plain_table(f"\n{title}", *table.column_names)
-    forms = tables.formats(table)
+    forms = summary.formats(table)
     for column, form in zip(printed.columns, forms, strict=True):
         column.justify = "left" if form in (TEXT, DATA) else column.justify
     for values in zip(*table.to_pydict().values(), strict=True):
         cells = zip(values, forms, strict=True)
-        printed.add_row(*(Text(tables.written(cell, "{:.1%}" if form == SHARE else form)) for cell, form in cells))
+        printed.add_row(*(Text(summary.written(cell, "{:.1%}" if form == SHARE else form)) for cell, form in cells))
     return printed

@@ -66,10 +66,9 @@ class Output:
 
 
 class _Found(NamedTuple):
-    """What an image of one size becomes: rows, numbers that follow from the size, and the text, in runs."""
+    """What an image of one size becomes, and the text, in runs."""
 
-    rows: int
-    numbers: tuple[int, ...]
+    size: PartSize
     expansion: tuple[str | int, ...] | None
 
 
@@ -116,17 +115,13 @@ class HFImages(ImageFiles):
         width, height = header
         check_size(width, height, limits)
         try:
-            counted = _found(self, width, height)
+            return _found(self, width, height).size
         except (ValueError, ZeroDivisionError) as error:  # an aspect ratio that the processor refuses
             raise DecodeError(f"an image of {width} x {height} pixels, which its processor refuses: {error}") from error
-        return self._size(counted, (width, height))
 
     def among(self, size: PartSize, count: int) -> PartSize:
         """LLaVA-OneVision takes the whole picture alone of each image of several, without its tiles."""
-        if self._sharing(size) is None:
-            return size
-        width, height = size.extent[:2]
-        return self._size(_found(self, width, height, count), (width, height))
+        return size if self._sharing(size) is None else _found(self, *size.extent[:2], count).size
 
     def _sharing(self, size: PartSize) -> int | None:
         """The images of its sample, where the processor tells them apart by it; None where it does not."""
@@ -140,8 +135,7 @@ class HFImages(ImageFiles):
         return None if at is None else 2 + sum(each.count for each in sized[:at])
 
     def expand(self, size: PartSize) -> tuple[str | int, ...] | None:
-        width, height = size.extent[:2]
-        return _found(self, width, height, self._sharing(size) or 1).expansion
+        return _found(self, *size.extent[:2], self._sharing(size) or 1).expansion
 
     def decode_into(
         self, data: bytes | memoryview, size: PartSize, out: Mapping[str, NDArray[Any]], limits: Limits
@@ -224,10 +218,10 @@ class HFImages(ImageFiles):
         """Return one merged token, one tile, or the image of fewest tiles if tokens depend on its size."""
         if self.merge:
             side = self.merge
-            extras = self.extras([PartSize(0, 0, 0, (0, 0, *_found(self, *_LOOKED_AT[0]).numbers))])
+            extras = self.extras([_found(self, *_LOOKED_AT[0]).size])
             numbers = {name: values.ravel().tolist() for name, values in extras.items()} | {_GRID: [1, side, side]}
             return PartSize(side * side * self.row_positions, 1, side * side, (0, 0, *chain(*numbers.values())))
-        sizes = [self._size(_found(self, *size), size) for size in _LOOKED_AT]
+        sizes = [_found(self, *size).size for size in _LOOKED_AT]
         least = min(sizes, key=lambda size: (size.num_rows, size.tokens))
         is_tiled = len(next(each.shape for each in self.outputs if each.per == "row")) == 3
         if not is_tiled or any(each.per == "size" for each in self.outputs):
@@ -250,17 +244,16 @@ class HFImages(ImageFiles):
         rows = 0 if self.native else max(size.num_rows for _, size in parts)
         return super().decoding_bytes(parts) + rows * self.row_bytes()
 
-    def _size(self, counted: _Found, size: tuple[int, int]) -> PartSize:
-        positions = counted.rows * self.row_positions
-        if counted.expansion is None:
-            tokens = counted.rows // self.merge**2 if self.merge else positions
+    def _read(self, outputs: Outputs, text: str | None, size: tuple[int, int], rows: int | None = None) -> _Found:
+        """Return what an image of (width, height) becomes, of so many rows, from outputs and text of its processor."""
+        if rows is None:
+            rows = next(each.num_rows(outputs) for each in self.outputs if each.per == "row")
+        expansion, positions = None if text is None else runs(text, str(self.slot.mark)), rows * self.row_positions
+        if expansion is None:
+            tokens = rows // self.merge**2 if self.merge else positions
         else:
-            tokens = sum(run for run in counted.expansion if isinstance(run, int))
-        return PartSize(positions, tokens, counted.rows, (*size, *counted.numbers))
-
-    def _read(self, outputs: Outputs, text: str | None) -> _Found:
-        rows = next(each.num_rows(outputs) for each in self.outputs if each.per == "row")
-        return _Found(rows, self._numbers(outputs), None if text is None else runs(text, str(self.slot.mark)))
+            tokens = sum(run for run in expansion if isinstance(run, int))
+        return _Found(PartSize(positions, tokens, rows, (*size, *self._numbers(outputs))), expansion)
 
     def _numbers(self, outputs: Outputs) -> tuple[int, ...]:
         """Return the numbers that follow from the size, from one image's outputs."""
@@ -278,9 +271,9 @@ def _found(images: HFImages, width: int, height: int, sharing: int = 1) -> _Foun
     run = running(images.source)
     outputs, text = run.ruled(width, height) if images.counted == "rule" else run.measured(width, height)
     if sharing == 1:
-        return images._read(outputs, text)
+        return images._read(outputs, text, (width, height))
     outputs = {**outputs, _SHARING: np.array([sharing], np.int64)}
-    return images._read(outputs, run.text(outputs))._replace(rows=1)
+    return images._read(outputs, run.text(outputs), (width, height), rows=1)
 
 
 def image_modality(processor: Any, *, patch_size: int | None = None) -> HFImages:
@@ -334,7 +327,7 @@ def image_modality(processor: Any, *, patch_size: int | None = None) -> HFImages
         slot=slot,
         num_extents=2 + sum(each.count for each in outputs if each.per == "size"),
     )
-    counted = [measured._read(each, text) for each, text in seen]
+    counted = [measured._read(*each, size) for each, size in zip(seen, _LOOKED_AT, strict=True)]
     ruled = replace(measured, counted="rule")
     if _says(ruled, counted):
         return replace(ruled, native=_prepares(ruled, looked_at, [each for each, _ in seen]))

@@ -14,6 +14,7 @@ import inspect
 import warnings
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -225,7 +226,7 @@ class Inputs:
         """Raise ValueError if the model would not see media as the recipe makes them, or not per phase; of those that
         are known to read the padding of other samples; and with teams if its attention cannot be shared.
         """
-        kind = self.config.model_type
+        kind, of_its_own = self.config.model_type, "make it of the model's processor, od.hf.recipe(processor)"
         if balance.teams is not None and not self.sharing.shares:
             raise ValueError(f"{kind} cannot share sequences, it {self.sharing.why}: leave Balance(teams=...) out")
         for name in encoders:
@@ -237,7 +238,7 @@ class Inputs:
                     "its processor makes them for something else than the forward, such as generate(), or this "
                     "processor and this configuration do not belong together"
                     if name in recipe.of_processor
-                    else "make it of the model's processor, od.hf.recipe(processor)"
+                    else of_its_own
                 )
                 raise ValueError(
                     f"{kind} takes no {', '.join(unknown)}, which the recipe makes of {name}: {advice}; or leave it "
@@ -250,7 +251,7 @@ class Inputs:
                     f"its processor writes {slot.mark!r} for each feature, so this processor and this configuration do "
                     f"not belong together: take both from one checkpoint, or set config.{name}_token_id"
                     if name in recipe.of_processor
-                    else "make it of the model's processor, od.hf.recipe(processor)"
+                    else of_its_own
                 )
                 raise ValueError(
                     f"{kind} looks for {name} where the token {expected} stands, and the recipe writes "
@@ -460,20 +461,15 @@ def _by_sample(sharing: Tensor) -> Tensor:
     Raises ValueError if an image of a sample with several is alone, which happens if parts are encoded on any rank.
     """
     counts: list[int] = []
-    together = 0
-    for count in [*sharing.flatten().tolist(), 1]:
-        if count > 1:
-            together += 1
-            continue
-        if together == 1:
+    for are_several, images in groupby(sharing.flatten().tolist(), lambda count: count > 1):
+        together = len(list(images))
+        if are_several and together == 1:
             raise ValueError(
                 "an image of a sample that has several came without the others, which this family takes for another "
                 "kind of image: use assignment='joint' for samples of several images"
             )
-        counts += [together] if together else []
-        counts.append(1)
-        together = 0
-    return torch.tensor(counts[:-1], device=sharing.device)
+        counts += [together] if are_several else [1] * together
+    return torch.tensor(counts, device=sharing.device)
 
 
 def _check_lengths(rope: SwitchingRope, model: str, batch: Batch, arguments: Mapping[str, Any]) -> None:

@@ -62,10 +62,7 @@ def _qwen2(settings: Settings, count: int, width: int, height: int) -> tuple[int
     if settings.cap_pixels_per_frame:
         total = int(settings.max_video_tokens * factor * factor * 0.9)
         most = max(min(most, total * settings.temporal_patch_size // count), int(least * 1.05))
-    resized: tuple[int, int] = settings.module.smart_resize(
-        height, width, factor=factor, min_pixels=least, max_pixels=most
-    )
-    return resized
+    return _resized(settings, height=height, width=width, factor=factor, min_pixels=least, max_pixels=most)
 
 
 def _qwen3(settings: Settings, count: int, width: int, height: int) -> tuple[int, int]:
@@ -73,16 +70,13 @@ def _qwen3(settings: Settings, count: int, width: int, height: int) -> tuple[int
     if settings.cap_pixels_per_frame:
         cap = settings.max_video_tokens * factor * factor
         most = max(min(cap, most // count), int(least * 1.05)) * count
-    resized: tuple[int, int] = settings.module.smart_resize(
-        num_frames=count,
-        height=height,
-        width=width,
-        temporal_factor=settings.temporal_patch_size,
-        factor=factor,
-        min_pixels=least,
-        max_pixels=most,
-    )
-    return resized
+    frames = {"num_frames": count, "temporal_factor": settings.temporal_patch_size}
+    return _resized(settings, height=height, width=width, factor=factor, min_pixels=least, max_pixels=most, **frames)
+
+
+def _resized(settings: Settings, **given: int) -> tuple[int, int]:
+    high, wide = settings.module.smart_resize(**given)
+    return high, wide
 
 
 def _budget(settings: Settings) -> tuple[int, int, int]:

@@ -33,10 +33,15 @@ from orchdata.loaders.amounts import counted
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.remote.urls import identity
-from orchdata.profiling import tables
+from orchdata.profiling import summary
 from orchdata.profiling.content import Figures
 from orchdata.profiling.planned import SETTINGS, SettingName
 from orchdata.profiling.summary import (
+    CODE,
+    DATA,
+    LABELS,
+    SHARE,
+    TEXT,
     Finding,
     arguments_of_call,
     call_of,
@@ -45,7 +50,6 @@ from orchdata.profiling.summary import (
     step_words,
     stored_words,
 )
-from orchdata.profiling.tables import CODE, DATA, LABELS, SHARE, TEXT
 from orchdata.showing import Shown, sample_html, with_pictures
 
 if TYPE_CHECKING:
@@ -80,25 +84,25 @@ def profile_view(profile: Figures) -> str:
     scale, unit, waits = profile.main_scale, "in positions, not time", "less positions than the fullest rank"
     if profile.has_cost_model:
         unit, waits = "by your cost model", "ranks wait"
-    rows = [(tables.LABELS[name], its.waiting, its.costliest) for name, its in scale.settings.items()]
-    waiting = tables.made({"balanced": TEXT, waits: SHARE, "costliest step over an even one": "{:.2f}"}, rows)
+    rows = [(summary.LABELS[name], its.waiting, its.costliest) for name, its in scale.settings.items()]
+    waiting = summary.made({"balanced": TEXT, waits: SHARE, "costliest step over an even one": "{:.2f}"}, rows)
     return view(
         f"Profile of {counted(profile.samples, 'sample')} in {counted(profile.shards, 'shard')}",
         f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in profile.summary)}</ul>",
-        _table(tables.modalities(profile).drop_columns(["samples", "parts"])),
+        _table(summary.modalities(profile).drop_columns(["samples", "parts"])),
         paragraph(f"At {step_words(scale)}, {unit}:") + _table(waiting),
     )
 
 
 def _table(table: pa.Table, series: Callable[[int, int], int] = lambda row, column: 0) -> str:
     """Return a table as HTML. `series`: row and column of a share -> colour of its bar."""
-    forms = tables.formats(table)
+    forms = summary.formats(table)
     texts = [place for place, form in enumerate(forms) if place == 0 or form in (TEXT, DATA, CODE, SHARE)]
     rows = []
     for row, values in enumerate(zip(*table.to_pydict().values(), strict=True)):
         cells = []
         for column, (value, form) in enumerate(zip(values, forms, strict=True)):
-            text = escape(tables.written(value, form))
+            text = escape(summary.written(value, form))
             if form == SHARE:
                 text = bar(value, text, series(row, column))
             elif value is not None and form in (DATA, CODE):
@@ -112,9 +116,9 @@ def _section(title: str, *parts: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>"
 
 
-def _folded(summary: str, content: str) -> str:
+def _folded(title: str, content: str) -> str:
     """Return HTML that a click opens; print shows it."""
-    return f"<details><summary>{escape(summary)}</summary>{content}</details>"
+    return f"<details><summary>{escape(title)}</summary>{content}</details>"
 
 
 def _figure(drawing: str, caption: str, below: str = "") -> str:
@@ -140,11 +144,11 @@ def page_of(profile: Figures, samples: Sequence[Shown], *, named: bool) -> str:
         "are those of the recipe that was given."
     )
     items = "".join(f"<li>{_finding(finding, names, named=named)}</li>" for finding in findings(profile))
-    call = tables.made({"argument": CODE, "reason": TEXT}, arguments_of_call(profile))
+    call = summary.made({"argument": CODE, "reason": TEXT}, arguments_of_call(profile))
     of_a_step = paragraph(f"For {step_words(profile.main_scale)}:")
     drawn = "".join(sample_html(sample, names, names.in_text) for sample in samples)
     shown_as = paragraph("Drawn at random, in the order of the data. Text that is trained is underlined.")
-    unread = tables.unread(profile)
+    unread = summary.unread(profile)
     parts = [
         "<h1>What this data set costs to train on</h1>",
         f'<p class="note">{escape(holds)}</p>',
@@ -158,7 +162,7 @@ def page_of(profile: Figures, samples: Sequence[Shown], *, named: bool) -> str:
         _section(
             "How much of a batch is padding",
             paragraph(f"LLM microbatches at {step_words(profile.main_scale)}, balanced over all ranks."),
-            _table(tables.layouts(profile)),
+            _table(summary.layouts(profile)),
         ),
         _largest(profile, names, named=named),
         _unlike(profile, names, colours),
@@ -168,7 +172,7 @@ def page_of(profile: Figures, samples: Sequence[Shown], *, named: bool) -> str:
             _table(unread) if unread.num_rows else paragraph("None, as far as the index says."),
         ),
         _section(counted(len(samples), "sample"), shown_as, f'<div class="samples">{drawn}</div>') if samples else "",
-        _section("Words", _table(tables.made({"word": TEXT, "meaning": TEXT}, _WORDS))),
+        _section("Words", _table(summary.made({"word": TEXT, "meaning": TEXT}, _WORDS))),
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -208,11 +212,11 @@ def _content(profile: Figures, colours: Mapping[str, int]) -> str:
     caption = f"Share of a sample's LLM tokens in {joint.modalities[0]}"
     if len(joint.modalities) == 2:
         caption += f" (first) and in {joint.modalities[1]} (second). A larger square is more samples"
-    as_table = _folded("as a table", _table(tables.joint_shares(joint)))
+    as_table = _folded("as a table", _table(summary.joint_shares(joint)))
     return _section(
         f"What samples are made of{stored_words(profile)}",
-        _table(tables.modalities(profile), lambda row, _: colours[rows[row]]),
-        _table(tables.combinations(profile)),
+        _table(summary.modalities(profile), lambda row, _: colours[rows[row]]),
+        _table(summary.combinations(profile)),
         f'<div class="plots">{_figure(draw_shares("shares", joint), caption + ".", as_table)}</div>',
     )
 
@@ -233,7 +237,7 @@ def _lengths(profile: Figures, colours: Mapping[str, int]) -> str:
     for ids, name, its, cap, unit, caption in parts:
         if its.samples:
             svg = draw_lengths(ids, its.bins, its.percentiles, cap, unit, colours[name])
-            below = _folded("as a table", "".join(map(_table, tables.bins_of(its, unit))))
+            below = _folded("as a table", "".join(map(_table, summary.bins_of(its, unit))))
             drawn.append(_figure(svg, caption, below))
     return _section(f"How long samples are{stored_words(profile)}", f'<div class="plots">{"".join(drawn)}</div>')
 
@@ -252,16 +256,16 @@ def _scales(profile: Figures, colours: Mapping[str, int]) -> str:
     of_rows = [settings.index(name) for scale in scales for name in scale.settings]
     parts = [
         f'<div class="plots">{_figure(draw_waiting("waiting", scales, settings), caption)}</div>',
-        _table(tables.settings(profile), lambda row, _: of_rows[row]),
+        _table(summary.settings(profile), lambda row, _: of_rows[row]),
     ]
-    in_phases = tables.waiting_in_phases(profile.main_scale)
+    in_phases = summary.waiting_in_phases(profile.main_scale)
     if in_phases is not None:
         of_columns = [colours.get(title.removeprefix("in "), 0) for title in in_phases.column_names]
         parts.append(f"<h3>In which phases, at {escape(step_words(profile.main_scale))}</h3>")
         parts.append(_table(in_phases, lambda _, column: of_columns[column]))
     if grouped := [scale for scale in scales if scale.groups > 1]:
         streams = ", ".join(f"od.Shuffle(streams={scale.streams}) at {scale.ranks:,} ranks" for scale in grouped)
-        parts.append("<h3>How many groups of ranks read from a shard</h3>" + _table(tables.groups(scales)))
+        parts.append("<h3>How many groups of ranks read from a shard</h3>" + _table(summary.groups(scales)))
         parts.append(f'<p class="note">{escape(f"Groups a shard: with {streams}.")}</p>')
     parts += [paragraph("all: the data set has less than a step.")] if some_short else []
     parts += [paragraph(left_out_words(profile))] if profile.ranks_left_out else []
@@ -274,7 +278,7 @@ def _largest(profile: Figures, names: ShardNames, *, named: bool) -> str:
         f"Step at least: where one rank has the whole sample, a step of {scale.samples / scale.ranks:.3g} samples a "
         "rank costs at least so many times an even one, on any number of ranks. The last columns are positions."
     )
-    return _section("The largest samples", paragraph(text), _table(tables.largest(profile, names, named=named)))
+    return _section("The largest samples", paragraph(text), _table(summary.largest(profile, names, named=named)))
 
 
 def _unlike(profile: Figures, names: ShardNames, colours: Mapping[str, int]) -> str:
@@ -284,18 +288,18 @@ def _unlike(profile: Figures, names: ShardNames, colours: Mapping[str, int]) -> 
     if profile.sources:
         # The largest sources, and of all others a folded table.
         sources = sorted(profile.sources, key=lambda name: -profile.sources[name].tokens)
-        parts = ["<h3>What sources give in an epoch</h3>", _table(tables.sources(profile, sources[:_MOST_DRAWN]))]
+        parts = ["<h3>What sources give in an epoch</h3>", _table(summary.sources(profile, sources[:_MOST_DRAWN]))]
         if others := sources[_MOST_DRAWN:]:
             left = len(others) - _MOST_ROWS_OF_SOURCES
             rest = paragraph(f"and {left:,} more sources") if left > 0 else ""
-            folded = _table(tables.sources(profile, others[:_MOST_ROWS_OF_SOURCES])) + rest
+            folded = _table(summary.sources(profile, others[:_MOST_ROWS_OF_SOURCES])) + rest
             parts.append(_folded(f"{len(others):,} smaller sources", folded))
         differ = sorted(content.sources, key=lambda each: -each.difference)[:_MOST_DRAWN]
         parts.append("<h3>Sources that differ most from the whole</h3>")
-        parts.append(_table(tables.unlike(differ, "source", str, modalities), lambda _, column: of_columns[column]))
+        parts.append(_table(summary.unlike(differ, "source", str, modalities), lambda _, column: of_columns[column]))
     if content.shards:
         parts.append("<h3>Shards that differ most from the whole</h3>")
-        table = tables.unlike(content.shards, "shard", names, modalities)
+        table = summary.unlike(content.shards, "shard", names, modalities)
         parts.append(_table(table, lambda _, column: of_columns[column]))
     else:
         parts.append(paragraph("No shard of at least 20 samples differs much from the whole."))
@@ -314,7 +318,7 @@ def _failures(profile: Figures, names: ShardNames, *, named: bool) -> str:
             short[re.split(r"[:('\"`]", reason, maxsplit=1)[0].strip() or "another reason"] += count
         counts = dict(short.most_common())
     rows = [(count, plain(names.in_text(reason))) for reason, count in list(counts.items())[:_MOST_REASONS]]
-    parts = [paragraph(_HEADERS), _table(tables.made({"samples": "{:,}", "reason": DATA}, rows))]
+    parts = [paragraph(_HEADERS), _table(summary.made({"samples": "{:,}", "reason": DATA}, rows))]
     if (more := len(counts) - _MOST_REASONS) > 0:
         parts.append(paragraph(f"and {more:,} more reasons"))
     if named:
@@ -327,7 +331,7 @@ def _failures(profile: Figures, names: ShardNames, *, named: bool) -> str:
             )
             for each in profile.failures
         ]
-        table = tables.made(dict.fromkeys(("shard", "key", "field", "reason"), DATA), examples)
+        table = summary.made(dict.fromkeys(("shard", "key", "field", "reason"), DATA), examples)
         parts += ["<h3>Examples</h3>", _table(table)]
     return _section("Failures", *parts)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 from typing import Final, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
@@ -337,7 +337,9 @@ def make_scale(
     order = order_of(streams)
     global_order = order if global_streams == streams else order_of(global_streams)
     size = StepSize.of(ranks, batch_size, batch_tokens, counts)
-    most = max(steps, most_steps)
+    planned_of = partial(
+        plan_enough, priced=source.balanced, first=steps, most=max(steps, most_steps), num_peers=num_peers
+    )
 
     def spec_of(order: AnyOrder) -> PlanSpec:
         spec = epoch_spec(source, order, balance, size, num_ranks=ranks)
@@ -363,16 +365,16 @@ def make_scale(
         tried["llm"] = replace(tried["joint"], costs=llm_alone)
     near: set[SettingName] = {name for name in tried if name in _NEAR and base is not global_base}
     of_others = {name: spec for name, spec in tried.items() if name not in near}
-    planned = plan_enough(of_others, source.balanced, steps, most, num_peers)
+    planned = planned_of(of_others)
     if near:
-        planned |= plan_enough({name: tried[name] for name in near}, source.balanced, steps, most, num_peers)
+        planned |= planned_of({name: tried[name] for name in near})
 
     # Steps of as many tokens, and the steps in a row that show which group reads what.
     if size.counts is None and not limited:
         mean = max(1, sums_of(global_order, counts).of_epoch(0) // global_order.length(0))
         in_tokens = StepSize(size.amount * mean, counts)
         spec = epoch_spec(source, global_order, tried["joint"].balance, in_tokens, num_ranks=ranks)
-        planned["tokens"] = plan_enough({"tokens": spec}, source.balanced, steps, most, num_peers)["tokens"]
+        planned |= planned_of({"tokens": spec})
     settings = {name: planned[name] for name in SETTINGS if name in planned}
     count = min(steps, base.num_steps)
     first = (base.num_steps - count) // 2

@@ -1,4 +1,4 @@
 """The public names, for type checkers and for `__init__.py`, which reads this file: a name stands here alone."""
 
 from .loader import DataLoader as DataLoader
-from .trainer import TrainerMixin as TrainerMixin
+from .loader import TrainerMixin as TrainerMixin

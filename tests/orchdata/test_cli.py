@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from printed import run, run_json
-from webdataset import TarWriter
+from shard_factory import write_shard
 
 
 def error_line(*arguments: object) -> str:
@@ -26,21 +26,16 @@ def error_line(*arguments: object) -> str:
 
 
 def write_texts(path: Path, count: int) -> Path:
-    with TarWriter(str(path), encoder=False) as writer:
-        for number in range(count):
-            writer.write({"__key__": f"{number:04d}", "txt": b"a text that carries loss"})
-    return path
+    text = b"a text that carries loss"
+    return Path(write_shard(path, [{"__key__": f"{number:04d}", "txt": text} for number in range(count)]))
 
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> Path:
     """A shard of two texts and an image that is none."""
-    path = tmp_path / "mixed.tar"
-    with TarWriter(str(path), encoder=False) as writer:
-        writer.write({"__key__": "one", "txt": b"first"})
-        writer.write({"__key__": "two", "txt": b"second"})
-        writer.write({"__key__": "bad", "jpg": b"this is no image", "txt": b"third"})
-    return path
+    samples = [{"__key__": key, "txt": text} for key, text in (("one", b"first"), ("two", b"second"))]
+    samples.append({"__key__": "bad", "jpg": b"this is no image", "txt": b"third"})
+    return Path(write_shard(tmp_path / "mixed.tar", samples))
 
 
 def test_help_names_what_exists_and_nothing_else() -> None:

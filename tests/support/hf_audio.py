@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import soundfile
+import transformers
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast, WhisperFeatureExtractor
@@ -44,35 +45,24 @@ def without_video(kind: Any, extractor: Any, **attributes: Any) -> Any:
     return processor
 
 
+_AUDIO = {"feature_size": 128}
+_KINDS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+    "qwen2_audio": ("Qwen2AudioProcessor", _AUDIO, NAMES),
+    "qwen2_5_omni": ("Qwen2_5OmniProcessor", _AUDIO, NAMES),  # published: chunk_length=300, so much for each clip
+    "whisper": ("WhisperProcessor", {}, {}),
+    "qwen3_omni": ("Qwen3OmniMoeProcessor", _AUDIO, NAMES),
+    "audioflamingo3": ("AudioFlamingo3Processor", _AUDIO, {"audio_token": "<sound>"}),
+}
+
+
 @cache
 def processor_of(family: str, **extractor: Any) -> Any:
     """`extractor` overrides parameters of its feature extractor."""
-    if family == "qwen2_audio":
-        from transformers import Qwen2AudioProcessor
-
-        return Qwen2AudioProcessor(
-            WhisperFeatureExtractor(**{"feature_size": 128, **extractor}), byte_tokenizer(**NAMES)
-        )
-    if family == "qwen2_5_omni":
-        from transformers import Qwen2_5OmniProcessor
-
-        given = {"feature_size": 128, **extractor}  # published: chunk_length=300, so much to compute for each clip
-        return without_video(Qwen2_5OmniProcessor, WhisperFeatureExtractor(**given))
-    if family == "whisper":
-        from transformers import WhisperProcessor
-
-        return WhisperProcessor(WhisperFeatureExtractor(**extractor), byte_tokenizer())
-    if family == "qwen3_omni":
-        from transformers import Qwen3OmniMoeProcessor
-
-        given = {"feature_size": 128, **extractor}
-        return without_video(Qwen3OmniMoeProcessor, WhisperFeatureExtractor(**given), n_window=50)
-    if family == "audioflamingo3":
-        from transformers import AudioFlamingo3Processor
-
-        given = {"feature_size": 128, **extractor}
-        return AudioFlamingo3Processor(WhisperFeatureExtractor(**given), byte_tokenizer(audio_token="<sound>"))
-    raise ValueError(family)
+    name, settings, words = _KINDS[family]
+    kind, mel = getattr(transformers, name), WhisperFeatureExtractor(**{**settings, **extractor})
+    if family.endswith("omni"):
+        return without_video(kind, mel, **({"n_window": 50} if family == "qwen3_omni" else {}))
+    return kind(mel, byte_tokenizer(**words))
 
 
 def noise(num_samples: int, seed: int = 0) -> np.ndarray:

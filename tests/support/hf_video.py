@@ -18,7 +18,7 @@ pytest.importorskip("torchvision", reason="transformers makes video processors w
 import av
 import torch
 from hf_families.families import FAMILIES
-from hf_families.reference import Measured, float64, gradients_of, loss_sum_of
+from hf_families.reference import Measured, measured
 from shard_factory import jpeg, write_shard
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
@@ -140,15 +140,10 @@ def inputs_of(name: str, sample: dict[str, Any]) -> dict[str, Any]:
 
 def reference(name: str, model: Any, samples: Sequence[dict[str, Any]], labels: dict[str, list[int]]) -> Measured:
     """Each sample alone through transformers' processor and model, which computes positions itself."""
-    model.zero_grad()
-    loss_sum, tokens = 0.0, 0
-    for sample in samples:
-        inputs = inputs_of(name, sample) | {"labels": torch.tensor([labels[sample["__key__"]]])}
-        with float64():
-            loss, count = loss_sum_of(model, inputs)
-            loss.backward()
-        loss_sum, tokens = loss_sum + loss.item(), tokens + count
-    return Measured(loss_sum, tokens, gradients_of(model))
+    return measured(
+        model,
+        (inputs_of(name, each) | {"labels": torch.tensor([labels[each["__key__"]]])} for each in samples),
+    )
 
 
 def loader(name: str, model: Any, shard: str, *, balance: Any = "global", padded: bool = False) -> od.DataLoader:

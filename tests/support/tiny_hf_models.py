@@ -1,4 +1,4 @@
-"""Whole models of Hugging Face families, tiny, and what torch counts in a training step of them."""
+"""Parts of each modality for models of Hugging Face families, and what torch counts in a training step of them."""
 
 from __future__ import annotations
 
@@ -7,41 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from hf_families.families import FAMILIES as BUILT
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-TEXT = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}}
-SIDE = 224
-PATCHES = 256  # (224 / 14)**2
-VIT = {
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "image_size": SIDE,
-    "patch_size": 14,
-}
-QWEN_TOWER = {"depth": 3, "hidden_size": 48, "intermediate_size": 80, "out_hidden_size": 64, "num_heads": 4}
-WHISPER = {
-    "d_model": 48,
-    "encoder_layers": 3,
-    "encoder_attention_heads": 4,
-    "encoder_ffn_dim": 96,
-    "num_mel_bins": 16,
-    "max_source_positions": 1500,
-}
+SIDE, PATCH = 112, 14
 GRID = (16, 24)
 
 
@@ -50,31 +20,23 @@ class Family:
     """A model and one part of each of its modalities.
 
     Attributes:
-        config: as `AutoConfig.for_model` takes it, its text model among it.
+        name: of hf_families.
         parts: phase -> (positions of the part, model -> its features, a tensor, and what else must join the loss).
+        changed: part of its configuration, name and value of settings that are otherwise.
     """
 
-    config: dict[str, Any]
+    name: str
     parts: dict[str, tuple[int, Callable[[Any], tuple[torch.Tensor, list[torch.Tensor]]]]]
-    text: dict[str, Any] | None = None
+    changed: tuple[tuple[str, str, Any], ...] = ()
 
-    def make_config(self) -> Any:
-        from transformers import AutoConfig
-
-        config = AutoConfig.for_model(**self.config)
+    def make_model(self) -> Any:
+        model = BUILT[self.name].build()[1]
+        config = model.config
+        for part, name, value in self.changed:
+            setattr(getattr(config, part), name, value)
         for each in (config, *(getattr(config, name) for name in config.sub_configs if getattr(config, name, None))):
             each._attn_implementation = "eager"
-        return config
-
-    def make_model(self, config: Any) -> Any:
-        import transformers
-
-        if config.model_type == "qwen2_5_omni_thinker":
-            return transformers.Qwen2_5OmniThinkerForConditionalGeneration._from_config(config)
-        if config.model_type == "qwen2_audio":
-            return transformers.Qwen2AudioForConditionalGeneration._from_config(config)
-        kind = transformers.AutoModelForImageTextToText if self.parts else transformers.AutoModelForCausalLM
-        return kind.from_config(config)
+        return type(model)._from_config(config)
 
 
 def _joined(output: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -85,15 +47,15 @@ def _joined(output: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
     return features.reshape(-1, features.shape[-1]), [torch.cat(list(each)) for each in deepstack]
 
 
-def squares(count: int, **inputs: Any) -> tuple[int, Callable[[Any], Any]]:
+def squares(count: int, *, side: int = SIDE, **inputs: Any) -> tuple[int, Callable[[Any], Any]]:
     """`count` images of the tower's own size."""
 
     def run(model: Any) -> Any:
         shape = inputs.get("shape", (count,))
         more = {name: value for name, value in inputs.items() if name != "shape"}
-        return _joined(model.get_image_features(pixel_values=torch.rand(*shape, 3, SIDE, SIDE), **more))
+        return _joined(model.get_image_features(pixel_values=torch.rand(*shape, 3, side, side), **more))
 
-    return count * PATCHES, run
+    return count * (side // PATCH) ** 2, run
 
 
 def grid(patch_values: int) -> tuple[int, Callable[[Any], Any]]:
@@ -107,81 +69,38 @@ def grid(patch_values: int) -> tuple[int, Callable[[Any], Any]]:
 
 
 def qwen2_audio(model: Any) -> Any:
-    encoded = model.model.audio_tower(torch.rand(1, 16, 3000)).last_hidden_state
+    encoded = model.model.audio_tower(torch.rand(1, 128, 500)).last_hidden_state
     return _joined(model.model.multi_modal_projector(encoded))
 
 
 def omni_audio(model: Any) -> Any:
-    features, mask = torch.rand(1, 16, 800), torch.ones(1, 800, dtype=torch.long)
+    features, mask = torch.rand(1, 128, 400), torch.ones(1, 400, dtype=torch.long)
     return _joined(model.get_audio_features(input_features=features, feature_attention_mask=mask))
 
 
-def _vision(kind: str, seen_by: str, text: str, part: Any, **more: Any) -> Family:
-    vision = {"model_type": seen_by, **(QWEN_TOWER if kind.startswith("qwen") else VIT), **more.pop("tower", {})}
-    return Family(
-        {"model_type": kind, "vision_config": vision, "text_config": {"model_type": text, **TEXT, **ROTARY}, **more},
-        {"image": part},
-    )
+def tiles(side: int = SIDE) -> tuple[int, Callable[[Any], Any]]:
+    """1 x 2 tiles, and the whole in small."""
+    return squares(3, side=side, shape=(1, 3), image_sizes=torch.tensor([[side, 2 * side]]))
 
 
-PINPOINTS = [[SIDE, 2 * SIDE]]  # cut into 1 x 2 tiles, and the whole in small
-TILES = squares(3, shape=(1, 3), image_sizes=torch.tensor([[SIDE, 2 * SIDE]]))
-SIGLIP = {"vision_use_head": False}
 FAMILIES = {
-    "Llama": Family({"model_type": "llama", **TEXT}, {}),
-    "Qwen3": Family({"model_type": "qwen3", **TEXT}, {}),
-    "LLaVA-1.5": _vision("llava", "clip_vision_model", "llama", squares(1)),
-    "LLaVA-NeXT": _vision("llava_next", "clip_vision_model", "llama", TILES, image_grid_pinpoints=PINPOINTS),
-    "LLaVA-OneVision": _vision(
-        "llava_onevision", "siglip_vision_model", "qwen2", TILES, image_grid_pinpoints=PINPOINTS, tower=SIGLIP
+    "Llama": Family("llama", {}),
+    "Qwen3": Family("qwen3", {}),
+    "LLaVA-1.5": Family("llava", {"image": squares(1)}),
+    "LLaVA-NeXT": Family("llava_next", {"image": tiles()}),
+    "LLaVA-OneVision": Family("llava_onevision", {"image": tiles(98)}),
+    "InternVL": Family("internvl", {"image": squares(3)}),
+    "Idefics3": Family("idefics3", {"image": squares(3, shape=(1, 3))}),
+    "Gemma-3": Family("gemma3", {"image": squares(1)}, (("text_config", "sliding_window", 4096),)),
+    "PaliGemma": Family("paligemma", {"image": squares(1)}),
+    "PaliGemma, a head unused": Family(
+        "paligemma", {"image": squares(1)}, (("vision_config", "vision_use_head", True),)
     ),
-    "InternVL": _vision(
-        "internvl", "internvl_vision", "qwen2", squares(3), tower={"image_size": [SIDE, SIDE], "patch_size": [14, 14]}
-    ),
-    "Idefics3": _vision("idefics3", "idefics3_vision", "llama", squares(3, shape=(1, 3))),
-    "Gemma-3": _vision(
-        "gemma3", "siglip_vision_model", "gemma3_text", squares(1), tower=SIGLIP, mm_tokens_per_image=64
-    ),
-    "PaliGemma": _vision("paligemma", "siglip_vision_model", "gemma", squares(1), tower=SIGLIP, projection_dim=64),
-    "PaliGemma, a head unused": _vision("paligemma", "siglip_vision_model", "gemma", squares(1), projection_dim=64),
-    "Qwen2-VL": _vision(
-        "qwen2_vl",
-        "qwen2_vl_vision",
-        "qwen2_vl_text",
-        grid(1176),
-        tower={"embed_dim": 48, "hidden_size": 64, "mlp_ratio": 2, "intermediate_size": None},
-    ),
-    "Qwen2.5-VL": _vision(
-        "qwen2_5_vl",
-        "qwen2_5_vl_vision",
-        "qwen2_5_vl_text",
-        grid(1176),
-        tower={"fullatt_block_indexes": [1], "window_size": 112},
-    ),
-    "Qwen3-VL": _vision(
-        "qwen3_vl",
-        "qwen3_vl_vision",
-        "qwen3_vl_text",
-        grid(1536),
-        tower={"deepstack_visual_indexes": [0], "num_position_embeddings": 256},
-    ),
-    "Qwen2-Audio": Family(
-        {
-            "model_type": "qwen2_audio",
-            "audio_config": {"model_type": "qwen2_audio_encoder", **WHISPER},
-            "text_config": {"model_type": "qwen2", **TEXT},
-        },
-        {"audio": (1500, qwen2_audio)},
-    ),
-    "Qwen2.5-Omni": Family(
-        {
-            "model_type": "qwen2_5_omni_thinker",
-            "vision_config": {**QWEN_TOWER, "fullatt_block_indexes": [1]},
-            "audio_config": {**WHISPER, "n_window": 100, "output_dim": 64},
-            "text_config": {**TEXT, **ROTARY},
-        },
-        {"image": grid(1176), "audio": (400, omni_audio)},
-    ),
+    "Qwen2-VL": Family("qwen2_vl", {"image": grid(1176)}),
+    "Qwen2.5-VL": Family("qwen2_5_vl", {"image": grid(1176)}),
+    "Qwen3-VL": Family("qwen3_vl", {"image": grid(1536)}),
+    "Qwen2-Audio": Family("qwen2_audio", {"audio": (250, qwen2_audio)}),
+    "Qwen2.5-Omni": Family("qwen2_5_omni", {"image": grid(1176), "audio": (200, omni_audio)}),
 }
 
 

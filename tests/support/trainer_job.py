@@ -22,17 +22,41 @@ WAYS = ("joint", "per_phase")
 SIZE = 6
 
 
+# Steps of SGD, each logged.
+SETTINGS: dict[str, Any] = {
+    "learning_rate": 0.05,
+    "lr_scheduler_type": "constant",
+    "optim": "sgd",
+    "max_grad_norm": 0.0,
+    "logging_steps": 1,
+    "logging_nan_inf_filter": False,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
+
+
 class Ours(od.hf.TrainerMixin, Trainer):
     pass
 
 
 class Watching(TrainerCallback):
+    """What each step was: its gradients, as the optimizer finds them, and its logged loss."""
+
     def __init__(self) -> None:
         self.gradients: list[dict[str, Tensor]] = []
+        self.losses: list[float] = []
+        self.epochs: list[float] = []
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model = kwargs["model"]
         self.gradients.append(gradients_of(getattr(model, "module", model)))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self.losses.append(logs["loss"])
+            self.epochs.append(logs["epoch"])
 
 
 def main(folder: str, *shards: str) -> dict[str, Any]:
@@ -52,18 +76,7 @@ def main(folder: str, *shards: str) -> dict[str, Any]:
         model = family.build()[1]
         expected = plain_loop(model, make_loader(model, way))
         model = family.build()[1]
-        settings = TrainingArguments(
-            os.path.join(folder, way),
-            num_train_epochs=1,
-            learning_rate=0.05,
-            lr_scheduler_type="constant",
-            optim="sgd",
-            max_grad_norm=0.0,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-        )
+        settings = TrainingArguments(os.path.join(folder, way), num_train_epochs=1, **SETTINGS)
         watching = Watching()
         loaders = {"train_dataset": make_loader(model, way), "eval_dataset": make_loader(model, way)}
         trainer = Ours(model, settings, callbacks=[watching], **loaders)

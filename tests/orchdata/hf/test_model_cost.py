@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import cycle
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 pytest.importorskip("transformers", minversion="5.23")
 
 import torch
-from tiny_hf_models import FAMILIES, WHISPER, adapt, step_flops
+from hf_families.families import FAMILIES as BUILT
+from tiny_hf_models import FAMILIES, adapt, step_flops
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -55,8 +57,8 @@ def freeze(model: Any, frozen: str) -> None:
 
 def check(name: str, frozen: str, **wrong: Any) -> None:
     family = FAMILIES[name]
-    config = family.make_config()
-    model = family.make_model(config)
+    model = family.make_model()
+    config = copy.deepcopy(model.config)
     freeze(model, frozen)
     length, flops = step_flops(family, model, TOKENS)
     positions = {"llm": length} | {phase: part[0] for phase, part in family.parts.items()}
@@ -84,35 +86,32 @@ def test_tiles_are_sequences_of_their_own() -> None:
     ("frozen", "part"), [((), None), (("audio",), "encoder"), (("llm",), "decoder"), (("audio", "llm"), "")]
 )
 def test_a_decoder_attends_to_the_whole_window_of_its_encoder(frozen: tuple[str, ...], part: str | None) -> None:
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    ids = {"vocab_size": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 1}
-    decoder = {"decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
-    config = WhisperConfig(**WHISPER, **decoder, **ids, attn_implementation="eager")
-    model = WhisperForConditionalGeneration(config)
+    model = BUILT["whisper"].build()[1].float()
+    config = model.config
+    config._attn_implementation = "eager"
     if part is not None:
         (getattr(model.model, part) if part else model).requires_grad_(False)
     if part == "decoder":
         model.proj_out.requires_grad_(False)
     with FlopCounterMode(display=False) as counter:
         tokens = torch.ones(1, TOKENS, dtype=torch.long)
-        logits = model(input_features=torch.rand(1, 16, 3000), decoder_input_ids=tokens, use_cache=False).logits
+        logits = model(input_features=torch.rand(1, 80, 500), decoder_input_ids=tokens, use_cache=False).logits
         if logits.requires_grad:
             logits.sum().backward()
     read = od.hf.cost(model, **ALL_PAIRS)
     assert read == od.hf.cost(config, frozen=frozen, **ALL_PAIRS)
-    assert total(read, {"audio": 1500, "llm": TOKENS}) == pytest.approx(counter.get_total_flops(), rel=WITHIN)
+    assert total(read, {"audio": 250, "llm": TOKENS}) == pytest.approx(counter.get_total_flops(), rel=WITHIN)
 
 
 def test_low_rank_adapters_take_two_thirds() -> None:
-    config = FAMILIES["Qwen3"].make_config()
+    config = BUILT["qwen3"].build()[1].config
     (trained,), (adapted,) = od.hf.cost(config).costs, od.hf.cost(config, lora="llm").costs
     assert adapted.linear == pytest.approx(trained.linear * 2 / 3)
     assert adapted.quadratic == trained.quadratic  # attention has no weights
 
 
 def test_a_phase_may_be_given_whole_or_left_out() -> None:
-    config = FAMILIES["LLaVA-1.5"].make_config()
+    config = BUILT["llava"].build()[1].config
     measured = od.PhaseCost(3.0)
     found = od.hf.cost(config, image=measured, llm={"recompute": "full"})
     assert found.costs == (measured, od.TransformerCost.from_config(config, "llm", recompute="full").phase_cost())
@@ -120,7 +119,7 @@ def test_a_phase_may_be_given_whole_or_left_out() -> None:
 
 
 def test_what_is_said_must_be_there() -> None:
-    config = FAMILIES["LLaVA-1.5"].make_config()
+    config = BUILT["llava"].build()[1].config
     with pytest.raises(ValueError, match="frozen has 'audio', it may name image, llm, connector"):
         od.hf.cost(config, frozen="audio")
     with pytest.raises(ValueError, match="lora has 'connector', it may name image, llm"):
@@ -130,7 +129,7 @@ def test_what_is_said_must_be_there() -> None:
 
 
 def test_a_model_says_itself_what_trains() -> None:
-    model = FAMILIES["Llama"].make_model(FAMILIES["Llama"].make_config())
+    model = BUILT["llama"].build()[1]
     with pytest.raises(ValueError, match="frozen= is for configs"):
         od.hf.cost(model, frozen="llm")
     wrapped = nn.Module()
@@ -139,15 +138,15 @@ def test_a_model_says_itself_what_trains() -> None:
     with pytest.raises(ValueError, match="Linear has no config"):
         od.hf.cost(nn.Linear(2, 2))
     elsewhere = nn.Module()
-    elsewhere.language, elsewhere.config = model, FAMILIES["LLaVA-1.5"].make_config()
+    elsewhere.language, elsewhere.config = model, BUILT["llava"].build()[1].config
     with pytest.raises(ValueError, match="named as those of an image tower.*give its config"):
         od.hf.cost(elsewhere)
 
 
 def test_configs_that_are_not_read_say_what_to_write() -> None:
-    config = FAMILIES["Llama"].make_config().to_dict()
-    with pytest.raises(ValueError, match="lists 2 layer_types for num_hidden_layers=3"):
-        od.hf.cost(config | {"layer_types": ["full_attention"] * 2})
+    config = BUILT["llama"].build()[1].config.to_dict()
+    with pytest.raises(ValueError, match="lists 3 layer_types for num_hidden_layers=2"):
+        od.hf.cost(config | {"layer_types": ["full_attention"] * 3})
     with pytest.raises(ValueError, match=r"kv_lora_rank=8.*llm=TransformerCost\(...\) or llm=PhaseCost\(...\)"):
         od.hf.cost(config | {"kv_lora_rank": 8})
     unknown = {"model_type": "new", "vision_config": {"model_type": "seen", "patch_size": 14}, "text_config": config}

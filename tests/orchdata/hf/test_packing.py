@@ -235,8 +235,13 @@ def test_ranks_whose_verdicts_differ_are_named() -> None:
 
 def test_state_of_the_user_is_untouched() -> None:
     before = torch.random.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002
-    with torch.device("meta"), torch.inference_mode():
-        inputs = od.hf.Inputs(llama())
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            inputs = od.hf.Inputs(llama())
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert inputs.verdict.packs and inputs.scales_loss
     after = torch.random.get_rng_state(), np.random.get_state()[1], random.getstate()  # noqa: NPY002
     assert torch.equal(before[0], after[0]) and (before[1] == after[1]).all() and before[2] == after[2]

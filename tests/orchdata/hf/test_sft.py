@@ -20,6 +20,7 @@ pytest.importorskip("datasets", reason="SFTTrainer takes a datasets.Dataset")
 
 from hf_families.families import FAMILIES
 from hf_families.samples import made_up, write_samples
+from trainer_job import SETTINGS, Ours
 from transformers import Trainer, TrainingArguments
 
 from orchdata.hf.trainer import sft_arguments
@@ -63,10 +64,6 @@ class Sft(od.hf.TrainerMixin, SFTTrainer):
     pass
 
 
-class Ours(od.hf.TrainerMixin, Trainer):
-    pass
-
-
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> list[str]:
     family = FAMILIES["llama"]
@@ -81,18 +78,7 @@ def make(kind: type[Any], shards: list[str], folder: Path, **options: Any) -> An
         given = {"global_batch_size": SIZE, "collate_fn": od.hf.Inputs(model.config), "num_threads": 0}
         return od.DataLoader(dataset, **given, balance=od.Balance(max_tokens=260, oversize="own"), **more)
 
-    arguments = TrainingArguments(
-        str(folder),
-        num_train_epochs=1,
-        learning_rate=0.05,
-        optim="sgd",
-        max_grad_norm=0.0,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-    )
+    arguments = TrainingArguments(str(folder), num_train_epochs=1, **SETTINGS)
     for name, value in options.items():
         setattr(arguments, name, value)
     return kind(model, arguments, train_dataset=loader(shuffle=True), eval_dataset=loader())

@@ -21,38 +21,17 @@ from hf_families.reference import distance, gradients_of
 from hf_families.samples import made_up, write_samples
 from map_dataset import Numbers
 from rank_jobs import run_ranks
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from trainer_job import SETTINGS, Ours, Watching
+from trainer_job import __file__ as JOB
+from transformers import Trainer, TrainingArguments
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:__array__ implementation:DeprecationWarning", "ignore::FutureWarning:accelerate.*"
 )
 
 TOLERANCE = 1e-8
-JOB = Path(__file__).parents[2] / "support" / "trainer_job.py"
 COUNT, SIZE, STEPS = 18, 6, 3  # samples, of a step, steps of an epoch
 SEVERAL = 260  # tokens of a microbatch
-
-
-class Ours(od.hf.TrainerMixin, Trainer):
-    pass
-
-
-class Watching(TrainerCallback):
-    """What each step was: its gradients, as the optimizer finds them, and its logged loss."""
-
-    def __init__(self) -> None:
-        self.gradients: list[dict[str, Tensor]] = []
-        self.losses: list[float] = []
-        self.epochs: list[float] = []
-        self.saw: list[list[str]] = []
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.gradients.append(gradients_of(kwargs["model"]))
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if "loss" in logs:
-            self.losses.append(logs["loss"])
-            self.epochs.append(logs["epoch"])
 
 
 class Family:
@@ -96,20 +75,7 @@ def _kept(same_cache: None) -> None:
 
 def make(model: Any, loader: Any, folder: Path, *, kind: type[Any] = Ours, more: Any = None, **options: Any) -> Any:
     """A trainer whose steps are those of SGD, watched."""
-    settings = {
-        "output_dir": str(folder),
-        "num_train_epochs": 2,
-        "learning_rate": 0.05,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "logging_nan_inf_filter": False,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
+    settings = SETTINGS | {"output_dir": str(folder), "num_train_epochs": 2}
     trainer = kind(model, TrainingArguments(**(settings | options)), train_dataset=loader, **(more or {}))
     trainer.watching = Watching()
     trainer.add_callback(trainer.watching)
@@ -306,7 +272,7 @@ def test_gradients_of_two_ranks_are_those_of_the_plain_loop_joint_and_per_phase(
             total += od.hf.loss(model(**batch.model_inputs()), batch).item() / batch.loss_scale
             tokens += batch.loss_tokens
     (tmp_path / "logs").mkdir()
-    for rank in run_ranks(str(JOB), tmp_path, *vl.shards, num_ranks=2, folder=tmp_path / "logs"):
+    for rank in run_ranks(JOB, tmp_path, *vl.shards, num_ranks=2, folder=tmp_path / "logs"):
         for way in ("joint", "per_phase"):
             found = rank[way]
             assert found["off"] < TOLERANCE < found["off by one step"], way

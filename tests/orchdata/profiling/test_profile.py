@@ -9,10 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 from rich.console import Console
 from shard_factory import chat, jpeg, write_shard
-from webdataset import TarWriter
 
 import orchdata as od
 from orchdata.bench.plan import synthetic_index
@@ -25,34 +23,25 @@ from orchdata.loaders.index.table import sum_totals
 from orchdata.profiling.content import PERCENTILES, chosen_totals, count_reasons
 from orchdata.profiling.planned import SCOPES
 from orchdata.profiling.profile import Profile, profile
-from orchdata.profiling.summary import left_out_words
-from orchdata.profiling.tables import LABELS
+from orchdata.profiling.summary import LABELS, left_out_words
 
 RECIPE = od.Recipe(image=od.ImagePreprocessor(patch_size=14, merge=2, min_tokens=1, max_tokens=64))
-
-
-def _jpeg(width: int, height: int) -> bytes:
-    out = io.BytesIO()
-    Image.new("RGB", (width, height), "teal").save(out, "JPEG")
-    return out.getvalue()
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> Index:
     """Three texts of 10 bytes, one image of 112 x 112 with a text of 2 bytes, one image that is none."""
-    path = tmp_path / "small.tar"
-    with TarWriter(str(path), encoder=False) as writer:
-        for number in range(3):
-            writer.write({"__key__": f"text{number}", "txt": b"0123456789"})
-        writer.write({"__key__": "image", "jpg": _jpeg(112, 112), "txt": b"ok"})
-        writer.write({"__key__": "broken", "jpg": b"this is no image", "txt": b"ok"})
+    samples = [{"__key__": f"text{number}", "txt": b"0123456789"} for number in range(3)]
+    samples += [{"__key__": "image", "jpg": jpeg(112, 112), "txt": b"ok"}]
+    samples += [{"__key__": "broken", "jpg": b"this is no image", "txt": b"ok"}]
+    path = write_shard(tmp_path / "small.tar", samples)
     return build_index([str(path)], RECIPE)
 
 
 def test_counts_are_those_of_the_usable_samples(small: Index) -> None:
     result = profile(small, ranks=(1,), batch_size=1)
     assert (result.samples, result.bad, result.shards) == (4, 1, 1)
-    assert result.bytes == 3 * 10 + len(_jpeg(112, 112)) + 2
+    assert result.bytes == 3 * 10 + len(jpeg(112, 112)) + 2
     assert (result.modalities["text"].samples, result.modalities["text"].tokens) == (4, 3 * 10 + 2)
     # 112 / 14 = 8 patches a side; merged 2 x 2: 16 tokens.
     image = result.modalities["image"]
@@ -153,18 +142,13 @@ def test_numbers_below_one_are_refused(omni: Index, arguments: dict[str, object]
 
 
 def test_a_dataset_without_a_usable_sample_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "bad.tar"
-    with TarWriter(str(path), encoder=False) as writer:
-        writer.write({"__key__": "broken", "jpg": b"this is no image"})
+    path = write_shard(tmp_path / "bad.tar", [{"__key__": "broken", "jpg": b"this is no image"}])
     with pytest.raises(ValueError, match="none of the 1 samples is usable"):
         profile(build_index([str(path)], RECIPE))
 
 
 def write_texts(path: Path, lengths: list[int]) -> str:
-    with TarWriter(str(path), encoder=False) as writer:
-        for number, length in enumerate(lengths):
-            writer.write({"__key__": str(number), "txt": b"x" * length})
-    return str(path)
+    return write_shard(path, [{"__key__": str(number), "txt": b"x" * length} for number, length in enumerate(lengths)])
 
 
 @pytest.fixture(scope="module")

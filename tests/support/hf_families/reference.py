@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -101,12 +101,16 @@ def loss_sum_of(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, int]:
 
 def reference(family: Family, model: nn.Module, processor: Any, samples: Sequence[Sample]) -> Measured:
     """Each sample alone through HF's processor and the model; losses and gradients added up."""
+    return measured(model, (inputs_of(family, processor, sample) for sample in samples))
+
+
+def measured(model: nn.Module, inputs: Iterable[dict[str, Any]]) -> Measured:
+    """Losses and gradients of the arguments of several forwards, added up."""
     model.zero_grad()
     loss_sum, tokens = 0.0, 0
-    for sample in samples:
-        inputs = inputs_of(family, processor, sample)
+    for given in inputs:
         with float64():
-            loss, count = loss_sum_of(model, inputs)
+            loss, count = loss_sum_of(model, given)
             loss.backward()
         loss_sum, tokens = loss_sum + loss.item(), tokens + count
     return Measured(loss_sum, tokens, gradients_of(model))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import soundfile
 from PIL import Image, ImageOps
-from shard_factory import write_shard
+from shard_factory import audio, jpeg, png, write_shard
 
 from hf_families.families import Family
 
@@ -33,24 +33,6 @@ class Sample:
         """What a role says in all, images as `<image>`."""
         said = [items for who, items in self.turns if who == role]
         return "".join("<image>" if item is IMAGE else item for items in said for item in items)
-
-
-def picture(width: int, height: int, seed: int, suffix: str = "png") -> bytes:
-    random = np.random.default_rng(seed)
-    pixels = random.integers(0, 256, (5, 7, 3), np.uint8)
-    out = io.BytesIO()
-    image = Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
-    image.save(out, {"png": "PNG", "jpg": "JPEG"}[suffix])
-    return out.getvalue()
-
-
-def clip(seconds: float, seed: int, rate: int = 16_000) -> bytes:
-    random = np.random.default_rng(seed)
-    times = np.arange(round(seconds * rate)) / rate
-    wave = 0.3 * np.sin(2 * np.pi * (180 + 40 * seed) * times) + 0.02 * random.standard_normal(len(times))
-    out = io.BytesIO()
-    soundfile.write(out, wave.astype(np.float32), rate, format="WAV", subtype="PCM_16")
-    return out.getvalue()
 
 
 _SIZES = ((150, 100), (90, 260), (420, 90), (64, 64), (300, 310), (33, 47), (500, 380), (112, 112), (230, 120))
@@ -90,8 +72,8 @@ class _Media:
 
     def __init__(self, family: Family, seed: int) -> None:
         self._kinds = family.media
-        self._images = (picture(*_SIZES[at % len(_SIZES)], at, "jpg" if at % 3 == 2 else "png") for at in count(seed))
-        self._clips = (clip(_SECONDS[at % len(_SECONDS)], at) for at in count(seed))
+        self._images = ((jpeg if at % 3 == 2 else png)(*_SIZES[at % len(_SIZES)], at) for at in count(seed))
+        self._clips = (audio(_SECONDS[at % len(_SECONDS)], seed=at) for at in count(seed))
         self._taken: tuple[list[bytes], list[bytes]] = ([], [])
 
     def items(self, num_images: int, num_clips: int) -> list[Any]:
