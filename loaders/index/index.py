@@ -398,23 +398,20 @@ class Index(Columns):
 
         Raises ValueError if several shards with that name have the key.
         """
-        if shard is None:
-            return [row for number in range(len(self.shards)) for row in self._rows_of(number, key)]
-        by_url = [number for number, info in enumerate(self.shards) if info.url == shard]
-        matches = self._matches(by_url, key)
-        if not by_url:
-            given = _as_given(shard)
-            matches = self._matches([number for number, info in enumerate(self.shards) if info.url in given], key)
-        if not (by_url or matches):
-            named = [number for number, info in enumerate(self.shards) if basename(info.url) == shard]
-            matches = self._matches(named, key)
-        if len(matches) > 1:
-            urls = ", ".join(self.shards[int(self.shard[rows[0]])].url for rows in matches)
-            raise ValueError(f"sample {key!r} is in several shards called {shard!r}, name one of {urls}")
-        return matches[0] if matches else []
 
-    def _matches(self, numbers: Iterable[int], key: str) -> list[list[int]]:
-        return [rows for number in numbers if (rows := self._rows_of(number, key))]
+        def matches(is_meant: Callable[[str], bool]) -> list[list[int]]:
+            numbers = [number for number, info in enumerate(self.shards) if is_meant(info.url)]
+            return [rows for number in numbers if (rows := self._rows_of(number, key))]
+
+        if shard is None:
+            return [row for rows in matches(lambda url: True) for row in rows]
+        found = matches(shard.__eq__)
+        if not any(info.url == shard for info in self.shards):
+            found = matches(_as_given(shard).__contains__) or matches(lambda url: basename(url) == shard)
+        if len(found) > 1:
+            urls = ", ".join(self.shards[int(self.shard[rows[0]])].url for rows in found)
+            raise ValueError(f"sample {key!r} is in several shards called {shard!r}, name one of {urls}")
+        return found[0] if found else []
 
     def keys(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
         """Return the keys of the rows from start to stop: their offsets, int64 (stop - start + 1,), and UTF-8 bytes."""
