@@ -227,7 +227,8 @@ def in_parallel(
                         # A shard that a child has just measured may still count as under way: never less than before.
                         shown = min(len(urls), max(shown, len(tables) + shards_under_way()))
                         under_way(shown, len(urls))
-                chunks = [[url] for url in crew.take_others()]
+                chunks = [[url] for url in crew.others]
+                crew.others, crew.waits = [], True
     finally:
         pool.shutdown()  # after an error or Ctrl-C, wait for the shards that are being measured
         crew.close()
@@ -262,23 +263,19 @@ def _completed(futures: Sequence[Future[Any]], tick_seconds: float | None) -> It
 
 
 class _Crew:
-    """The threads of a build: how many may work, and which shards are retried."""
+    """The threads of a build: how many may work, and which shards are retried.
+
+    Attributes:
+        others: shards that other processes are measuring; if it `waits`, it waits for these.
+    """
 
     def __init__(self, builder: Builder, workers: int, patience: Patience) -> None:
         self._builder = builder
         self._patience = patience
         self._turns = Turns(workers, paced=builder.jobs is None)
         self._spread = Spread(self._turns, workers)
-        self._others: list[str] = []
-        self._waits = False
-
-    def take_others(self) -> list[str]:
-        """Return the shards that other processes are measuring; from now on these are waited for."""
-        others, self._others, self._waits = self._others, [], True
-        return others
-
-    def _go_on(self) -> bool:
-        return self._waits and not self._turns.ended
+        self.others: list[str] = []
+        self.waits = False
 
     def measure(self, urls: Sequence[str]) -> list[tuple[str, CostTable, bool]]:
         """Return (url, costs, whether they were measured now) of these shards; fewer after `end`."""
@@ -291,7 +288,7 @@ class _Crew:
                 if self._turns.ended:
                     return done
                 try:
-                    costs = self._builder.costs(url, self._go_on, self._spread)
+                    costs = self._builder.costs(url, lambda: self.waits and not self._turns.ended, self._spread)
                 except (StorageError, StaleIndexError) as error:
                     failed.append((url, error))
                     continue
@@ -299,7 +296,7 @@ class _Crew:
                     short.append(url)
                     continue
                 if costs is None:
-                    self._others.append(url)
+                    self.others.append(url)
                 else:
                     done.append((url, *costs))
                     report_work(_SHARD_WORK + costs[0].size.rows if costs[1] else 1)

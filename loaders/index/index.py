@@ -359,7 +359,10 @@ class Index(Columns):
         known = rows - stands
         typical = int(np.median(rows[~damaged])) if not damaged.all() else 0
         estimated = np.where(damaged, np.maximum(0, typical - known), 0)
-        formats = np.array([_format_of(shard.url) for shard in self.shards])
+        suffixes = sorted(SUFFIXES, key=len, reverse=True)
+        formats = np.array(
+            [next((each for each in suffixes if shard.url.lower().endswith(each)), "") for shard in self.shards]
+        )
         for name in np.unique(formats[damaged]):
             alike = formats == name
             # The last sample of a damaged shard may be the damage itself, and then it has no byte that can be read.
@@ -533,11 +536,6 @@ def _as_given(path: str) -> frozenset[str]:
         if not needs_listing(path):
             return frozenset(map(absolute, expand_paths(path)))
     return frozenset()
-
-
-def _format_of(url: str) -> str:
-    """Return the suffix of a shard: shards of one format take about the same number of bytes per sample."""
-    return next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if url.lower().endswith(suffix)), "")
 
 
 def basename(url: str) -> str:

@@ -156,7 +156,7 @@ def _uses(names: tuple[tuple[str, int], ...], recipe: Recipe) -> Uses:
         texts = [index for index, its in enumerate(is_text) if its]
         return Uses(media, kept, records, made=tuple(texts) if recipe.keep else (), texts=tuple(texts))
     texts = _in_field_order(names, TEXT)
-    is_json = {index: _is_json(names[index][0]) for index in texts}
+    is_json = {index: _name(names[index][0]).rpartition(".")[2] in _JSON_NAMES for index in texts}
     json = sorted(index for index in texts if is_json[index])
     rest = [index for index in texts if not is_json[index]]
     plain = _preferred([(index, names[index][0].lower().removesuffix(".gz")) for index in rest], recipe.text.fields)
@@ -243,10 +243,6 @@ def _name(name: str) -> str:
 def stem(name: str) -> str:
     """A field's name without its number and text suffixes."""
     return _TEXT_SUFFIXES.sub("", _name(name))
-
-
-def _is_json(name: str) -> bool:
-    return _name(name).rpartition(".")[2] in _JSON_NAMES
 
 
 _SUFFIXES: Final = ("json", "jsn", "jsonl")
