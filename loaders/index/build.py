@@ -21,7 +21,7 @@ import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -227,7 +227,8 @@ def in_parallel(
                         # A shard that a child has just measured may still count as under way: never less than before.
                         shown = min(len(urls), max(shown, len(tables) + shards_under_way()))
                         under_way(shown, len(urls))
-                chunks = [[url] for url in crew.take_others()]
+                chunks = [[url] for url in crew.others]
+                crew.others, crew.waits = [], True
     finally:
         pool.shutdown()  # after an error or Ctrl-C, wait for the shards that are being measured
         crew.close()
@@ -262,23 +263,19 @@ def _completed(futures: Sequence[Future[Any]], tick_seconds: float | None) -> It
 
 
 class _Crew:
-    """The threads of a build: how many may work, and which shards are retried."""
+    """The threads of a build: how many may work, and which shards are retried.
+
+    Attributes:
+        others: shards that other processes are measuring; if it `waits`, it waits for these.
+    """
 
     def __init__(self, builder: Builder, workers: int, patience: Patience) -> None:
         self._builder = builder
         self._patience = patience
         self._turns = Turns(workers, paced=builder.jobs is None)
         self._spread = Spread(self._turns, workers)
-        self._others: list[str] = []
-        self._waits = False
-
-    def take_others(self) -> list[str]:
-        """Return the shards that other processes are measuring; from now on these are waited for."""
-        others, self._others, self._waits = self._others, [], True
-        return others
-
-    def _go_on(self) -> bool:
-        return self._waits and not self._turns.ended
+        self.others: list[str] = []
+        self.waits = False
 
     def measure(self, urls: Sequence[str]) -> list[tuple[str, CostTable, bool]]:
         """Return (url, costs, whether they were measured now) of these shards; fewer after `end`."""
@@ -291,50 +288,49 @@ class _Crew:
                 if self._turns.ended:
                     return done
                 try:
-                    costs = self._builder.costs(url, self._go_on, self._spread)
+                    costs = self._builder.costs(url, lambda: self.waits and not self._turns.ended, self._spread)
                 except (StorageError, StaleIndexError) as error:
                     failed.append((url, error))
                     continue
-                except MemoryError:
+                except MemoryError:  # is not held: it refers to texts
                     short.append(url)
                     continue
                 if costs is None:
-                    self._others.append(url)
+                    self.others.append(url)
                 else:
-                    table, measured = costs
-                    done.append((url, table, measured))
-                    report_work(_SHARD_WORK + table.size.rows if measured else 1)
+                    done.append((url, *costs))
+                    report_work(_SHARD_WORK + costs[0].size.rows if costs[1] else 1)
 
         # Retries, outside of this thread's turn; then the shards that need more memory, one at a time.
-        for url, first_error in failed:
-            retry = functools.partial(self._retry, url, first_error)
+        for url, first in failed:
+            again = functools.partial(self._again, url, first, self._turns.turn, self._spread)
             try:
-                done.append(
-                    (url, *self._patience.keep_trying(retry, StorageError, StaleIndexError, failed=first_error))
-                )
+                tried = self._patience.keep_trying(again, StorageError, StaleIndexError, failed=first)
+                done.append((url, *tried))
             except MemoryError:
                 short.append(url)
-        done += [(url, *self._alone(url)) for url in short]
-        return done
-
-    def _alone(self, url: str) -> tuple[CostTable, bool]:
-        """Measure a shard again after a MemoryError, while no other shard is measured."""
-        with self._turns.alone():
-            gc.collect()
+        for url in short:
+            ended = MemoryError(f"{url}: was not measured to the end: the build ended")
             try:
-                costs = None if self._turns.ended else self._builder.costs(url, lambda: not self._turns.ended)
+                done.append((url, *self._again(url, ended, self._turns.alone)))
             except MemoryError as error:
                 raise measured_at(error, url) from error
-        if costs is None:
-            raise MemoryError(f"{url}: was not measured to the end: the build ended")
-        return costs
+        return done
 
-    def _retry(self, url: str, error: Exception) -> tuple[CostTable, bool]:
-        with self._turns.turn():
+    def _again(
+        self,
+        url: str,
+        error: Exception,
+        turn: Callable[[], AbstractContextManager[object]],
+        spread: Spread | None = None,
+    ) -> tuple[CostTable, bool]:
+        """Measure a shard again after an error, which is raised if the build ends."""
+        with turn():
+            gc.collect()
             if self._turns.ended:
                 raise error
-            self._builder.forget(url)
-            costs = self._builder.costs(url, lambda: not self._turns.ended, self._spread)
+            self._builder.files.forget(url)
+            costs = self._builder.costs(url, lambda: not self._turns.ended, spread)
             if costs is None:
                 raise error
             return costs
@@ -355,7 +351,7 @@ class Builder:
         self._recipe = recipe
         self._fingerprint = fingerprint
         self._reading = reading
-        self._files = reading.files
+        self.files = reading.files
         self._cache = cache
         self._force = force
         # What is kept of shards besides costs: its folder and suffix, and what it depends on besides the shard.
@@ -375,10 +371,6 @@ class Builder:
             self.jobs.close()
         self.claims.close()
 
-    def forget(self, url: str) -> None:
-        """Look at a shard again, which may have changed."""
-        self._files.forget(url)
-
     def costs(self, url: str, go_on: Callable[[], bool], spread: Spread | None = None) -> tuple[CostTable, bool] | None:
         """Return the costs of a shard, and whether they were measured now; None if another process measures them, and
         `go_on` says not to keep waiting.
@@ -388,7 +380,7 @@ class Builder:
         name = digest([KEPT_FORMAT, versions.rules(), self._fingerprint, url, root, rules.identity(url)])
         path = f"{self._cache.root}/costs/{name}.costs"
         how: dict[str, Any] = {"limits": self._recipe.limits, "cache": self._cache, "media_root": root, "rules": rules}
-        how["files"] = self._files
+        how["files"] = self.files
         with ExitStack() as resources, here().at(url):
 
             @functools.cache
@@ -406,7 +398,7 @@ class Builder:
                     table = CostTable.open(path, url, root, rules)
                     # Without a checksum the shard could not be opened, for a reason that may be temporary. The
                     # modification time counts too: editing text in place may not change size and headers.
-                    return table if table.meta.checksum and is_fresh(table.meta, url, opened, self._files) else None
+                    return table if table.meta.checksum and is_fresh(table.meta, url, opened, self.files) else None
                 except (OSError, ValueError):
                     return None  # absent, damaged or of another version
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from itertools import groupby
@@ -248,21 +248,20 @@ def _kept(path: Path, index: Index) -> Index | None:
 def _read_all(index: Index, read: Callable[[ShardInfo], _Read], progress: Any) -> list[_Read]:
     """Return what is read of all shards. The first error ends it."""
     total = len(index.shards)
+    found: list[_Read] = []
+
+    def read_one(number: int) -> _Read:
+        return read(index.shards[number]) if _is_readable(index, number) else _Read((), {})
+
     workers = min(8, os.cpu_count() or 1, total)
     with measuring(), ThreadPoolExecutor(workers, thread_name_prefix="orchdata-fields") as pool:
-        futures = [
-            pool.submit(read, info) if _is_readable(index, number) else pool.submit(_Read, (), {})
-            for number, info in enumerate(index.shards)
-        ]
-        try:
-            for done, future in enumerate(as_completed(futures), 1):
-                future.result()
+        results: Any = pool.map(read_one, range(total))
+        with closing(results):  # cancels the shards that have not begun
+            for each in results:
+                found.append(each)
                 if progress is not None:
-                    progress(done, total)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    return [future.result() for future in futures]
+                    progress(len(found), total)
+    return found
 
 
 def _is_readable(index: Index, number: int) -> bool:

@@ -361,7 +361,10 @@ class Index(Columns):
         known = rows - stands
         typical = int(np.median(rows[~damaged])) if not damaged.all() else 0
         estimated = np.where(damaged, np.maximum(0, typical - known), 0)
-        formats = np.array([_format_of(shard.url) for shard in self.shards])
+        suffixes = sorted(SUFFIXES, key=len, reverse=True)
+        formats = np.array(
+            [next((each for each in suffixes if shard.url.lower().endswith(each)), "") for shard in self.shards]
+        )
         for name in np.unique(formats[damaged]):
             alike = formats == name
             # The last sample of a damaged shard may be the damage itself, and then it has no byte that can be read.
@@ -400,23 +403,20 @@ class Index(Columns):
 
         Raises ValueError if several shards with that name have the key.
         """
-        if shard is None:
-            return [row for number in range(len(self.shards)) for row in self._rows_of(number, key)]
-        by_url = [number for number, info in enumerate(self.shards) if info.url == shard]
-        matches = self._matches(by_url, key)
-        if not by_url:
-            given = _as_given(shard)
-            matches = self._matches([number for number, info in enumerate(self.shards) if info.url in given], key)
-        if not (by_url or matches):
-            named = [number for number, info in enumerate(self.shards) if basename(info.url) == shard]
-            matches = self._matches(named, key)
-        if len(matches) > 1:
-            urls = ", ".join(self.shards[int(self.shard[rows[0]])].url for rows in matches)
-            raise ValueError(f"sample {key!r} is in several shards called {shard!r}, name one of {urls}")
-        return matches[0] if matches else []
 
-    def _matches(self, numbers: Iterable[int], key: str) -> list[list[int]]:
-        return [rows for number in numbers if (rows := self._rows_of(number, key))]
+        def matches(is_meant: Callable[[str], bool]) -> list[list[int]]:
+            numbers = [number for number, info in enumerate(self.shards) if is_meant(info.url)]
+            return [rows for number in numbers if (rows := self._rows_of(number, key))]
+
+        if shard is None:
+            return [row for rows in matches(lambda url: True) for row in rows]
+        found = matches(shard.__eq__)
+        if not any(info.url == shard for info in self.shards):
+            found = matches(_as_given(shard).__contains__) or matches(lambda url: basename(url) == shard)
+        if len(found) > 1:
+            urls = ", ".join(self.shards[int(self.shard[rows[0]])].url for rows in found)
+            raise ValueError(f"sample {key!r} is in several shards called {shard!r}, name one of {urls}")
+        return found[0] if found else []
 
     def keys(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
         """Return the keys of the rows from start to stop: their offsets, int64 (stop - start + 1,), and UTF-8 bytes."""
@@ -538,11 +538,6 @@ def _as_given(path: str) -> frozenset[str]:
         if not needs_listing(path):
             return frozenset(map(absolute, expand_paths(path)))
     return frozenset()
-
-
-def _format_of(url: str) -> str:
-    """Return the suffix of a shard: shards of one format take about the same number of bytes per sample."""
-    return next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if url.lower().endswith(suffix)), "")
 
 
 def content_fingerprint(shards: Iterable[ShardInfo], recipe: str) -> str:

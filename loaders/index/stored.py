@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -279,12 +279,11 @@ class StoredSample:
         """Return the fields that the recipe keeps: bytes as stored; values of keys and of other columns."""
         if not recipe.keep:
             return {}
-        fields: dict[str, KeptValue] = {}
-        for field, data, kind in self._kept_members(recipe, payloads):
-            if kind == "json":
-                fields[bare_name(field)] = plain_value(json_value(field, data), field)
-            else:
-                fields[field] = bytes(data)
+        kept = self._kept_members(recipe, payloads, decoded=False)
+        fields = {
+            field if isinstance(value, bytes) else bare_name(field): plain_value(value, field)
+            for field, value in kept.items()
+        }
         if uses_of(self.members, recipe).records:
             names = [name for name in recipe.keep if not any(is_kept_as(field, name) for field in fields)]
             values = kept_values(names, {}, list(self.records(recipe, payloads)))
@@ -293,12 +292,7 @@ class StoredSample:
 
     def kept_values(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]) -> dict[str, KeptValue]:
         """Return the values of the fields that the recipe keeps, by its names, of what `read` with `kept` returned."""
-        values: dict[str, KeptValue] = {}
-        for field, data, kind in self._kept_members(recipe, payloads):
-            if kind == "json":
-                values[field] = json_value(field, data)
-            else:
-                values[field] = _decoded(field, data) if kind == "text" else bytes(data)
+        values = self._kept_members(recipe, payloads, decoded=True)
         records = list(self.records(recipe, payloads)) if uses_of(self.members, recipe).records else ()
         plain = {name: plain_value(value, name) for name, value in kept_values(recipe.keep, values, records).items()}
         return plain | self._made_values(recipe, payloads)
@@ -326,16 +320,23 @@ class StoredSample:
         return {name: plain_value(made[key], name) for name, key in keys.items()}
 
     def _kept_members(
-        self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]
-    ) -> Iterator[tuple[str, bytes | memoryview, Literal["json", "text", "bytes"]]]:
-        """Yield the field, payload and kind of each member that the recipe keeps."""
+        self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview], *, decoded: bool
+    ) -> dict[str, KeptValue]:
+        """Return the value of each member that the recipe keeps: of JSON, else its bytes; `decoded` if it is text."""
         specs, shard = self._index.read_spec(self.row), self._shards.get(self.shard, self._info, recipe.record)
+        values: dict[str, KeptValue] = {}
         for at in uses_of(self.members, recipe).kept:
-            field, data, name = self.members[at].field, payloads[at], specs[at][3]
+            field, data, name = self.members[at].field, bytes(payloads[at]), specs[at][3]
             if is_cell_without_content(field, len(data)) or shard.is_json(name):
-                yield field, data, "json"
-            else:
-                yield field, data, "text" if shard.is_text(name) else "bytes"
+                values[field] = json_value(field, data)
+                continue
+            values[field] = data
+            if decoded and shard.is_text(name):
+                try:
+                    values[field] = data.decode()
+                except UnicodeDecodeError as error:
+                    raise FieldError(field, f"a column of text that is not UTF-8: {error}") from error
+        return values
 
     def records(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview]) -> Iterator[dict[str, Any]]:
         """Yield the JSON objects whose keys are kept, before a function of the user's. Raises FieldError."""
@@ -368,13 +369,6 @@ class StoredSample:
 
 def _head(data: bytes | memoryview, size: int) -> bytes:
     return bytes(data[:size])
-
-
-def _decoded(field: str, data: bytes | memoryview) -> str:
-    try:
-        return bytes(data).decode()
-    except UnicodeDecodeError as error:
-        raise FieldError(field, f"a column of text that is not UTF-8: {error}") from error
 
 
 def _check_room(num_bytes: int) -> None:

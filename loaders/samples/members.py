@@ -78,18 +78,18 @@ class Uses(NamedTuple):
         texts: all members from which text is read, ascending.
     """
 
-    json: tuple[int, ...]
-    plain: tuple[int, ...]
     media: Mapping[str, tuple[int, ...]]
-    chat_context: tuple[int, ...]
-    other_text: tuple[int, ...]
-    spare: tuple[int, ...]
-    media_paths: tuple[int, ...]
-    unfit: tuple[int, ...]
     kept: tuple[int, ...]
     records: tuple[int, ...]
     made: tuple[int, ...]
     texts: tuple[int, ...]
+    json: tuple[int, ...] = ()
+    plain: tuple[int, ...] = ()
+    chat_context: tuple[int, ...] = ()
+    other_text: tuple[int, ...] = ()
+    spare: tuple[int, ...] = ()
+    media_paths: tuple[int, ...] = ()
+    unfit: tuple[int, ...] = ()
 
 
 Payloads: TypeAlias = Mapping[int, bytes | memoryview]
@@ -146,10 +146,17 @@ def uses_of(members: Sequence[Member], recipe: Recipe) -> Uses:
 
 
 def _uses(names: tuple[tuple[str, int], ...], recipe: Recipe) -> Uses:
-    if recipe.record is not None and not _has_record(names):
-        return _all_fields(names, recipe)
+    media = {name: tuple(_in_field_order(names, kind)) for kind, name in enumerate(recipe.kinds) if kind != TEXT}
+    kept = tuple(index for index, (name, _) in enumerate(names) if recipe.keep and recipe.keeps(name))
+    records: tuple[int, ...] = ()
+    if not all(any(is_kept_as(field, name) for field, _ in names) for name in recipe.keep):
+        records = tuple(index for index, (name, kind) in enumerate(names) if kind == TEXT and has_keys(name))
+    if recipe.record is not None and not _has_record(names):  # a function of the user's gets the text of all fields
+        is_text = [kind == TEXT or (kind == OTHER and is_label(name)) for name, kind in names]
+        texts = [index for index, its in enumerate(is_text) if its]
+        return Uses(media, kept, records, made=tuple(texts) if recipe.keep else (), texts=tuple(texts))
     texts = _in_field_order(names, TEXT)
-    is_json = {index: _is_json(names[index][0]) for index in texts}
+    is_json = {index: _name(names[index][0]).rpartition(".")[2] in _JSON_NAMES for index in texts}
     json = sorted(index for index in texts if is_json[index])
     rest = [index for index in texts if not is_json[index]]
     plain = _preferred([(index, names[index][0].lower().removesuffix(".gz")) for index in rest], recipe.text.fields)
@@ -163,16 +170,16 @@ def _uses(names: tuple[tuple[str, int], ...], recipe: Recipe) -> Uses:
     chat_context = tuple(i for i in sorted(texts) if not is_path[i] and is_chat_context(stem(names[i][0])))
     other_text = () if json or (plain and not is_rendered) else tuple(index for index in texts if not is_path[index])
     return Uses(
+        media,
+        kept,
+        records,
         json=tuple(json),
         plain=plain,
-        media=_media(names, recipe),
         chat_context=chat_context,
         other_text=other_text,
         spare=() if json or other_text else tuple(index for index in rest if not is_path[index] and index not in plain),
         media_paths=media_paths,
         unfit=unfit,
-        kept=_kept(names, recipe),
-        records=_records(names, recipe),
         made=tuple(index for index, (name, _) in enumerate(names) if name == RECORD_FIELD and recipe.keep),
         texts=tuple(sorted({*json, *plain, *chat_context, *other_text, *media_paths, *unfit})),
     )
@@ -198,31 +205,9 @@ def _has_record(names: Iterable[tuple[str, int]]) -> bool:
     return any(name == RECORD_FIELD for name, _ in names)
 
 
-def _all_fields(names: tuple[tuple[str, int], ...], recipe: Recipe) -> Uses:
-    """Return the uses under a function of the user's, which gets the text of all fields."""
-    texts = [at for at, (name, kind) in enumerate(names) if kind == TEXT or (kind == OTHER and is_label(name))]
-    kept, records = _kept(names, recipe), _records(names, recipe)
-    made = tuple(texts) if recipe.keep else ()
-    return Uses((), (), _media(names, recipe), (), (), (), (), (), kept, records, made, tuple(texts))
-
-
-def _kept(names: tuple[tuple[str, int], ...], recipe: Recipe) -> tuple[int, ...]:
-    return tuple(index for index, (name, _) in enumerate(names) if recipe.keep and recipe.keeps(name))
-
-
-def _records(names: tuple[tuple[str, int], ...], recipe: Recipe) -> tuple[int, ...]:
-    if all(any(is_kept_as(field, name) for field, _ in names) for name in recipe.keep):
-        return ()
-    return tuple(index for index, (name, kind) in enumerate(names) if kind == TEXT and has_keys(name))
-
-
 def has_keys(field: str) -> bool:
     """Return whether a field is JSON that may be an object with keys."""
     return _name(field).rpartition(".")[2] in _RECORDS
-
-
-def _media(names: tuple[tuple[str, int], ...], recipe: Recipe) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(_in_field_order(names, kind)) for kind, name in enumerate(recipe.kinds) if kind != TEXT}
 
 
 def is_label(field: str) -> bool:
@@ -258,10 +243,6 @@ def _name(name: str) -> str:
 def stem(name: str) -> str:
     """A field's name without its number and text suffixes."""
     return _TEXT_SUFFIXES.sub("", _name(name))
-
-
-def _is_json(name: str) -> bool:
-    return _name(name).rpartition(".")[2] in _JSON_NAMES
 
 
 _SUFFIXES: Final = ("json", "jsn", "jsonl")

@@ -169,8 +169,11 @@ class _References:
         for key, value in record.items():
             items = value if isinstance(value, list) else [value]
             if key in words.records and any(isinstance(item, Media) for item in items):
-                self._take_list(key, items)
-            elif key in words.records and all(map(_is_nothing, items)):
+                wanted = words.records[key]
+                indices = [self._member(item, wanted, f"[{key!r}]") for item in items]
+                if self._taken.setdefault(wanted, indices) != indices:
+                    raise DecodeError(f"Recipe.record: {key!r} and another key both refer to {wanted}: use one")
+            elif key in words.records and all(map(says_nothing, items)):
                 _without_media(value, f"[{key!r}]")
                 self._is_none = True
             elif key in words.records and (wrong := [item for item in items if not isinstance(item, str)]):
@@ -191,12 +194,6 @@ class _References:
                     "out the second reference, or say it in words"
                 )
         return left
-
-    def _take_list(self, key: str, items: Sequence[Any]) -> None:
-        wanted = self._recipe.rules.words.records[key]
-        indices = [self._member(item, wanted, f"[{key!r}]") for item in items]
-        if self._taken.setdefault(wanted, indices) != indices:
-            raise DecodeError(f"Recipe.record: {key!r} and another key both refer to {wanted}: use one")
 
     def _turn(self, turn: Any, taken: dict[str, list[int]], where: str) -> Any:
         """Return a turn with an item of type image, ... for each reference in its content."""
@@ -247,11 +244,6 @@ class _References:
     def _modality(self, index: int) -> str | None:
         kind, kinds = self._members[index].kind, self._recipe.kinds
         return kinds[kind] if TEXT < kind < len(kinds) else None
-
-
-def _is_nothing(value: Any) -> bool:
-    """Return whether a value in place of media is null, blank or false, which name nothing."""
-    return not isinstance(value, Media) and says_nothing(value)
 
 
 def _without_media(value: Any, where: str) -> Any:

@@ -185,17 +185,13 @@ def _doubt(error: Exception, modality: Modality, data: bytes | memoryview, size:
     return f" (or for lack of memory: {left.left_bytes} bytes are left under {left.limit})"
 
 
-def _generator_without_shard(part: int) -> np.random.Generator:
-    return Pass().generator(ShardIdentity("", 0), "", part)
-
-
 def decode_sample(
     members: Sequence[Member],
     payloads: Mapping[int, bytes | memoryview],
     sizes: Sequence[PartSize],
     recipe: Recipe,
     spans_of: Callable[[SizeOf], Sequence[Span]] | None = None,
-    generator_of: Callable[[int], np.random.Generator] = _generator_without_shard,
+    generator_of: Callable[[int], np.random.Generator] = lambda part: Pass().generator(ShardIdentity("", 0), "", part),
 ) -> tuple[Part, ...]:
     """Decode a sample's parts into newly allocated memory.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,14 +115,6 @@ class SizesInTurn:
     def _differs(self, how: str) -> FieldError:
         reason = f"the index says {self._count} parts of media, the text yields {how}: {WHY_COUNTS_DIFFER}"
         return FieldError("*", reason)
-
-
-class SpanWriter(Protocol):
-    """Takes a sample's text and media in order, and returns its spans."""
-
-    def text(self, segment: TextSegment) -> None: ...
-    def media(self, modality: str, member: int) -> None: ...
-    def close(self) -> list[Span]: ...
 
 
 class Spans:
@@ -453,3 +445,7 @@ class WholeWriter:
         if len(indices) != len(self._runs):
             raise FieldError(self._where, f"{len(self._runs)} marks of media became {len(indices)} tokens")
         return indices
+
+
+SpanWriter = StretchWriter | WholeWriter
+"""Takes a sample's text and media in order, and returns its spans."""

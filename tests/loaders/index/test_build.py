@@ -435,13 +435,6 @@ def test_data_that_moved_have_the_same_fingerprint(tmp_path: Path, shards: list[
     assert build_index(moved[::-1], Recipe()).fingerprint != first.fingerprint
 
 
-def test_only_bad_rows(tmp_path: Path) -> None:
-    (tmp_path / "junk.tar").write_bytes(b"no tar at all" * 100)
-    index = build_index([str(tmp_path / "junk.tar")], Recipe())
-    assert index.bad_rows().tolist() == [0]
-    assert index.failure(0).shard.endswith("junk.tar")
-
-
 def test_builders_at_the_same_time(shards: list[str], tmp_path: Path) -> None:
     code = (
         "import sys; from orchdata.loaders.index.build import build_index; from orchdata.loaders.recipe import Recipe\n"

@@ -11,19 +11,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from shard_factory import omni_samples, write_shard
 
 from orchdata.loaders.errors import FieldError, StaleIndexError, StorageError
 from orchdata.loaders.index.costs import CostTable, ShardCosts, cost_shard
 from orchdata.loaders.index.facts import Probes
 from orchdata.loaders.index.table import views
 from orchdata.loaders.modalities.builtin import OTHER, TEXT
-from orchdata.loaders.recipe import Recipe, TextPreprocessor
-from orchdata.loaders.samples.compose import text_members
-from orchdata.loaders.samples.measure import measure
-from orchdata.loaders.samples.members import Member
+from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.fields import GZIP, RAW
-from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.shards.shard import SCHEMA, Facts, FactsMeta, FactsTable, ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
 
@@ -174,42 +169,6 @@ def test_errors_of_samples_and_of_fields() -> None:
     assert costs.columns.llm_tokens.tolist() == [0, 0, 3, 0]
     assert costs.totals["bad"] == 3
     assert costs.totals["ignored_fields"] == {"wav": 1, "pth": 1}
-
-
-@pytest.mark.parametrize("recipe", [Recipe(), Recipe(image=None), Recipe(text=TextPreprocessor(str.split, id="bad"))])
-def test_every_row_is_what_measure_says(tmp_path: Path, recipe: Recipe) -> None:
-    url = write_shard(tmp_path / "a.tar", omni_samples(25))
-    shard = open_shard(url, limits=recipe.limits, cache=CacheFolder())
-    scanned = shard.facts()
-    costs = measured_under(scanned, lambda: shard, recipe)
-    columns = costs.columns
-
-    fact_rows = scanned.table.arrow().to_pylist()
-    for row in range(25):
-        mine = [fact for fact in fact_rows if fact["sample"] == row]
-        members = [
-            Member(
-                fact["field"],
-                recipe.kind_of(fact["field"], fact["kind"]),
-                (fact["header0"], fact["header1"]),
-                fact["size"],
-                fact["error"],
-            )
-            for fact in mine
-        ]
-        places = [(fact["offset"], fact["size"], fact["encoding"], fact["field"]) for fact in mine]
-        texts = {index: shard.read(*places[index]) for index in text_members(members, recipe)}
-        try:
-            expected = measure(members, texts, recipe)
-        except FieldError as error:
-            assert errors(costs)[mine[0]["key"]] == (error.field, error.reason)
-            continue
-        assert (columns.llm_tokens[row], columns.loss_tokens[row]) == (expected.llm_tokens, expected.loss_tokens)
-        assert columns.member_offsets[row + 1] - columns.member_offsets[row] == len(expected.used_members)
-        start, stop = columns.part_offsets[row : row + 2]
-        assert columns.part_tokens[start:stop].tolist() == [part.size.tokens for part in expected.parts]
-        for part, member in zip(expected.parts, columns.part_member[start:stop], strict=True):
-            assert columns.member_offset[columns.member_offsets[row] + member] == mine[part.member]["offset"]
 
 
 META = FactsMeta(url="fake.tar", size=3, version="1", checksum="sum", ignored={"pth": 2})
