@@ -91,7 +91,7 @@ class CostRows:
         self.field_numbers: dict[str, int] = {}
         self.ignored: Counter[str] = Counter()
         self.unread = UnreadNames()
-        self._asked = recipe.read_columns
+        self._asked = recipe.keep
         # Without an object for each row: millions of them would slow the garbage collector.
         self._rows = {name: array("i") for name in _ROW}
         self._appends = [column.append for column in self._rows.values()]

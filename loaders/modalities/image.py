@@ -103,8 +103,6 @@ class ImagePreprocessor(ImageFiles):
                 f"ImagePreprocessor.max_tokens must be an int of at least min_tokens={self.min_tokens}, "
                 f"got {self.max_tokens!r}"
             )
-        if str(self.resizer) == "torch":
-            raise ValueError('ImagePreprocessor.resizer "torch" is now called "torchvision": use that name')
         for name, choices in _CHOICES.items():
             check_choice("ImagePreprocessor", name, getattr(self, name), choices)
         if self.resizer == "torchvision" and self.resample == "lanczos" and _torch_version() < _LANCZOS_SINCE:

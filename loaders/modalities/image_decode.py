@@ -17,10 +17,9 @@ import io
 import re
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from platform import machine
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import simplejpeg
@@ -119,7 +118,7 @@ def _upright_pixels(
     colours: str,
 ) -> Pixels:
     try:
-        if is_jpeg(data):
+        if data[:3] == b"\xff\xd8\xff":
             return _upright_jpeg(data, limits, convert, least_of, colours)
         data = bytes(data)
         if data.startswith(_PNG):
@@ -155,7 +154,7 @@ def _upright_jpeg(
         return _upright_other(JpegImagePlugin.JpegImageFile(io.BytesIO(data)), limits, convert, least_of)
     orientation = jpeg_orientation(data)
     least = _displayed((header.width, header.height), orientation, limits, least_of)
-    if header.is_cmyk:
+    if header.colours in ("CMYK", "YCCK"):
         inks = decode_jpeg(data, header, "CMYK", least)
         image = Image.frombuffer("CMYK", (inks.shape[1], inks.shape[0]), inks, "raw", "CMYK", 0, 1)
         return _upright(np.asarray(convert(image)), orientation)
@@ -314,21 +313,12 @@ _SEGMENTS: Final = frozenset({*range(0xC0, 0xD0), *range(0xDA, 0xFF)})
 _scratch = Scratch()
 
 
-@dataclass(frozen=True, slots=True)
-class JpegHeader:
+class JpegHeader(NamedTuple):
     """Size in pixels and colour space, both as stored."""
 
     width: int
     height: int
     colours: str
-
-    @property
-    def is_cmyk(self) -> bool:
-        return self.colours in ("CMYK", "YCCK")
-
-
-def is_jpeg(data: bytes | memoryview) -> bool:
-    return data[:3] == b"\xff\xd8\xff"
 
 
 def read_jpeg_header(data: bytes | memoryview) -> JpegHeader | None:

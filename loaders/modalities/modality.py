@@ -14,9 +14,9 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, is_dataclass
 from dataclasses import fields as dataclass_fields
-from weakref import WeakKeyDictionary
 from math import inf, isfinite
 from typing import Any, Final, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray

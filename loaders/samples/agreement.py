@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.field_names import bare_name
-from orchdata.loaders.harmless_names import HARMLESS
 from orchdata.loaders.modalities.builtin import BUILTINS, TEXT
 from orchdata.loaders.modalities.modality import Modality
 from orchdata.loaders.recipe import Recipe
@@ -26,7 +25,7 @@ from orchdata.loaders.samples.members import (
     uses_of,
 )
 from orchdata.loaders.shards.jsonl.stretch import NAMES_EDGE, is_edge, why_not_whole
-from orchdata.loaders.text.chat_keys import check_record, has_strings, is_wrong, kind_of, phrases, says, shown
+from orchdata.loaders.text.chat_keys import HARMLESS, check_record, has_strings, is_wrong, kind_of, phrases, says, shown
 from orchdata.loaders.text.conversation import WORDS_SUFFIX, Document, is_whole, named_in, parse_json, why_unread
 from orchdata.loaders.text.jinja import JinjaTemplate, Work
 from orchdata.loaders.text.messages import CHAT_KEYS, Chat

@@ -17,7 +17,6 @@ from functools import cached_property, lru_cache
 from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.harmless_names import HARMLESS
 from orchdata.loaders.text.jinja import Work
 
 # Words of keys, in any position: reasoning_content, toolCalls, thinking_blocks, ...
@@ -48,6 +47,17 @@ _ROLES: Final = frozenset("user assistant system human gpt".split())
 # A phrase of this length counts as said if a turn contains it; a shorter one must be all of a turn.
 _PHRASE_CHARACTERS: Final = 16
 _KEY_CHARACTERS: Final = 64
+
+HARMLESS: Final = frozenset(
+    (
+        *("id", "_id", "uid", "uuid", "idx", "index", "key", "__key__", "sample_id", "question_id"),
+        *("url", "__url__", "__index_level_0__", "width", "height", "original_width", "original_height", "exif"),
+        *("sha256", "sha1", "md5", "hash", "status", "error_message", "license", "source", "split"),
+        *("dataset", "dataset_name", "subset", "created_at", "date", "version", "author", "messages[].tool_call_id"),
+    )
+)
+"""Names of fields that say how a sample is stored or where it is from, compared whole. No name of a part, a weight, a
+mask, a label, a file or a text is among them."""
 
 WAY_OUT: Final = (
     "leave it out of the data if the model need not see it, or take the model's own template, ChatTemplate.from_jinja"
@@ -101,11 +111,7 @@ def _leaves(value: Any, without: Collection[str] = ()) -> Iterator[Any]:
 
 
 class Spoken:
-    """Texts that are searched for phrases.
-
-    Args:
-        work: counts the work for the chat, searches included.
-    """
+    """Texts that are searched for phrases; searches count as work."""
 
     def __init__(self, texts: Collection[str], work: Work) -> None:
         self._texts = texts

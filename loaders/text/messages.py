@@ -63,21 +63,15 @@ Marks = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """One conversation.
-
-    Attributes:
-        messages: turns with the role, the content (a string, or a list of items of text and placeholders of media), and
-            under a jinja template other keys.
-        trained: for each turn, whether it carries loss if the template permits it.
-        inputs: further inputs of the template.
-        rest: further content next to the turns that belongs to them.
-        placed: modality -> names of media in the items of its turns, in their order; none if an item has no name.
+    """One conversation: turns with the role, the content (a string, or a list of items of text and placeholders of
+    media), and under a jinja template other keys.
     """
 
     messages: tuple[Message, ...]
-    trained: tuple[bool, ...]
+    trained: tuple[bool, ...]  # for each turn: it carries loss if the template permits it
     inputs: Inputs = Inputs()
-    rest: tuple[tuple[str, Any], ...] = ()
+    rest: tuple[tuple[str, Any], ...] = ()  # further content next to the turns that belongs to them
+    # Modality -> names of media in the items of its turns, in their order; none if an item has no name.
     placed: Mapping[str, list[str]] = field(default_factory=dict, compare=False)
 
     @property
@@ -314,8 +308,9 @@ def _item(
     if not is_jinja:
         check_item(f"{where}, in an item of type {kind!r},", item, ("type", *keys), media=modality is not None)
     if modality is not None:
-        words.check_single(where, kind, item)
         value, index = item.get(kind), item.get("index")
+        if isinstance(value, list) and len(value) > 1 and modality not in words.listed:
+            raise DecodeError(f"{where} has an item of type {kind!r} that holds {len(value)}: give each its own item")
         names = media.setdefault(modality, [])
         if isinstance(index, int) and index != len(names):
             raise DecodeError(

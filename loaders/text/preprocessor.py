@@ -371,15 +371,10 @@ _NOWHERE: Final = (0, 0)
 
 
 class Encoded(NamedTuple):
-    """Tokens of one text, in order.
-
-    Attributes:
-        ids: int32 (num_tokens,).
-        starts, ends: int64 (num_tokens,), characters of each; equal for tokens without characters.
-    """
+    """Tokens of one text, in order: arrays of shape (num_tokens,)."""
 
     ids: NDArray[np.int32]
-    starts: NDArray[np.int64]
+    starts: NDArray[np.int64]  # characters of each; start and end are equal for tokens without characters
     ends: NDArray[np.int64]
 
 

@@ -44,19 +44,12 @@ Slots = tuple[tuple[str, str], ...]
 
 
 class Forms(NamedTuple):
-    """How a template renders content.
+    """How a template renders content."""
 
-    Attributes:
-        strings, typed: whether it takes strings, and lists of items.
-        items: modality -> the item that it renders as the modality's mark.
-        reads_arguments: whether it writes call arguments that are strings unchanged; otherwise JSON in a string is
-            parsed into an object for it.
-    """
-
-    strings: bool
-    typed: bool
-    items: Mapping[str, Message]
-    reads_arguments: bool
+    strings: bool  # it takes strings
+    typed: bool  # it takes lists of items
+    items: Mapping[str, Message]  # modality -> the item that it renders as the modality's mark
+    reads_arguments: bool  # it writes call arguments that are strings unchanged; else JSON in them is parsed for it
 
 
 @lru_cache(maxsize=256)
@@ -160,26 +153,16 @@ _CONTEXT: Final = -1
 
 
 class _Leaf(NamedTuple):
-    """A string of a chat.
+    """A string of a chat."""
 
-    Attributes:
-        number: its number among strings with words, from 0.
-        turn: index of the message, -1 for content next to the turns.
-        key: key of the message, or of the content next to the turns.
-    """
-
-    number: int
-    turn: int
-    key: str
+    number: int  # among strings with words, from 0
+    turn: int  # index of the message, or _CONTEXT
+    key: str  # of the message, or of the content next to the turns
     text: str
 
 
 class _Said:
-    """The phrases in a text.
-
-    Args:
-        work: counts the work for the chat, searches included.
-    """
+    """The phrases in a text; searches count as work."""
 
     def __init__(self, text: str, work: Work) -> None:
         self._text = text
@@ -408,19 +391,13 @@ def known_spans(
 
 
 class _Outline(NamedTuple):
-    """What a template writes around the texts of chats of one shape, measured with placeholder words.
+    """What a template writes around the texts of chats of one shape, measured with placeholder words."""
 
-    Attributes:
-        messages, text, generated: a chat of that shape, and its rendering.
-        pieces: start and end of the text before, between and after the words.
-        order: index in the chat of each word of the rendering.
-    """
-
-    messages: list[Message]
+    messages: list[Message]  # a chat of that shape, and its rendering
     text: str
     generated: Spans
-    pieces: list[tuple[int, int]]
-    order: tuple[int, ...]
+    pieces: list[tuple[int, int]]  # start and end of the text before, between and after the words
+    order: tuple[int, ...]  # index in the chat of each word of the rendering
 
     def starts_in(self, said: list[str], text: str) -> list[int] | None:
         """Return the starts of pieces and words, in turns, in a rendering of a chat with the texts `said`, whole or
