@@ -27,7 +27,7 @@ from orchdata.loaders.samples.members import (
 from orchdata.loaders.shards.jsonl.stretch import NAMES_EDGE, is_edge, why_not_whole
 from orchdata.loaders.text.chat_keys import HARMLESS, check_record, has_strings, is_wrong, kind_of, phrases, says, shown
 from orchdata.loaders.text.conversation import WORDS_SUFFIX, Document, is_whole, named_in, parse_json, why_unread
-from orchdata.loaders.text.jinja import JinjaTemplate, Work
+from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.loaders.text.messages import CHAT_KEYS, Chat
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS
 from orchdata.loaders.text.template import (
@@ -65,7 +65,7 @@ def check_context(
     for index in context:
         record[stem(members[index].field)] = json_or_text(members[index], texts[index], recipe)
     try:
-        check_record(record, (), chat.texts, Work())
+        check_record(record, (), chat.texts)
     except DecodeError as error:
         raise error.at(", ".join(members[index].field for index in context)) from None
 

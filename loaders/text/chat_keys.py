@@ -12,7 +12,7 @@ Null, blank and empty values say nothing: `datasets` fills the fields of a struc
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property, lru_cache
 from typing import Any, Final
 
@@ -202,12 +202,12 @@ def is_chat_context(key: str) -> bool:
     return bool(words & _WORDS) or name in _OF_RECORD
 
 
-def check_record(record: Mapping[str, Any], own: Collection[str], texts: Collection[str], work: Work) -> None:
+def check_record(record: Mapping[str, Any], own: Collection[str], texts_of: Callable[[], list[str]]) -> None:
     """Raise DecodeError for a key next to a conversation that would be lost: that says more than the turns' texts."""
     context = [key for key, value in record.items() if is_chat_context(key) and value is not None and key not in own]
     if not context:
         return
-    said = Spoken(texts, work)
+    said = Spoken(texts_of(), Work())
     chosen = record.get("chosen")
     settled = _PREFERENCE if says(chosen) and _is_said(chosen, said) else ()  # the conversation is the preferred one
     for key in context:

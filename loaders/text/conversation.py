@@ -27,7 +27,7 @@ from orchdata.loaders.text.chat_keys import (
     says_nothing,
     shown,
 )
-from orchdata.loaders.text.jinja import JinjaTemplate, Work
+from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.loaders.text.messages import (
     CHAT_KEYS,
     CONTENT_KEYS,
@@ -142,7 +142,7 @@ def _record(value: dict[str, Any], rules: Rules) -> Document:
         if rendered is not None:
             return rendered
     elif chat is not None:
-        check_record(value, (*_READ_KEYS, *rules.words.records), chat.texts, Work())
+        check_record(value, (*_READ_KEYS, *rules.words.records), chat.texts)
         return Document(chat=chat, named=named_in(value, rules.words))
     found = _text_key(value, rules.text_keys)
     if found is None or _video_in(value) not in (None, *rules.words.records):

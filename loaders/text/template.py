@@ -135,7 +135,12 @@ def render(messages: Sequence[Message], template: ChatTemplate) -> Iterator[Segm
             around[role] = TextSegment(template.before(role), False), TextSegment(template.after(role), loss)
         before, after = around[role]
         yield before
-        for item in items_of(message["content"]):
+        content = message["content"]
+        if isinstance(content, str) and content:  # most are
+            yield TextSegment(content, after.loss)
+            yield after
+            continue
+        for item in items_of(content):
             if isinstance(item, Placeholder):
                 yield item
             elif item["text"]:
