@@ -213,50 +213,39 @@ def check_said(
     """Raise DecodeError for content that the template does not render."""
     _check_thoughts(chat, template, slots)
     # Render the chat once more, with a numbered word after each string.
-    number = _number_not_in(text)
+    used = set(re.findall(r"Zq(\d+)x", text))
+    number = next(number for number in range(len(used) + 1) if str(number) not in used)
     leaves: list[_Leaf] = []
 
     def word(leaf: _Leaf) -> str:
         leaves.append(leaf)
         return f"Zq{number}x{leaf.number}qZ"
 
+    def word_of(leaf: _Leaf, only: int) -> str:
+        return f"Zq{number}x0qZ" if leaf.number == only else ""
+
     ignored = template.ignore_keys
     rendering = rendered_by(template, *_with_words(messages, chat.inputs, records, ignored, word), work)
     rendered = {int(each) for each in re.findall(rf"Zq{number}x([0-9]+)qZ", rendering)}
     missing = [leaf for leaf in leaves if leaf.number not in rendered]
-    shows_tools = any(_is_of_tools(leaf) and leaf.number in rendered for leaf in leaves)
+    of_tools = {leaf.number for leaf in leaves if leaf.key == "tools" and leaf.turn == _CONTEXT}
     # A string without its word is lost, unless the text contains it elsewhere or depends on it.
     anywhere = _Said(text, work)
     of_turns = {
         turn: _Said(text_of(chat.messages[turn]), work) for turn in {leaf.turn for leaf in missing} - {_CONTEXT}
     }
     for leaf in missing:
-        if _is_of_tools(leaf) and shows_tools:  # the template decides how much of them it shows
+        if leaf.number in of_tools and of_tools & rendered:  # the template decides how much of them it shows
             continue
         own = anywhere if leaf.key == _NAME else of_turns.get(leaf.turn)
         if own is not None and leaf.key != "content" and leaf.text.strip() in own:
             continue
         if leaf.key in REASONING and _renders_reasoning(template, slots):
             continue  # templates leave out that of earlier turns on purpose
-        alone = _with_words(messages, chat.inputs, records, ignored, partial(_word_of_one, leaf.number, number))
+        alone = _with_words(messages, chat.inputs, records, ignored, partial(word_of, only=leaf.number))
         if rendered_by(template, *alone, work) == text:
             where = "the conversation" if leaf.turn < 0 else f"turn {leaf.turn + 1} ({messages[leaf.turn]['role']})"
             raise _lost(where, leaf.key)
-
-
-def _word_of_one(only: int, number: int, leaf: _Leaf) -> str:
-    """The word for a string if only the string numbered `only` gets one."""
-    return f"Zq{number}x0qZ" if leaf.number == only else ""
-
-
-def _is_of_tools(leaf: _Leaf) -> bool:
-    return leaf.key == "tools" and leaf.turn == _CONTEXT
-
-
-def _number_not_in(text: str) -> int:
-    """Return a number for marker words that are not in the chat."""
-    used = set(re.findall(r"Zq(\d+)x", text))
-    return next(number for number in range(len(used) + 1) if str(number) not in used)
 
 
 def _check_thoughts(chat: Chat, template: JinjaTemplate, slots: Slots) -> None:
@@ -319,8 +308,11 @@ def _with_words(
 
         return _marked(value, mark)
 
+    def says_it(key: str, value: Any) -> bool:
+        return key == "content" or (key != "role" and key not in _PLUMBING and speaks(key, value, records))
+
     changed = [
-        {key: marked(value, turn, key) if _speaks(key, value, records) else value for key, value in message.items()}
+        {key: marked(value, turn, key) if says_it(key, value) else value for key, value in message.items()}
         for turn, message in enumerate(messages)
     ]
     tools, documents = marked(inputs.tools, _CONTEXT, "tools"), marked(inputs.documents, _CONTEXT, "documents")
@@ -328,10 +320,6 @@ def _with_words(
         key: value if key in _PLUMBING else marked(value, _CONTEXT, key) for key, value in inputs.variables.items()
     }
     return changed, Inputs(tools, documents, variables)
-
-
-def _speaks(key: str, value: Any, records: Mapping[str, str]) -> bool:
-    return key == "content" or (key != "role" and key not in _PLUMBING and speaks(key, value, records))
 
 
 def _marked(value: Any, mark: Callable[[str], str]) -> Any:
