@@ -65,7 +65,7 @@ class Clips(Modality):
 
     def required_modules(self) -> tuple[str, ...]:
         tracks = ("av", "orchdata.loaders.modalities.video.file") if self.tracks else ()
-        return ("soundfile", "orchdata.loaders.modalities.audio_decode", *tracks)
+        return ("soundfile", "orchdata.loaders.modalities.audio_decode", "orchdata.native.decoding", *tracks)
 
     def set_up_process(self) -> None:
         """Decide how to resample: torchaudio is not required, and takes long to import or to fail."""
