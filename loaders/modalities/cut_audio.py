@@ -37,12 +37,7 @@ class Extent(NamedTuple):
 
 
 def cut_reason(data: Payload, frames: int, rate: int, *, is_mp3: bool = False) -> str | None:
-    """Return why a clip is not complete, or None.
-
-    Args:
-        data: the whole file.
-        frames: number of frames per channel that are decoded of it; rate: in Hz.
-    """
+    """Return why a clip is not complete, or None; `frames` per channel are decoded of the whole file."""
     head = bytes(data[:16])
     if is_mp3:
         extent = _mp3(data, frames, rate)

@@ -148,16 +148,15 @@ def check_turn(
     """
     said = Spoken((text, role), work)
     for key, value in turn.items():
-        words, name = _split(key[:_KEY_CHARACTERS])
-        if words & _LOSS:
+        if is_loss_flag(key):
             _check_loss(where, key, value, loss)
-        elif name in _OF_TURN or name in media or (words & _WORDS and not is_flag(value)):
+        elif speaks(key, value, media):
             _check_said(where, key, value, said)
 
 
 def speaks(key: str, value: Any, media: Collection[str]) -> bool:
     """Whether a key of a turn, besides role and content, says something that belongs to the chat."""
-    words, name = _split(key[:_KEY_CHARACTERS])
+    words, name = _split(key)
     if words & _LOSS or not says(value):
         return False
     return name in _OF_TURN or name in media or bool(words & _WORDS and not is_flag(value))
@@ -169,15 +168,11 @@ def trains(where: str, turn: Mapping[str, Any], loss: bool) -> bool:
     Raises DecodeError for a flag that requests loss for another role, or for a part of a turn.
     """
     trained = loss
-    for key, value in turn.items():
-        words, name = _split(key[:_KEY_CHARACTERS])
-        if not words & _LOSS:
-            continue
-        flag = str(value).strip().lower() if isinstance(value, str | int | float) else "?"
-        if loss and flag in _values(words, name, learned=False):
+    for key in filter(is_loss_flag, turn):
+        if loss and _flag(turn[key]) in _values(key, learned=False):
             trained = False
         else:
-            _check_loss(where, key, value, loss)
+            _check_loss(where, key, turn[key], loss)
     return trained
 
 
@@ -186,19 +181,19 @@ def check_item(where: str, item: Mapping[str, Any], own: Collection[str], *, med
     for key, value in item.items():
         if key in own:
             continue
-        words, name = _split(key[:_KEY_CHARACTERS])
+        words, name = _split(key)
         if (words & _WORDS and not is_flag(value)) or (media and name in _OF_MEDIA):
             _check_said(where, key, value, Spoken((), Work()))
 
 
 def is_loss_flag(key: str) -> bool:
     """Whether a key of a turn says whether it is learned: it is followed, or an error."""
-    return not _LOSS.isdisjoint(_split(key[:_KEY_CHARACTERS])[0])
+    return not _LOSS.isdisjoint(_split(key)[0])
 
 
 def is_chat_context(key: str) -> bool:
     """Whether a key, or a field, next to the conversation says something that belongs to it."""
-    words, name = _split(key[:_KEY_CHARACTERS])
+    words, name = _split(key)
     return bool(words & _WORDS) or name in _OF_RECORD
 
 
@@ -211,7 +206,7 @@ def check_record(record: Mapping[str, Any], own: Collection[str], texts_of: Call
     chosen = record.get("chosen")
     settled = _PREFERENCE if says(chosen) and _is_said(chosen, said) else ()  # the conversation is the preferred one
     for key in context:
-        if key not in settled and not (is_flag(record[key]) and _split(key[:_KEY_CHARACTERS])[0] & _WORDS):
+        if key not in settled and not (is_flag(record[key]) and _split(key)[0] & _WORDS):
             _check_said("the conversation", key, record[key], said)
 
 
@@ -243,10 +238,15 @@ def _is_said(value: Any, said: Spoken) -> bool:
     return all(said.has(phrase) for phrase in phrases(value) if phrase not in _ROLES)
 
 
-def _values(words: frozenset[str], name: str, *, learned: bool) -> tuple[str, ...]:
+def _flag(value: Any) -> str:
+    return str(value).strip().lower() if isinstance(value, str | int | float) else "?"
+
+
+def _values(key: str, *, learned: bool) -> tuple[str, ...]:
     """Return the values of a loss flag by which its turn is learned, or not; none if the flag can mean either: a mask
     that is no loss mask, and several negations.
     """
+    words, name = _split(key)
     negations = len(words & _NEGATIONS)
     if negations > 1 or ("mask" in words and not 0 <= name.find("loss") < name.find("mask")):
         return ()
@@ -255,8 +255,7 @@ def _values(words: frozenset[str], name: str, *, learned: bool) -> tuple[str, ..
 
 def _check_loss(where: str, key: str, value: Any, loss: bool) -> None:
     """Raise DecodeError for a loss flag that differs from what the template does."""
-    flag = str(value).strip().lower() if isinstance(value, str | int | float) else "?"
-    if flag in _BLANK or flag in _values(*_split(key[:_KEY_CHARACTERS]), learned=loss):
+    if _flag(value) in (*_BLANK, *_values(key, learned=loss)):
         return
     carries = "carries" if loss else "carries no"
     raise DecodeError(
@@ -265,8 +264,12 @@ def _check_loss(where: str, key: str, value: Any, loss: bool) -> None:
     )
 
 
-@lru_cache(maxsize=4096)
 def _split(key: str) -> tuple[frozenset[str], str]:
     """Return the words of a key, and its letters in lower case: "toolCalls" has ("tool", "calls") and "toolcalls"."""
+    return _split_short(key[:_KEY_CHARACTERS])  # what is cached is short
+
+
+@lru_cache(maxsize=4096)
+def _split_short(key: str) -> tuple[frozenset[str], str]:
     words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", key)]
     return frozenset(words), "".join(words)
