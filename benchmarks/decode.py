@@ -294,7 +294,7 @@ def _jpeg(each: Held, pre: ImagePreprocessor) -> None:
 
 def _pixels(each: Held, pre: ImagePreprocessor) -> None:
     high, wide = each.size.extent
-    pre.pixels(memoryview(each.data), LIMITS, (high, wide))
+    pre._pixels(memoryview(each.data), LIMITS, (high, wide))
 
 
 def _wave(each: Held, pre: AudioPreprocessor) -> None:

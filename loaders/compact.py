@@ -156,8 +156,7 @@ class Names(Sequence[str]):
 class RowsOfKeys:
     """The first row of each key, as a dict from key to row would have it, without an object for each key.
 
-    Args:
-        keys: the key of each row. A key that is added is, or will be, the key of its row.
+    `keys` has the key of each row: a key that is added is, or will be, the key of its row.
     """
 
     def __init__(self, keys: Sequence[str]) -> None:

@@ -36,7 +36,10 @@ def failed_import(error: BaseException) -> FailedImport | None:
         cause = _of_lost_module(cause) or cause
         imported = list(map(_package, _imports(cause)))
         if imported or isinstance(cause, ImportError):
-            return FailedImport(_at_fault(cause, imported), cause)
+            # The first package in the chain that is not this one: its error names any package that it lacks.
+            theirs = next((name for name in imported if name not in ("", OWN)), "")
+            at_fault = theirs or _package(getattr(cause, "name", None)) or (imported[0] if imported else "")
+            return FailedImport(at_fault, cause)
         cause = cause.__cause__
     return None
 
@@ -55,12 +58,6 @@ def _of_lost_module(error: BaseException) -> BaseException | None:
     except Exception as failed:  # noqa: BLE001 - a module may raise anything
         return failed
     return ImportError(f"{module.__name__} could not be imported at first: {error}", name=module.__name__)
-
-
-def _at_fault(error: BaseException, imported: list[str]) -> str:
-    """Return the first package in the chain that is not this one; its error names any package that it lacks."""
-    theirs = next((name for name in imported if name not in ("", OWN)), "")
-    return theirs or _package(getattr(error, "name", None)) or (imported[0] if imported else "")
 
 
 def _package(module: str | None) -> str:

@@ -38,19 +38,12 @@ _LAYOUT: Final = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.END
 
 @dataclass(frozen=True, eq=False)
 class UserFunction:
-    """A function of the user's.
+    """A function of the user's."""
 
-    Attributes:
-        argument: name of the argument that it was given for, such as "Recipe.record".
-        function: the function.
-        id: its identity, in fingerprints.
-        digest: of its source text without comments; "" if the text is not available.
-    """
-
-    argument: str
+    argument: str  # name of the argument that it was given for, such as "Recipe.record"
     function: Callable[..., Any]
-    id: str
-    digest: str
+    id: str  # its identity, in fingerprints
+    digest: str  # of its source text without comments; "" if the text is not available
 
     @classmethod
     def of(cls, argument: str, function: Any, id: str | None) -> UserFunction:

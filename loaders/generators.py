@@ -19,29 +19,18 @@ _SEED_BYTES: Final = 16
 
 
 class ShardIdentity(NamedTuple):
-    """What identifies a shard on any machine and in any folder. Times of change, which some headers have, do not count.
+    """What identifies a shard on any machine and in any folder. Times of change, in some headers, do not count."""
 
-    Attributes:
-        name: its file name, without folders.
-        size: in bytes; shards in several folders often have the same names.
-    """
-
-    name: str
-    size: int
+    name: str  # of its file, without folders
+    size: int  # in bytes; shards in several folders often have the same names
 
 
 class Pass(NamedTuple):
-    """One pass through the samples of a source. By default the one of samples that are read without a loader.
+    """One pass through the samples of a source. By default the one of samples that are read without a loader."""
 
-    Attributes:
-        seed: seed of the loader.
-        source: name of the source in a mixture; "" without a mixture.
-        number: number of the source's pass, from 0; without a mixture that of the epoch.
-    """
-
-    seed: int = 0
-    source: str = ""
-    number: int = 0
+    seed: int = 0  # of the loader
+    source: str = ""  # its name in a mixture
+    number: int = 0  # of the source's pass, from 0; without a mixture that of the epoch
 
     def generator(self, shard: ShardIdentity, key: str, part: int) -> np.random.Generator:
         """Return a new generator of one part of a sample: its number among those of the sample with that key."""

@@ -31,17 +31,11 @@ _WORDS: Final = re.compile(
 
 
 class Room(NamedTuple):
-    """Memory that is left under a limit.
+    """Memory that is left under a limit."""
 
-    Attributes:
-        limit: its name in messages.
-        left_bytes: bytes that this process may still allocate, at least 0.
-        is_own: whether this process has set the limit, as a worker does under `worker_memory=`.
-    """
-
-    limit: str
-    left_bytes: int
-    is_own: bool = False
+    limit: str  # its name in messages
+    left_bytes: int  # that this process may still allocate, at least 0
+    is_own: bool = False  # this process has set the limit, as a worker does under `worker_memory=`
 
 
 def room() -> Room | None:

@@ -33,11 +33,7 @@ def threads_or_default(num_threads: int | None, *, far: bool = False) -> int:
 
 
 class Pace:
-    """Finds by trial how many of `most` threads are fastest: it halves or doubles them while that helps.
-
-    Attributes:
-        at_work: how many threads may work now.
-    """
+    """Finds by trial how many of `most` threads are fastest, `at_work`: it halves or doubles them while that helps."""
 
     def __init__(self, most: int, now: float) -> None:
         self._most = most
@@ -96,13 +92,8 @@ class Pace:
 
 
 class Turns:
-    """Limits the threads in its block to the number that `Pace` gives; long turns are not counted.
-
-    Attributes:
-        ended: no thread may begin anything any more.
-
-    Args:
-        paced: whether fewer threads than `most` work if that is faster.
+    """Limits the threads in its block to `most`, or the number that `Pace` gives; long turns are not counted. Once it
+    has `ended`, no thread may begin anything.
     """
 
     def __init__(self, most: int, *, paced: bool = True) -> None:

@@ -258,11 +258,6 @@ class Recipe:
         hosts = {name: modality.embedded_in for name, modality in self.modalities.items() if modality.embedded_in}
         return tuple(name for name, fields in hosts.items() if not set(names_of(field)).isdisjoint(fields))
 
-    @property
-    def read_columns(self) -> tuple[str, ...]:
-        """Names of columns that are read besides text and media: those to keep."""
-        return tuple(dict.fromkeys(self.keep))
-
     def asks_for(self, field: str) -> bool:
         """Whether a member is claimed by name, or kept."""
         return self.keeps(field) or any(name in self._claims for name in names_of(field))

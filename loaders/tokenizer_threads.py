@@ -15,11 +15,8 @@ _COUNT: Final = "RAYON_NUM_THREADS"
 
 
 class _Forks:
-    """What this process knows about its threads and forks.
-
-    Attributes:
-        may_have_threads: whether a tokenizer was used in this process.
-        lost_threads: whether this is a fork of a process with threads.
+    """What this process knows about its threads and forks: `may_have_threads` if a tokenizer was used in it,
+    `lost_threads` if it is a fork of such a process.
     """
 
     def __init__(self) -> None:

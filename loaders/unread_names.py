@@ -50,11 +50,7 @@ REJECTED: Final = "rejected"
 
 
 class UnreadNames:
-    """Counts the samples that have each unread name, in memory for some names: of many more, the frequent ones stay.
-
-    Args:
-        most: number of names in the totals.
-    """
+    """Counts the samples that have each unread name, in memory for some: of more than `most`, the frequent stay."""
 
     def __init__(self, most: int = SHARD_NAMES) -> None:
         self._most = most

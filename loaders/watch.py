@@ -35,14 +35,10 @@ _BEYOND = 1 << 63  # above any row of an index
 
 
 class Watch:
-    """Notes of one process.
+    """Notes of one process, with `known_bad_rows`: row -> why it is not loaded.
 
-    Args:
-        rows: int64 (num_threads,), where each thread notes its row, IDLE for none, WAITING while it waits for storage;
-            further threads are not noted. None if there is no supervisor.
-
-    Attributes:
-        known_bad_rows: row -> why it is not loaded.
+    In `rows`, int64 (num_threads,), each thread notes its row, IDLE for none, WAITING while it waits for storage;
+    further threads are not noted. None if there is no supervisor.
     """
 
     def __init__(self, rows: NDArray[np.int64] | None = None) -> None:
@@ -103,12 +99,8 @@ class Ended(BaseException):
 
 
 class ThreadProgress:
-    """The sample that a thread is indexing.
-
-    Attributes:
-        shard: path of the shard.
-        fraction: of the work for the shard that is done.
-        ended: returns whether the build has ended; the next sample of the thread then raises Ended.
+    """The sample that a thread is indexing: its shard, and the fraction of the work for it that is done. If `ended()`,
+    the thread's next sample raises Ended.
     """
 
     __slots__ = ("__weakref__", "_key", "ended", "fraction", "shard")

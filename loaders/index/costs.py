@@ -275,7 +275,7 @@ class _Rows:
         self.fields: dict[str, int] = {}  # name -> its number
         self.ignored: Counter[str] = Counter()
         self.unread = UnreadNames()
-        self._asked = recipe.read_columns
+        self._asked = recipe.keep
         self._rows = {name: array("i") for name in (*ROWS, "num_parts", "num_members")}
         self._keys = Strings()
         self._errors: dict[int, tuple[str, str]] = {}  # (field, reason): an exception would keep texts in memory

@@ -65,7 +65,7 @@ class Clips(Modality):
 
     def required_modules(self) -> tuple[str, ...]:
         tracks = ("av", "orchdata.loaders.modalities.video.file") if self.tracks else ()
-        return ("soundfile", "orchdata.loaders.modalities.audio_decode", *tracks)
+        return ("soundfile", "orchdata.loaders.modalities.audio_decode", "orchdata.native.decoding", *tracks)
 
     def set_up_process(self) -> None:
         """Decide how to resample: torchaudio is not required, and takes long to import or to fail."""
@@ -446,19 +446,12 @@ def mel_bands(num_mels: int, n_fft: int, sample_rate: int) -> NDArray[np.float64
 
 
 class _Features(NamedTuple):
-    """A kind of features.
+    """A kind of features."""
 
-    Attributes:
-        row: shape of a row.
-        step: samples from one row to the next.
-        field: samples that one frame needs.
-        write: from samples of one window, the recipe and a tensor of its rows.
-    """
-
-    row: Callable[[AudioPreprocessor], tuple[int, ...]]
-    step: Callable[[AudioPreprocessor], int]
-    field: Callable[[AudioPreprocessor], int]
-    write: Callable[[Wave, AudioPreprocessor, torch.Tensor], None]
+    row: Callable[[AudioPreprocessor], tuple[int, ...]]  # shape
+    step: Callable[[AudioPreprocessor], int]  # samples from one row to the next
+    field: Callable[[AudioPreprocessor], int]  # samples that one frame needs
+    write: Callable[[Wave, AudioPreprocessor, torch.Tensor], None]  # the samples of one window to its rows
 
 
 _SAMPLES: Final = (lambda pre: (), lambda pre: 1, lambda pre: pre.n_fft)

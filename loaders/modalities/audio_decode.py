@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 _LOUDEST: Final = 1e15
 """Samples are within +-1; the power of samples above this is not finite in float32."""
 _LEAST_FRAMES: Final = 1 << 10
+_AUDIO: Final = (b"RIFF", b"fLaC", b"OggS", b"ID3", b"FORM", b".snd", b"caff", b"RF64")
 _BLOCK_FRAMES: Final = 1 << 16
 _MOST_FLAC_FRAMES: Final = 65535 / 10
 """In a byte: the largest block takes 10 bytes at least."""
@@ -106,7 +107,7 @@ def probe_audio(data: bytes, limits: Limits) -> Header:
                 frames = _count_frames(sound, int(limits.audio_seconds * rate))
     except soundfile.LibsndfileError as error:
         refuse_unsupported(data)
-        if _looks_like_audio(data):
+        if data.startswith(_AUDIO) or (len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0):
             raise DecodeError(f"damaged audio: {error.error_string.strip()}") from None
         raise DecodeError(f"not audio: starts with {starts_with(data)}") from None
     # Compare it with what the file declares.
@@ -169,12 +170,6 @@ def _count_frames(sound: Sound, limit: int) -> int:
         if got == 0:
             break
     return count
-
-
-def _looks_like_audio(data: bytes) -> bool:
-    return data.startswith((b"RIFF", b"fLaC", b"OggS", b"ID3", b"FORM", b".snd", b"caff", b"RF64")) or (
-        len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0
-    )
 
 
 Wave = NDArray[np.float32]

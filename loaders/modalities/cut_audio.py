@@ -37,7 +37,7 @@ class Extent(NamedTuple):
 
 
 def cut_reason(data: Payload, frames: int, rate: int, *, is_mp3: bool = False) -> str | None:
-    """Return why a clip is not complete, or None. `frames` per channel are decoded of the whole file."""
+    """Return why a clip is not complete, or None; `frames` per channel are decoded of the whole file."""
     head = bytes(data[:16])
     if is_mp3:
         extent = _mp3(data, frames, rate)
@@ -171,22 +171,14 @@ def _ogg(data: bytes) -> Extent | str | None:
 
 
 class Mp3(NamedTuple):
-    """What the first frame of an MP3 says.
+    """What the first frame of an MP3 says."""
 
-    Attributes:
-        at: where it is; samples: in each frame.
-        tagged: frames by its Xing, Info or VBRI tag, -1 if the tag does not say it; None if it is a frame of sound.
-        added: samples that the encoder added at both ends, by a tag of LAME.
-        end: of the stream, by the tag.
-        is_sure: whether the frames begin where they should, and need no earlier ones.
-    """
-
-    at: int
-    samples: int
-    tagged: int | None
-    added: int
-    end: int
-    is_sure: bool
+    at: int  # where it is
+    samples: int  # in each frame
+    tagged: int | None  # frames by its Xing, Info or VBRI tag, -1 if it does not say it; None for a frame of sound
+    added: int  # samples that the encoder added at both ends, by a tag of LAME
+    end: int  # of the stream, by the tag
+    is_sure: bool  # the frames begin where they should, and need no earlier ones
 
 
 def read_mp3(data: Payload) -> Mp3 | None:

@@ -103,8 +103,6 @@ class ImagePreprocessor(ImageFiles):
                 f"ImagePreprocessor.max_tokens must be an int of at least min_tokens={self.min_tokens}, "
                 f"got {self.max_tokens!r}"
             )
-        if str(self.resizer) == "torch":
-            raise ValueError('ImagePreprocessor.resizer "torch" is now called "torchvision": use that name')
         for name, choices in _CHOICES.items():
             check_choice("ImagePreprocessor", name, getattr(self, name), choices)
         if self.resizer == "torchvision" and self.resample == "lanczos" and _torch_version() < _LANCZOS_SINCE:
@@ -206,17 +204,15 @@ class ImagePreprocessor(ImageFiles):
         from orchdata.loaders.modalities.image_decode import augmented, byte_table
         from orchdata.native.decoding import patchify
 
-        pixels = self.pixels(data, limits, (size.extent[0], size.extent[1]))
+        pixels = self._pixels(data, limits, (size.extent[0], size.extent[1]))
         if self.augmentation is not None:
             pixels = augmented(pixels, self.augmentation, rng)
         table = byte_table(self.mean, self.std, self.dtype)
         patchify(pixels, self.patch_size, self.merge, table, out["patches"], repeats=self.temporal_patch_size)
 
-    def pixels(self, data: bytes | memoryview, limits: Limits, grid: tuple[int, int]) -> NDArray[np.uint8]:
-        """Return upright pixels (height, width, 3 or 4) of the grid's size, C-contiguous; a fourth channel is
-        undefined.
-
-        The memory may be this thread's scratch; its next image overwrites it. Raises DecodeError.
+    def _pixels(self, data: bytes | memoryview, limits: Limits, grid: tuple[int, int]) -> NDArray[np.uint8]:
+        """Return upright pixels (height, width, 3 or 4) of the grid's size; a fourth channel is undefined. Memory and
+        errors as in `upright_pixels`.
         """
         from orchdata.loaders.modalities.image_decode import is_avx, resized, to_rgb, upright_pixels
 
@@ -246,9 +242,9 @@ class ImagePreprocessor(ImageFiles):
         """The picture in the patches, with 8 bits per channel."""
         from orchdata.loaders.modalities.image_decode import png_of
 
-        return "png", png_of(self.pictures(arrays["patches"], (size.extent[0], size.extent[1]))[:1])
+        return "png", png_of(self._pictures(arrays["patches"], (size.extent[0], size.extent[1]))[:1])
 
-    def pictures(self, patches: NDArray[Any], grid: tuple[int, int]) -> NDArray[np.uint8]:
+    def _pictures(self, patches: NDArray[Any], grid: tuple[int, int]) -> NDArray[np.uint8]:
         """Return the pictures of these patches, uint8 (temporal_patch_size, height, width, 3), from their values."""
         from orchdata.loaders.modalities.image_decode import byte_table, laid_out, nearest_bytes
 

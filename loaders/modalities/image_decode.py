@@ -17,10 +17,9 @@ import io
 import re
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from platform import machine
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import simplejpeg
@@ -118,13 +117,42 @@ def _upright_pixels(
     least_of: Callable[[int, int], Size | None],
     colours: str,
 ) -> Pixels:
+    def checked(stored: Size, orientation: int) -> Size | None:
+        """Return the size, as stored, to which it may be scaled while decoding; None for no scaling."""
+        turned = orientation in (5, 6, 7, 8)
+        width, height = reversed(stored) if turned else stored
+        check_pixels(width, height, limits)
+        if width < 1 or height < 1:
+            raise DecodeError(f"damaged image: {width} x {height} pixels")
+        least = least_of(width, height)
+        return (least[1], least[0]) if least is not None and turned else least
+
+    def by_pillow(image: ImageFile.ImageFile) -> Pixels:
+        # Check the size limits before decoding. Pillow gives TIFF sizes as displayed, others as stored.
+        check_pixels(image.width, image.height, limits)
+        image.load()
+        orientation = image.getexif().get(_ORIENTATION, 1)
+        checked(image.size, orientation)
+        return _upright(np.asarray(convert(image)), orientation)
+
     try:
-        if is_jpeg(data):
-            return _upright_jpeg(data, limits, convert, least_of, colours)
-        data = bytes(data)
-        if data.startswith(_PNG):
-            _check_png(data)
-        return _upright_other(open_image(data), limits, convert, least_of)
+        # Pillow decodes all formats but JPEG, and a JPEG that libjpeg-turbo cannot read.
+        if data[:3] != b"\xff\xd8\xff":
+            data = bytes(data)
+            if data.startswith(_PNG):
+                _check_png(data)
+            return by_pillow(open_image(data))
+        header = read_jpeg_header(data)
+        if header is None:
+            return by_pillow(JpegImagePlugin.JpegImageFile(io.BytesIO(data)))
+        # Decode a JPEG of colours, or of inks.
+        orientation = jpeg_orientation(data)
+        least = checked((header.width, header.height), orientation)
+        if header.colours not in ("CMYK", "YCCK"):
+            return _upright(decode_jpeg(data, header, colours, least), orientation)
+        inks = decode_jpeg(data, header, "CMYK", least)
+        image = Image.frombuffer("CMYK", (inks.shape[1], inks.shape[0]), inks, "raw", "CMYK", 0, 1)
+        return _upright(np.asarray(convert(image)), orientation)
     except Image.DecompressionBombError as error:
         raise too_large(error, limits) from None
 
@@ -141,53 +169,6 @@ def _check_png(data: bytes) -> None:
         if needed and zlib.crc32(view[at + 4 : end]) != int.from_bytes(data[end : end + 4], "big"):
             raise DecodeError(f"damaged PNG image: chunk {starts_with(name)} at byte {at} does not fit its checksum")
         at = end + 4
-
-
-def _upright_jpeg(
-    data: bytes | memoryview,
-    limits: Limits,
-    convert: Callable[[Image.Image], Image.Image],
-    least_of: Callable[[int, int], Size | None],
-    colours: str,
-) -> Pixels:
-    header = read_jpeg_header(data)
-    if header is None:
-        return _upright_other(JpegImagePlugin.JpegImageFile(io.BytesIO(data)), limits, convert, least_of)
-    orientation = jpeg_orientation(data)
-    least = _displayed((header.width, header.height), orientation, limits, least_of)
-    if header.is_cmyk:
-        inks = decode_jpeg(data, header, "CMYK", least)
-        image = Image.frombuffer("CMYK", (inks.shape[1], inks.shape[0]), inks, "raw", "CMYK", 0, 1)
-        return _upright(np.asarray(convert(image)), orientation)
-    return _upright(decode_jpeg(data, header, colours, least), orientation)
-
-
-def _upright_other(
-    image: ImageFile.ImageFile,
-    limits: Limits,
-    convert: Callable[[Image.Image], Image.Image],
-    least_of: Callable[[int, int], Size | None],
-) -> Pixels:
-    """Decode with Pillow."""
-    # Check the size limits before decoding. Pillow gives TIFF sizes as displayed, others as stored.
-    check_pixels(image.width, image.height, limits)
-    image.load()
-    orientation = image.getexif().get(_ORIENTATION, 1)
-    _displayed(image.size, orientation, limits, least_of)
-    return _upright(np.asarray(convert(image)), orientation)
-
-
-def _displayed(
-    stored: Size, orientation: int, limits: Limits, least_of: Callable[[int, int], Size | None]
-) -> Size | None:
-    """Return the size, as stored, to which it may be scaled while decoding; None for no scaling."""
-    turned = orientation in (5, 6, 7, 8)
-    width, height = reversed(stored) if turned else stored
-    check_pixels(width, height, limits)
-    if width < 1 or height < 1:
-        raise DecodeError(f"damaged image: {width} x {height} pixels")
-    least = least_of(width, height)
-    return (least[1], least[0]) if least is not None and turned else least
 
 
 def to_rgb(image: Image.Image, alpha: str) -> Image.Image:
@@ -314,21 +295,12 @@ _SEGMENTS: Final = frozenset({*range(0xC0, 0xD0), *range(0xDA, 0xFF)})
 _scratch = Scratch()
 
 
-@dataclass(frozen=True, slots=True)
-class JpegHeader:
+class JpegHeader(NamedTuple):
     """Size in pixels and colour space, both as stored."""
 
     width: int
     height: int
     colours: str
-
-    @property
-    def is_cmyk(self) -> bool:
-        return self.colours in ("CMYK", "YCCK")
-
-
-def is_jpeg(data: bytes | memoryview) -> bool:
-    return data[:3] == b"\xff\xd8\xff"
 
 
 def read_jpeg_header(data: bytes | memoryview) -> JpegHeader | None:

@@ -10,15 +10,14 @@ from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.field_names import bare_name
-from orchdata.loaders.harmless_names import HARMLESS
 from orchdata.loaders.modalities.builtin import BUILTINS, TEXT
 from orchdata.loaders.modalities.modality import Modality
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.members import Fields, Member, json_value, stem, uses_of
 from orchdata.loaders.shards.jsonl.stretch import NAMES_EDGE, is_edge, why_not_whole
-from orchdata.loaders.text.chat_keys import check_record, has_strings, is_wrong, kind_of, phrases, says, shown
+from orchdata.loaders.text.chat_keys import HARMLESS, check_record, has_strings, is_wrong, kind_of, phrases, says, shown
 from orchdata.loaders.text.conversation import WORDS_SUFFIX, Document, is_whole, parse_json, why_unread
-from orchdata.loaders.text.jinja import JinjaTemplate, Work
+from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.loaders.text.messages import CHAT_KEYS, Chat
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS
 from orchdata.loaders.text.template import (
@@ -48,7 +47,7 @@ def check_context(chat: Chat, context: Sequence[int], fields: Fields) -> None:
     """Raise FieldError if fields that belong to the conversation (a column of tools) say more than its turns."""
     record = {stem(fields.name(index)): fields.json_or_text(index) for index in context}
     try:
-        check_record(record, (), chat.texts, Work())
+        check_record(record, (), chat.texts)
     except DecodeError as error:
         raise error.at(", ".join(map(fields.name, context))) from None
 

@@ -48,7 +48,7 @@ class Reading:
             url: absolute path of the shard.
         """
         container = container_of(self.containers, url) if self.containers else None
-        return FieldRules(self.columns, recipe.record, recipe.read_columns, container, self.key)
+        return FieldRules(self.columns, recipe.record, recipe.keep, container, self.key)
 
     def root_of(self, url: str, rules: FieldRules) -> str | None:
         """Return the folder of the media that a shard names; None if its kind names none."""

@@ -12,12 +12,11 @@ Null, blank and empty values say nothing: `datasets` fills the fields of a struc
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property, lru_cache
 from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.harmless_names import HARMLESS
 from orchdata.loaders.text.jinja import Work
 
 # Words of keys, in any position: reasoning_content, toolCalls, thinking_blocks, ...
@@ -48,6 +47,17 @@ _ROLES: Final = frozenset("user assistant system human gpt".split())
 # A phrase of this length counts as said if a turn contains it; a shorter one must be all of a turn.
 _PHRASE_CHARACTERS: Final = 16
 _KEY_CHARACTERS: Final = 64
+
+HARMLESS: Final = frozenset(
+    (
+        *("id", "_id", "uid", "uuid", "idx", "index", "key", "__key__", "sample_id", "question_id"),
+        *("url", "__url__", "__index_level_0__", "width", "height", "original_width", "original_height", "exif"),
+        *("sha256", "sha1", "md5", "hash", "status", "error_message", "license", "source", "split"),
+        *("dataset", "dataset_name", "subset", "created_at", "date", "version", "author", "messages[].tool_call_id"),
+    )
+)
+"""Names of fields that say how a sample is stored or where it is from, compared whole. No name of a part, a weight, a
+mask, a label, a file or a text is among them."""
 
 WAY_OUT: Final = (
     "leave it out of the data if the model need not see it, or take the model's own template, ChatTemplate.from_jinja"
@@ -101,11 +111,7 @@ def _leaves(value: Any, without: Collection[str] = ()) -> Iterator[Any]:
 
 
 class Spoken:
-    """Texts that are searched for phrases.
-
-    Args:
-        work: counts the work for the chat, searches included.
-    """
+    """Texts that are searched for phrases; searches count as work."""
 
     def __init__(self, texts: Collection[str], work: Work) -> None:
         self._texts = texts
@@ -142,16 +148,15 @@ def check_turn(
     """
     said = Spoken((text, role), work)
     for key, value in turn.items():
-        words, name = _split(key[:_KEY_CHARACTERS])
-        if words & _LOSS:
+        if is_loss_flag(key):
             _check_loss(where, key, value, loss)
-        elif name in _OF_TURN or name in media or (words & _WORDS and not is_flag(value)):
+        elif speaks(key, value, media):
             _check_said(where, key, value, said)
 
 
 def speaks(key: str, value: Any, media: Collection[str]) -> bool:
     """Whether a key of a turn, besides role and content, says something that belongs to the chat."""
-    words, name = _split(key[:_KEY_CHARACTERS])
+    words, name = _split(key)
     if words & _LOSS or not says(value):
         return False
     return name in _OF_TURN or name in media or bool(words & _WORDS and not is_flag(value))
@@ -163,15 +168,11 @@ def trains(where: str, turn: Mapping[str, Any], loss: bool) -> bool:
     Raises DecodeError for a flag that requests loss for another role, or for a part of a turn.
     """
     trained = loss
-    for key, value in turn.items():
-        words, name = _split(key[:_KEY_CHARACTERS])
-        if not words & _LOSS:
-            continue
-        flag = str(value).strip().lower() if isinstance(value, str | int | float) else "?"
-        if loss and flag in _values(words, name, learned=False):
+    for key in filter(is_loss_flag, turn):
+        if loss and _flag(turn[key]) in _values(key, learned=False):
             trained = False
         else:
-            _check_loss(where, key, value, loss)
+            _check_loss(where, key, turn[key], loss)
     return trained
 
 
@@ -180,32 +181,32 @@ def check_item(where: str, item: Mapping[str, Any], own: Collection[str], *, med
     for key, value in item.items():
         if key in own:
             continue
-        words, name = _split(key[:_KEY_CHARACTERS])
+        words, name = _split(key)
         if (words & _WORDS and not is_flag(value)) or (media and name in _OF_MEDIA):
             _check_said(where, key, value, Spoken((), Work()))
 
 
 def is_loss_flag(key: str) -> bool:
     """Whether a key of a turn says whether it is learned: it is followed, or an error."""
-    return not _LOSS.isdisjoint(_split(key[:_KEY_CHARACTERS])[0])
+    return not _LOSS.isdisjoint(_split(key)[0])
 
 
 def is_chat_context(key: str) -> bool:
     """Whether a key, or a field, next to the conversation says something that belongs to it."""
-    words, name = _split(key[:_KEY_CHARACTERS])
+    words, name = _split(key)
     return bool(words & _WORDS) or name in _OF_RECORD
 
 
-def check_record(record: Mapping[str, Any], own: Collection[str], texts: Collection[str], work: Work) -> None:
+def check_record(record: Mapping[str, Any], own: Collection[str], texts_of: Callable[[], list[str]]) -> None:
     """Raise DecodeError for a key next to a conversation that would be lost: that says more than the turns' texts."""
     context = [key for key, value in record.items() if is_chat_context(key) and value is not None and key not in own]
     if not context:
         return
-    said = Spoken(texts, work)
+    said = Spoken(texts_of(), Work())
     chosen = record.get("chosen")
     settled = _PREFERENCE if says(chosen) and _is_said(chosen, said) else ()  # the conversation is the preferred one
     for key in context:
-        if key not in settled and not (is_flag(record[key]) and _split(key[:_KEY_CHARACTERS])[0] & _WORDS):
+        if key not in settled and not (is_flag(record[key]) and _split(key)[0] & _WORDS):
             _check_said("the conversation", key, record[key], said)
 
 
@@ -237,10 +238,15 @@ def _is_said(value: Any, said: Spoken) -> bool:
     return all(said.has(phrase) for phrase in phrases(value) if phrase not in _ROLES)
 
 
-def _values(words: frozenset[str], name: str, *, learned: bool) -> tuple[str, ...]:
+def _flag(value: Any) -> str:
+    return str(value).strip().lower() if isinstance(value, str | int | float) else "?"
+
+
+def _values(key: str, *, learned: bool) -> tuple[str, ...]:
     """Return the values of a loss flag by which its turn is learned, or not; none if the flag can mean either: a mask
     that is no loss mask, and several negations.
     """
+    words, name = _split(key)
     negations = len(words & _NEGATIONS)
     if negations > 1 or ("mask" in words and not 0 <= name.find("loss") < name.find("mask")):
         return ()
@@ -249,8 +255,7 @@ def _values(words: frozenset[str], name: str, *, learned: bool) -> tuple[str, ..
 
 def _check_loss(where: str, key: str, value: Any, loss: bool) -> None:
     """Raise DecodeError for a loss flag that differs from what the template does."""
-    flag = str(value).strip().lower() if isinstance(value, str | int | float) else "?"
-    if flag in _BLANK or flag in _values(*_split(key[:_KEY_CHARACTERS]), learned=loss):
+    if _flag(value) in (*_BLANK, *_values(key, learned=loss)):
         return
     carries = "carries" if loss else "carries no"
     raise DecodeError(
@@ -259,8 +264,12 @@ def _check_loss(where: str, key: str, value: Any, loss: bool) -> None:
     )
 
 
-@lru_cache(maxsize=4096)
 def _split(key: str) -> tuple[frozenset[str], str]:
     """Return the words of a key, and its letters in lower case: "toolCalls" has ("tool", "calls") and "toolcalls"."""
+    return _split_short(key[:_KEY_CHARACTERS])  # what is cached is short
+
+
+@lru_cache(maxsize=4096)
+def _split_short(key: str) -> tuple[frozenset[str], str]:
     words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", key)]
     return frozenset(words), "".join(words)

@@ -14,8 +14,8 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple, cast
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.harmless_names import HARMLESS
 from orchdata.loaders.text.chat_keys import (
+    HARMLESS,
     WAY_OUT,
     Repeating,
     check_record,
@@ -27,7 +27,7 @@ from orchdata.loaders.text.chat_keys import (
     says_nothing,
     shown,
 )
-from orchdata.loaders.text.jinja import JinjaTemplate, Work
+from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.loaders.text.messages import (
     CHAT_KEYS,
     CONTENT_KEYS,
@@ -55,23 +55,14 @@ _VIDEO_KEYS: Final = ("video", "videos")
 
 
 class Document(NamedTuple):
-    """The content of one JSON member.
-
-    Attributes:
-        chat: a conversation, or None.
-        completion: a prompt and its completion, as plain text; or None.
-        text: a plain text, or None.
-        key: what the record has it under.
-        named: modality -> names of media that belong to the sample.
-        rest: the value if it is none of these, or names a video next to its text; for `why_unread`.
-    """
+    """The content of one JSON member."""
 
     chat: Chat | None = None
-    completion: tuple[str, str] | None = None
-    text: str | None = None
-    key: str = ""
-    named: Mapping[str, list[str]] = {}
-    rest: Any = None
+    completion: tuple[str, str] | None = None  # a prompt and its completion, as plain text
+    text: str | None = None  # plain
+    key: str = ""  # under which a record has the text
+    named: Mapping[str, list[str]] = {}  # modality -> names of media that belong to the sample
+    rest: Any = None  # the value if it is none of these, or names a video next to its text; for `why_unread`
 
     @property
     def is_chat(self) -> bool:
@@ -151,7 +142,7 @@ def _record(value: dict[str, Any], rules: Rules) -> Document:
         if rendered is not None:
             return rendered
     elif chat is not None:
-        check_record(value, (*_READ_KEYS, *rules.words.records), chat.texts, Work())
+        check_record(value, (*_READ_KEYS, *rules.words.records), chat.texts)
         return Document(chat=chat, named=named_in(value, rules.words))
     found = _text_key(value, rules.text_keys)
     if found is None or _video_in(value) not in (None, *rules.words.records):

@@ -32,15 +32,11 @@ _STOPS: Final = 6
 
 @dataclass(frozen=True)
 class _Template:
-    """A template with its further inputs from a chat, besides the turns.
-
-    Attributes:
-        listed: whether the content of any turn is a list.
-    """
+    """A template with its further inputs from a chat, besides the turns."""
 
     template: JinjaTemplate
     inputs: Inputs
-    listed: bool
+    listed: bool  # the content of a turn is a list
     work: Work
 
     @cached_property
@@ -188,12 +184,12 @@ def _turn_spans(rendering: _Rendering, turns: Sequence[int]) -> Spans:
 
 def _by_stretches(rendering: _Rendering, turns: Sequence[int]) -> Spans | None:
     """Return the spans of these turns, located in stretches; None if the stretches' texts are not that of the chat."""
-    chat, last = LongChat(rendering.messages), len(rendering.messages)
+    chat, last = _LongChat(rendering.messages), len(rendering.messages)
     ways = rendering.by.ways()
     spans: Spans = []
     start = offset = 0
     while start < last:
-        cuts = (_cut(way, chat.stretch(start, stop)) for way in ways for stop in _stops(rendering.messages, start))
+        cuts = (_cut(way, chat, start, stop) for way in ways for stop in _stops(rendering.messages, start))
         cut = next((cut for cut in cuts if cut is not None and rendering.text.startswith(cut.text, offset)), None)
         if cut is None:
             return None
@@ -211,18 +207,12 @@ def _by_stretches(rendering: _Rendering, turns: Sequence[int]) -> Spans | None:
 
 
 class _Cut(NamedTuple):
-    """A stretch, and its text.
+    """A stretch, and its text."""
 
-    Attributes:
-        near: the stretch and its context, rendered together.
-        start, stop: range of the stretch among these turns.
-        begin, end: range of its characters in their text.
-    """
-
-    near: _Rendering
-    start: int
+    near: _Rendering  # the stretch and its context, rendered together
+    start: int  # range of the stretch among these turns
     stop: int
-    begin: int
+    begin: int  # range of its characters in their text
     end: int
 
     @property
@@ -238,14 +228,15 @@ def _stops(messages: Sequence[Message], start: int) -> list[int]:
     return sorted(range(first, first + _STOPS), key=lambda stop: messages[stop]["role"] != TRAINED_ROLE)
 
 
-def _cut(by: _Template, stretch: Stretch) -> _Cut | None:
+def _cut(by: _Template, chat: _LongChat, start: int, stop: int) -> _Cut | None:
     """Return a stretch with its text; None if renderings with and without the turns before it do not locate it."""
-    whole = by.rendered(stretch.messages)
+    messages, at = chat.stretch(start, stop)
+    whole = by.rendered(messages)
     if whole is None:
         return None
-    near = _Rendering(stretch.messages, whole, by)
-    begin, end = _beginning(near, stretch.start), _beginning(near, stretch.stop)
-    return None if begin is None or end is None else _Cut(near, stretch.start, stretch.stop, begin, end)
+    near = _Rendering(messages, whole, by)
+    begin, end = _beginning(near, at), _beginning(near, at + stop - start)
+    return None if begin is None or end is None else _Cut(near, at, at + stop - start, begin, end)
 
 
 def _beginning(rendering: _Rendering, turn: int) -> int | None:
@@ -369,20 +360,7 @@ _KEPT_CHARACTERS: Final = 128
 """Kept at the start and the end of a text outside the stretch, where templates look for its form."""
 
 
-class Stretch(NamedTuple):
-    """Turns that are rendered together.
-
-    Attributes:
-        messages: the turns of the stretch and its context.
-        start, stop: the range of the stretch in `messages`.
-    """
-
-    messages: list[Message]
-    start: int
-    stop: int
-
-
-class LongChat:
+class _LongChat:
     """The turns of a chat, to be cut into stretches."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
@@ -390,8 +368,8 @@ class LongChat:
         self._kinds = [_kind(message) for message in messages]
         self._asked = max((turn for turn, message in enumerate(messages) if message["role"] == _ASKS), default=0)
 
-    def stretch(self, start: int, stop: int) -> Stretch:
-        """Return the stretch of turns `start` to `stop` (exclusive) with its context."""
+    def stretch(self, start: int, stop: int) -> tuple[list[Message], int]:
+        """Return the turns `start` to `stop` (exclusive) with their context, and where `start` is among these."""
         last = len(self._messages)
         taken = self._through([*range(min(_ENDS, start))], start - _NEIGHBOURS)
         taken += range(taken[-1] + 1 if taken else 0, min(stop + _NEIGHBOURS, last))
@@ -399,8 +377,7 @@ class LongChat:
             taken = self._through(taken, turn)
         near = range(start - 1, stop + 1)
         messages = [self._messages[turn] if turn in near else _shortened(self._messages[turn]) for turn in taken]
-        at = taken.index(start)
-        return Stretch(messages, at, at + stop - start)
+        return messages, taken.index(start)
 
     def _through(self, taken: list[int], target: int) -> list[int]:
         """Return `taken`, extended through `target`, without the turns between that may be left out."""

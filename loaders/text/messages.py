@@ -63,24 +63,17 @@ Marks = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """One conversation.
-
-    Attributes:
-        messages: turns with the role, the content (a string, or a list of items of text and placeholders of media), and
-            under a jinja template other keys.
-        trained: for each turn, whether it carries loss if the template permits it.
-        inputs: further inputs of the template.
-        rest: further content next to the turns that belongs to them.
-        placed: modality -> names of media in the items of its turns, in their order; none if an item has no name.
+    """One conversation: turns with the role, the content (a string, or a list of items of text and placeholders of
+    media), and under a jinja template other keys.
     """
 
     messages: tuple[Message, ...]
-    trained: tuple[bool, ...]
+    trained: tuple[bool, ...]  # for each turn: it carries loss if the template permits it
     inputs: Inputs = Inputs()
-    rest: tuple[tuple[str, Any], ...] = ()
+    rest: tuple[tuple[str, Any], ...] = ()  # further content next to the turns that belongs to them
+    # Modality -> names of media in the items of its turns, in their order; none if an item has no name.
     placed: Mapping[str, list[str]] = field(default_factory=dict, compare=False)
 
-    @property
     def texts(self) -> list[str]:
         """The text of each turn."""
         return [text_of(message) for message in self.messages]
@@ -186,10 +179,11 @@ def chat_of_turns(value: list[Any], template: Template, words: MediaWords) -> Ch
     if media:
         marks = tuple((mark, name) for mark, name in marks if name not in media)
     for turn, _ in turns:
-        if turn.get("content"):
-            turn["content"] = _placed(turn["content"], marks)
+        content = turn.get("content")
+        if content and (not isinstance(content, str) or _holds(content, marks)):
+            turn["content"] = _placed(content, marks)
     placed = {name: names for name, names in media.items() if all(isinstance(each, str) and each for each in names)}
-    return Chat(tuple(turn for turn, _ in turns), tuple(trained for _, trained in turns), placed=placed)
+    return Chat(tuple([turn for turn, _ in turns]), tuple([trained for _, trained in turns]), placed=placed)
 
 
 def _plain_turn(item: Any, template: Template) -> tuple[dict[str, Any], bool] | None:
@@ -243,7 +237,8 @@ def _turn(
         read = dict.fromkeys(_NAMES.get(key, key) for key, value in item.items() if value is not None) | turn | read
     else:
         trained = loss
-        check_turn(who, turn, role, text_of(read), loss, words.records, work)
+        if turn:
+            check_turn(who, turn, role, text_of(read), loss, words.records, work)
         if content is None:
             raise DecodeError(f"{who} has no content: its keys are {_keys(item)}")
     if trained and not _says(read):
@@ -295,6 +290,8 @@ def _item(
 ) -> dict[str, Any] | Placeholder:
     if isinstance(given, str):
         return {"type": "text", "text": given}
+    if type(given) is dict and len(given) == 2 and given.get("type") == "text" and type(given.get("text")) is str:
+        return given  # as most are
     if not isinstance(given, dict):
         raise DecodeError(f"{where} holds a {type(given).__name__}, not a string or a dict")
     if isinstance(given, Repeating):
@@ -307,15 +304,15 @@ def _item(
     if not isinstance(kind, str) or (modality is None and kind != "text"):
         return _item_of_template(where, kind, item, words, is_jinja=is_jinja)
     # It stands for one whole part, or for one text, and nothing else in it is lost.
-    others = [key for key in keys if key != kind and words.items.get(key) != modality]
-    lost = next((key for key in (others[:1] if is_jinja and modality else others) if says(item.get(key))), None)
-    if lost is not None:
-        raise DecodeError(f"{where} has an item of type {kind!r} that holds {lost!r} too: give each its own item")
+    for key in ("text",) if is_jinja and modality else keys:
+        if key in item and key != kind and words.items.get(key) != modality and says(item[key]):
+            raise DecodeError(f"{where} has an item of type {kind!r} that holds {key!r} too: give each its own item")
     if not is_jinja:
         check_item(f"{where}, in an item of type {kind!r},", item, ("type", *keys), media=modality is not None)
     if modality is not None:
-        words.check_single(where, kind, item)
         value, index = item.get(kind), item.get("index")
+        if isinstance(value, list) and len(value) > 1 and modality not in words.listed:
+            raise DecodeError(f"{where} has an item of type {kind!r} that holds {len(value)}: give each its own item")
         names = media.setdefault(modality, [])
         if isinstance(index, int) and index != len(names):
             raise DecodeError(
@@ -349,8 +346,6 @@ def _item_of_template(where: str, kind: Any, item: dict[str, Any], words: MediaW
 
 def _placed(content: str | list[Any], marks: Marks) -> str | list[Any]:
     """Return the content with placeholders in place of marks."""
-    if isinstance(content, str) and not _holds(content, marks):  # most are
-        return content
     items = items_of(content)
     texts = ["" if isinstance(each, Placeholder) or each["type"] != "text" else each["text"] for each in items]
     if not any(_holds(text, marks) for text in texts):

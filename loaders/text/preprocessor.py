@@ -124,12 +124,10 @@ class TextPreprocessor:
         if self.image_placeholder and self.image_placeholder == self.audio_placeholder:
             raise ValueError(f"image_placeholder and audio_placeholder are both {self.image_placeholder!r}")
         # Resolve the defaults that depend on the tokenizer.
-        resolved = {
-            "id": self.id or BYTES_ID,
-            "image_token_id": self._placeholder_id(self.image_token_id, 256),
-            "audio_token_id": self._placeholder_id(self.audio_token_id, 257),
-            "fields": tuple(name.lower() for name in self.fields),
-        }
+        resolved: dict[str, Any] = {"id": self.id or BYTES_ID, "fields": tuple(name.lower() for name in self.fields)}
+        for name, for_bytes in (("image_token_id", 256), ("audio_token_id", 257)):
+            if getattr(self, name) == _AUTOMATIC:
+                resolved[name] = for_bytes if self.tokenizer is None else 0
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
         for name in _SPECIAL_IDS:
@@ -164,11 +162,6 @@ class TextPreprocessor:
         for running in (self.tokenizer, self.template):
             if isinstance(running, FastTokenizer | JinjaTemplate):
                 running.start()
-
-    def _placeholder_id(self, given: int, for_bytes: int) -> int:
-        if given != _AUTOMATIC:
-            return given
-        return for_bytes if self.tokenizer is None else 0
 
     @property
     def vocab_size(self) -> int:
@@ -214,8 +207,7 @@ class TextPreprocessor:
 
         Texts are (text, whether it gets the tokens that are around every text).
         """
-        if not isinstance(self.tokenizer, FastTokenizer):
-            raise TypeError("encode_all needs a fast tokenizer")
+        assert isinstance(self.tokenizer, FastTokenizer)
         strings, added = [text for text, _ in texts], [each for _, each in texts]
         return [
             self._failed(each, text) if isinstance(each, Exception) else each
@@ -224,8 +216,7 @@ class TextPreprocessor:
 
     def count_all(self, texts: Sequence[tuple[str, bool]], without: Collection[int]) -> list[int | None]:
         """Return the number of tokens of each text; None where `encode_all` fails, or gives a token of `without`."""
-        if not isinstance(self.tokenizer, FastTokenizer):
-            raise TypeError("count_all needs a fast tokenizer")
+        assert isinstance(self.tokenizer, FastTokenizer)
         strings, added = [text for text, _ in texts], [each for _, each in texts]
         return self.tokenizer.count_batch(strings, add_special_tokens=added, without=frozenset(without))
 
@@ -345,19 +336,15 @@ def _checked_ids(returned: object, name: str | None) -> NDArray[np.int32]:
     if ids.size == 0 and ids.ndim == 1:
         return np.zeros(0, np.int32)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        text = repr(returned)
         raise DecodeError(
-            f"tokenizer {name!r} returned {_shortly(returned)}, not a list of ints; "
-            "wrap it, as in lambda text: tokenizer.encode(text).ids"
+            f"tokenizer {name!r} returned {type(returned).__name__} {text[:60]}{'...' if len(text) > 60 else ''}, not "
+            "a list of ints; wrap it, as in lambda text: tokenizer.encode(text).ids"
         )
     low, high = ids.min(), ids.max()
     if low < 0 or high > _INT32_MAX:
         raise DecodeError(f"tokenizer {name!r} returned id {low if low < 0 else high}, outside [0, {_INT32_MAX}]")
     return ids.astype(np.int32)
-
-
-def _shortly(value: object) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text[:60]}{'...' if len(text) > 60 else ''}"
 
 
 _PROBE: Final = "It's 1 of 12:\n\n  d\u00e9j\u00e0 vu \U0001f600 <s></s>"
@@ -371,15 +358,10 @@ _NOWHERE: Final = (0, 0)
 
 
 class Encoded(NamedTuple):
-    """Tokens of one text, in order.
-
-    Attributes:
-        ids: int32 (num_tokens,).
-        starts, ends: int64 (num_tokens,), characters of each; equal for tokens without characters.
-    """
+    """Tokens of one text, in order: arrays of shape (num_tokens,)."""
 
     ids: NDArray[np.int32]
-    starts: NDArray[np.int64]
+    starts: NDArray[np.int64]  # characters of each; start and end are equal for tokens without characters
     ends: NDArray[np.int64]
 
 

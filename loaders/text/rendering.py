@@ -44,19 +44,12 @@ Slots = tuple[tuple[str, str], ...]
 
 
 class Forms(NamedTuple):
-    """How a template renders content.
+    """How a template renders content."""
 
-    Attributes:
-        strings, typed: whether it takes strings, and lists of items.
-        items: modality -> the item that it renders as the modality's mark.
-        reads_arguments: whether it writes call arguments that are strings unchanged; otherwise JSON in a string is
-            parsed into an object for it.
-    """
-
-    strings: bool
-    typed: bool
-    items: Mapping[str, Message]
-    reads_arguments: bool
+    strings: bool  # it takes strings
+    typed: bool  # it takes lists of items
+    items: Mapping[str, Message]  # modality -> the item that it renders as the modality's mark
+    reads_arguments: bool  # it writes call arguments that are strings unchanged; else JSON in them is parsed for it
 
 
 @lru_cache(maxsize=256)
@@ -160,26 +153,16 @@ _CONTEXT: Final = -1
 
 
 class _Leaf(NamedTuple):
-    """A string of a chat.
+    """A string of a chat."""
 
-    Attributes:
-        number: its number among strings with words, from 0.
-        turn: index of the message, -1 for content next to the turns.
-        key: key of the message, or of the content next to the turns.
-    """
-
-    number: int
-    turn: int
-    key: str
+    number: int  # among strings with words, from 0
+    turn: int  # index of the message, or _CONTEXT
+    key: str  # of the message, or of the content next to the turns
     text: str
 
 
 class _Said:
-    """The phrases in a text.
-
-    Args:
-        work: counts the work for the chat, searches included.
-    """
+    """The phrases in a text; searches count as work."""
 
     def __init__(self, text: str, work: Work) -> None:
         self._text = text
@@ -230,50 +213,39 @@ def check_said(
     """Raise DecodeError for content that the template does not render."""
     _check_thoughts(chat, template, slots)
     # Render the chat once more, with a numbered word after each string.
-    number = _number_not_in(text)
+    used = set(re.findall(r"Zq(\d+)x", text))
+    number = next(number for number in range(len(used) + 1) if str(number) not in used)
     leaves: list[_Leaf] = []
 
     def word(leaf: _Leaf) -> str:
         leaves.append(leaf)
         return f"Zq{number}x{leaf.number}qZ"
 
+    def word_of(leaf: _Leaf, only: int) -> str:
+        return f"Zq{number}x0qZ" if leaf.number == only else ""
+
     ignored = template.ignore_keys
     rendering = rendered_by(template, *_with_words(messages, chat.inputs, records, ignored, word), work)
     rendered = {int(each) for each in re.findall(rf"Zq{number}x([0-9]+)qZ", rendering)}
     missing = [leaf for leaf in leaves if leaf.number not in rendered]
-    shows_tools = any(_is_of_tools(leaf) and leaf.number in rendered for leaf in leaves)
+    of_tools = {leaf.number for leaf in leaves if leaf.key == "tools" and leaf.turn == _CONTEXT}
     # A string without its word is lost, unless the text contains it elsewhere or depends on it.
     anywhere = _Said(text, work)
     of_turns = {
         turn: _Said(text_of(chat.messages[turn]), work) for turn in {leaf.turn for leaf in missing} - {_CONTEXT}
     }
     for leaf in missing:
-        if _is_of_tools(leaf) and shows_tools:  # the template decides how much of them it shows
+        if leaf.number in of_tools and of_tools & rendered:  # the template decides how much of them it shows
             continue
         own = anywhere if leaf.key == _NAME else of_turns.get(leaf.turn)
         if own is not None and leaf.key != "content" and leaf.text.strip() in own:
             continue
         if leaf.key in REASONING and _renders_reasoning(template, slots):
             continue  # templates leave out that of earlier turns on purpose
-        alone = _with_words(messages, chat.inputs, records, ignored, partial(_word_of_one, leaf.number, number))
+        alone = _with_words(messages, chat.inputs, records, ignored, partial(word_of, only=leaf.number))
         if rendered_by(template, *alone, work) == text:
             where = "the conversation" if leaf.turn < 0 else f"turn {leaf.turn + 1} ({messages[leaf.turn]['role']})"
             raise _lost(where, leaf.key)
-
-
-def _word_of_one(only: int, number: int, leaf: _Leaf) -> str:
-    """The word for a string if only the string numbered `only` gets one."""
-    return f"Zq{number}x0qZ" if leaf.number == only else ""
-
-
-def _is_of_tools(leaf: _Leaf) -> bool:
-    return leaf.key == "tools" and leaf.turn == _CONTEXT
-
-
-def _number_not_in(text: str) -> int:
-    """Return a number for marker words that are not in the chat."""
-    used = set(re.findall(r"Zq(\d+)x", text))
-    return next(number for number in range(len(used) + 1) if str(number) not in used)
 
 
 def _check_thoughts(chat: Chat, template: JinjaTemplate, slots: Slots) -> None:
@@ -336,8 +308,11 @@ def _with_words(
 
         return _marked(value, mark)
 
+    def says_it(key: str, value: Any) -> bool:
+        return key == "content" or (key != "role" and key not in _PLUMBING and speaks(key, value, records))
+
     changed = [
-        {key: marked(value, turn, key) if _speaks(key, value, records) else value for key, value in message.items()}
+        {key: marked(value, turn, key) if says_it(key, value) else value for key, value in message.items()}
         for turn, message in enumerate(messages)
     ]
     tools, documents = marked(inputs.tools, _CONTEXT, "tools"), marked(inputs.documents, _CONTEXT, "documents")
@@ -345,10 +320,6 @@ def _with_words(
         key: value if key in _PLUMBING else marked(value, _CONTEXT, key) for key, value in inputs.variables.items()
     }
     return changed, Inputs(tools, documents, variables)
-
-
-def _speaks(key: str, value: Any, records: Mapping[str, str]) -> bool:
-    return key == "content" or (key != "role" and key not in _PLUMBING and speaks(key, value, records))
 
 
 def _marked(value: Any, mark: Callable[[str], str]) -> Any:
@@ -408,19 +379,13 @@ def known_spans(
 
 
 class _Outline(NamedTuple):
-    """What a template writes around the texts of chats of one shape, measured with placeholder words.
+    """What a template writes around the texts of chats of one shape, measured with placeholder words."""
 
-    Attributes:
-        messages, text, generated: a chat of that shape, and its rendering.
-        pieces: start and end of the text before, between and after the words.
-        order: index in the chat of each word of the rendering.
-    """
-
-    messages: list[Message]
+    messages: list[Message]  # a chat of that shape, and its rendering
     text: str
     generated: Spans
-    pieces: list[tuple[int, int]]
-    order: tuple[int, ...]
+    pieces: list[tuple[int, int]]  # start and end of the text before, between and after the words
+    order: tuple[int, ...]  # index in the chat of each word of the rendering
 
     def starts_in(self, said: list[str], text: str) -> list[int] | None:
         """Return the starts of pieces and words, in turns, in a rendering of a chat with the texts `said`, whole or

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
-from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.text.jinja import ROLES, JinjaTemplate, Message, jinja_template
 
 
@@ -136,7 +135,12 @@ def render(messages: Sequence[Message], template: ChatTemplate) -> Iterator[Segm
             around[role] = TextSegment(template.before(role), False), TextSegment(template.after(role), loss)
         before, after = around[role]
         yield before
-        for item in items_of(message["content"]):
+        content = message["content"]
+        if isinstance(content, str) and content:  # most are
+            yield TextSegment(content, after.loss)
+            yield after
+            continue
+        for item in items_of(content):
             if isinstance(item, Placeholder):
                 yield item
             elif item["text"]:
@@ -171,27 +175,13 @@ _CLOSING_TAGS: Final = frozenset(("</audio>", "</object>", "</picture>", "</vide
 
 
 class MediaWords(NamedTuple):
-    """Words that stand for media in texts, chats and records, with the name of their modality.
+    """Words that stand for media in texts, chats and records, with the name of their modality."""
 
-    Attributes:
-        marks: (text, modality): a part goes where the text is.
-        items: type of an item in a turn's content -> modality.
-        records: key of a record, and column of text, that names media by path -> modality.
-        slots: modality -> mark of a part in the text that a model reads.
-        listed: modalities of which an item may list the files that form one part.
-    """
-
-    marks: tuple[tuple[str, str], ...]
-    items: Mapping[str, str]
-    records: Mapping[str, str]
-    slots: Mapping[str, str] = {}
-    listed: frozenset[str] = frozenset()
-
-    def check_single(self, where: str, kind: str, item: Mapping[str, Any]) -> None:
-        """Raise DecodeError for an item of a turn that stands for several parts."""
-        value = item.get(kind)
-        if isinstance(value, list) and len(value) > 1 and self.items[kind] not in self.listed:
-            raise DecodeError(f"{where} has an item of type {kind!r} that holds {len(value)}: give each its own item")
+    marks: tuple[tuple[str, str], ...]  # (text, modality): a part goes where the text is
+    items: Mapping[str, str]  # type of an item in a turn's content -> modality
+    records: Mapping[str, str]  # key of a record, and column of text, that names media by path -> modality
+    slots: Mapping[str, str] = {}  # modality -> mark of a part in the text that a model reads
+    listed: frozenset[str] = frozenset()  # modalities of which an item may list the files that form one part
 
 
 def record_keys(names: Iterable[str]) -> dict[str, str]:

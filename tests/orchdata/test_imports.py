@@ -37,7 +37,7 @@ loaders: environment limited_process collector
 loaders: memory
 loaders: errors versions amounts compact locks scratch watch pace interrupts first_calls tokenizer_threads
 loaders: failures limits resampling functions generators spread
-loaders: records harmless_names
+loaders: records
 loaders: storage
 loaders: claims
 loaders: text modalities

@@ -15,7 +15,7 @@ EXACT = ImagePreprocessor(patch_size=1, merge=1, min_tokens=1, max_tokens=10**9)
 
 
 def pixels_of(data: bytes, size: tuple[int, int], pre: ImagePreprocessor = EXACT) -> np.ndarray:
-    return pre.pixels(data, LIMITS, image_grid(*size, pre))[:, :, :3].copy()
+    return pre._pixels(data, LIMITS, image_grid(*size, pre))[:, :, :3].copy()
 
 
 def encoded(image: Image.Image, kind: str, **options: object) -> bytes:

@@ -219,20 +219,13 @@ def _of_one_size(
 
 
 class Cut(NamedTuple):
-    """How pictures become patches.
+    """How pictures become patches."""
 
-    Attributes:
-        patch, merge: side of a patch in pixels, of a merged token in patches.
-        times: pictures of a patch.
-        table: see `patchify`.
-        resizer, resample: see `resized`.
-    """
-
-    patch: int
-    merge: int
-    times: int
-    table: NDArray[Any]
-    resizer: str
+    patch: int  # side in pixels
+    merge: int  # side of a merged token in patches
+    times: int  # pictures of a patch
+    table: NDArray[Any]  # see `patchify`
+    resizer: str  # see `resized`
     resample: str
 
 

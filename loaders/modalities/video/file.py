@@ -46,9 +46,8 @@ Self = TypeVar("Self", bound="OpenedFile")
 
 
 class OpenedFile:
-    """An open file, to be closed; a context manager. Subclasses choose their stream in `choose` each time it is opened.
-
-    Raises DecodeError.
+    """An open file, to be closed; a context manager. Subclasses choose their stream in `choose` each time it is opened,
+    and scan its packets in `scan` once. Raises DecodeError.
     """
 
     def __init__(self, data: bytes | memoryview, limits: Limits) -> None:
@@ -66,6 +65,7 @@ class OpenedFile:
             with open(self._memory, "wb", closefd=False) as file:
                 file.write(data)
             self.open()
+            self.scan()
         except BaseException:
             self.close()
             raise
@@ -101,6 +101,18 @@ class OpenedFile:
     def choose(self, options: dict[str, str]) -> None:
         """Set `_stream`, and its decoder with these options."""
         raise NotImplementedError
+
+    def scan(self) -> None:
+        """Read what packets say; nothing is decoded."""
+        raise NotImplementedError
+
+    def _use(self, stream: Any, options: dict[str, str], what: str) -> None:
+        """Choose a stream."""
+        self._stream, self._codec = stream, stream.codec_context
+        if self._codec is None:
+            raise DecodeError(f"{what} codec that the installed FFmpeg libraries cannot decode: encode it again")
+        self._codec.options = options
+        self._codec.thread_count = 1
 
     @contextmanager
     def _demuxed(self) -> Iterator[Iterator[Any]]:
@@ -152,14 +164,6 @@ class VideoFile(OpenedFile):
 
     timeline: Timeline
 
-    def __init__(self, data: bytes | memoryview, limits: Limits) -> None:
-        super().__init__(data, limits)
-        try:
-            self._scan()
-        except BaseException:
-            self.close()
-            raise
-
     def size(self) -> tuple[int, int]:
         """(width, height) as displayed, of the first picture."""
         with closing(self.frames([0])) as frames:
@@ -187,17 +191,12 @@ class VideoFile(OpenedFile):
         if not shown:
             has_audio = any(stream.type == "audio" for stream in streams)
             raise DecodeError(f"no video in it{', only audio' if has_audio else ''}")
-        self._stream = shown[0]
-        self._codec = self._stream.codec_context
-        if self._codec is None:
-            raise DecodeError("a video whose codec the installed FFmpeg libraries cannot decode: encode it again")
+        self._use(shown[0], options, "a video of a")
         check_pixels(self._codec.width, self._codec.height, self._limits, "video")
-        self._codec.options = options
-        self._codec.thread_count = 1
         self._reformatter = VideoReformatter()
 
-    def _scan(self) -> None:
-        """Read when pictures are shown from their packets; nothing is decoded."""
+    def scan(self) -> None:
+        """Read when pictures are shown from their packets."""
         ticks: list[int] = []
         starts: list[int] = []  # of keyframes
         keyframes: list[int] = []  # the same, including those that an edit leaves out
@@ -375,27 +374,11 @@ class SoundTrack(OpenedFile):
     rate: int = 0
     frames: int = 0
 
-    def __init__(self, data: bytes | memoryview, limits: Limits) -> None:
-        super().__init__(data, limits)
-        try:
-            if self._stream is not None:
-                self._measure()
-        except BaseException:
-            self.close()
-            raise
-
     def choose(self, options: dict[str, str]) -> None:
         heard = list(self._container.streams.audio)
-        self._stream = heard[0] if heard else None
-        if self._stream is None:
+        if not heard:
             return
-        self._codec = self._stream.codec_context
-        if self._codec is None:
-            raise DecodeError(
-                "its sound is of a codec that the installed FFmpeg libraries cannot decode: encode it again"
-            )
-        self._codec.options = options
-        self._codec.thread_count = 1
+        self._use(heard[0], options, "its sound is of a")
         self._tick = exact(self._stream.time_base)
         begins = self._container.start_time
         self._begins = Fraction(begins, _MICROSECONDS) if begins is not None else Fraction(0)
@@ -420,11 +403,13 @@ class SoundTrack(OpenedFile):
             raise DecodeError("the sound holds NaN or infinite values")
         return wave
 
-    def _measure(self) -> None:
+    def scan(self) -> None:
+        """Find the end of the last packet."""
+        if self._stream is None:
+            return
         rate = int(self._codec.sample_rate or 0)
         if rate < 1:
             raise DecodeError(f"damaged sound: a rate of {rate} Hz")
-        # Find the end of the last packet.
         ends = last = None
         try:
             with closing(self._packets()) as packets:

@@ -223,7 +223,7 @@ class VideoPreprocessor(VideoFiles):
         grid_t, grid_h, grid_w, count = size.extent[:4]
         picture = _picture(self, self.max_tokens)
         moments = np.split(arrays["patches"], grid_t)
-        pictures = np.concatenate([picture.pictures(moment, (grid_h, grid_w)) for moment in moments])
+        pictures = np.concatenate([picture._pictures(moment, (grid_h, grid_w)) for moment in moments])
         return "png", png_of(pictures[:count], float(self._interval(size)))
 
     def extras(self, sizes: Sequence[PartSize]) -> Mapping[str, NDArray[Any]]:

@@ -32,17 +32,12 @@ TIMING: Final = re.compile(r"fps|rate|stamp|time|start|end|second|duration|trim|
 
 @dataclass(frozen=True)
 class Timeline:
-    """The pictures of a clip in the order in which they are shown.
+    """The pictures of a clip in the order in which they are shown."""
 
-    Attributes:
-        ticks: int64 (frames,), time of each picture, ascending, in units of the file.
-        seconds: length of the clip; its numerator and denominator are below 2**31.
-        is_constant: whether every picture is within half a step of its time at a constant rate.
-    """
-
-    ticks: NDArray[np.int64]
-    seconds: Fraction
-    is_constant: bool
+    ticks: NDArray[np.int64]  # (frames,), time of each picture, ascending, in units of the file
+    seconds: Fraction  # length of the clip; its numerator and denominator are below 2**31
+    is_constant: bool  # every picture is within half a step of its time at a constant rate
+    _tick: Fraction = Fraction(1)
 
     @property
     def frames(self) -> int:
@@ -66,8 +61,6 @@ class Timeline:
     def _span(self) -> Fraction:
         """Length of the clip in ticks, from its seconds."""
         return self.seconds / self._tick
-
-    _tick: Fraction = Fraction(1)
 
     @classmethod
     def of(cls, ticks: list[int], tick: Fraction, last: int | None = None) -> Timeline:

@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.errors import NOT_DATA, FieldError, ShardError, one_line, pass_trouble
 from orchdata.loaders.field_names import EMPTY, FILE_KEYS, NULL, VALUE, is_kept_as
-from orchdata.loaders.harmless_names import HARMLESS
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import BUILTINS, OTHER, TEXT
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules, classify, listed_modality, names_content
 from orchdata.loaders.shards.jsonl.stretch import is_edge
 from orchdata.loaders.storage.storage import Storage
-from orchdata.loaders.text.chat_keys import is_chat_context
+from orchdata.loaders.text.chat_keys import HARMLESS, is_chat_context
 from orchdata.loaders.text.conversation import WORDS_SUFFIX, names_words
 from orchdata.loaders.text.messages import CHAT_KEYS
 

@@ -37,7 +37,7 @@ def pixels_of(modality: od.ImagePreprocessor, data: bytes) -> Any:
     """The picture in the patches."""
 
     size = modality.count(data, od.Limits())
-    return modality.pictures(decoded(modality, data), size.extent)[0]  # type: ignore[arg-type]
+    return modality._pictures(decoded(modality, data), size.extent)[0]  # type: ignore[arg-type]
 
 
 def test_generator_depends_on_each_of_its_identity_and_on_nothing_else() -> None:

@@ -97,7 +97,7 @@ def photo_bytes(name: str) -> bytes:
 
 def indexed_and_decoded(data: bytes, pre: ImagePreprocessor) -> np.ndarray:
     header = read_header(ImagePreprocessor, len(data), lambda count: data[:count], Limits())
-    return pre.pixels(data, Limits(), image_grid(*header, pre)).copy()
+    return pre._pixels(data, Limits(), image_grid(*header, pre)).copy()
 
 
 @pytest.mark.filterwarnings("ignore:Truncated File Read")

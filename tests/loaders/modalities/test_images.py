@@ -153,7 +153,7 @@ def test_every_exif_orientation_is_turned_upright_and_then_resized(fixtures_dir:
         orientations.add(stored.getexif().get(0x0112, 1))
         upright = ImageOps.exif_transpose(stored)
         grid = image_grid(*upright.size, pre)
-        got = pre.pixels(path.read_bytes(), LIMITS, grid)[:, :, :3]
+        got = pre._pixels(path.read_bytes(), LIMITS, grid)[:, :, :3]
         np.testing.assert_array_equal(got, resized_by(resizer, upright, (grid[1] * 14, grid[0] * 14)), path.name)
     assert orientations >= set(range(1, 9))
 
@@ -257,7 +257,7 @@ def test_another_size_than_indexed_is_an_error():
     with pytest.raises(
         DecodeError, match=r"decoded to 30 x 20 pixels, 20 x 30 patches; the index says 30 x 20 patches"
     ):
-        EXACT.pixels(encoded(RGB, "PNG"), LIMITS, (30, 20))
+        EXACT._pixels(encoded(RGB, "PNG"), LIMITS, (30, 20))
 
 
 def test_threads_do_not_meet_in_scratch_memory():
