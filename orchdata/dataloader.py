@@ -258,7 +258,6 @@ class DataLoader(Generic[T_co]):
             if num_workers and prefetch_factor is None:
                 self.prefetch_factor = DEFAULT_PREFETCH
             self._own_names = frozenset((*vars(self), "_own_names"))
-            self._runtime.warn_if_empty(drop_last=drop_last)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _DEFAULTS and "_own_names" in self.__dict__:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import ref
 
@@ -66,33 +67,20 @@ class Stream(Protocol):
         """Stop the engine, or keep it for the next iteration. A finalizer does not wait for its end."""
 
 
+@dataclass(eq=False)
 class EpochLoop:
-    """One iteration of a loader: where it starts, and how it moves the loader's progress.
+    """One iteration of a loader: where it starts, and how it moves the loader's progress."""
 
-    Args:
-        open_stream: (loop) -> its steps; called when the first one is requested.
-        keep_dataset_state: whether data sets start the next epoch with the state that they have at the end of one.
-        stores_seed: whether a state stores the base seed of the workers: ranks do not share the loader.
-        on_first_step: called, if any, once a step was yielded.
-    """
+    progress: Progress
+    open_stream: Callable[[EpochLoop], Stream]  # returns its steps; called when the first one is requested
+    keep_dataset_state: bool  # whether data sets start the next epoch with the state that they have at the end of one
+    stores_seed: bool  # whether a state stores the base seed of the workers: ranks do not share the loader
+    on_first_step: Callable[[], None] | None  # called once a step was yielded
+    base_seed: int = 0
+    _has_ended: bool = False
 
-    def __init__(
-        self,
-        progress: Progress,
-        open_stream: Callable[[EpochLoop], Stream],
-        *,
-        keep_dataset_state: bool,
-        stores_seed: bool,
-        on_first_step: Callable[[], None] | None = None,
-    ) -> None:
-        self.progress = progress
-        self.start = self._own = progress.start
-        self.base_seed = 0
-        self._open_stream = open_stream
-        self._keep_dataset_state = keep_dataset_state
-        self._stores_seed = stores_seed
-        self._on_first_step = on_first_step
-        self._has_ended = False
+    def __post_init__(self) -> None:
+        self.start = self._own = self.progress.start
 
     @property
     def origin(self) -> Position:
@@ -119,19 +107,19 @@ class EpochLoop:
         """Open the stream for the first step. A trainer may have moved the start since this iteration was created."""
         if self.progress.start.by_trainers_epoch or self.progress.start.by_trainer:
             self.start = self._own = self.progress.start
-        return self._open_stream(self)
+        return self.open_stream(self)
 
     def know(self, draw: Draw | None) -> Position:
         """The epoch's random inputs are known. Returns where the iteration starts: the loader's position now."""
-        position = self.start.position.drawn(draw, self.base_seed if self._stores_seed else None)
+        position = self.start.position.drawn(draw, self.base_seed if self.stores_seed else None)
         self.progress.delivered = position
         return position
 
     def advance(self) -> None:
         """A step was yielded for the first time: the next iteration starts the next epoch."""
         self._own = self.progress.lead(self._own, Start(Position(self.start.position.epoch + 1)))
-        if self._on_first_step is not None:
-            self._on_first_step()
+        if self.on_first_step is not None:
+            self.on_first_step()
 
     def fail(self, stream: Stream) -> None:
         """A step could not be built: the next iteration tries it again."""
@@ -149,7 +137,7 @@ class EpochLoop:
     def end(self, position: Position) -> None:
         """All steps of the epoch were delivered; its last position."""
         self._has_ended = True
-        following = position.next_epoch(keep_dataset_state=self._keep_dataset_state)
+        following = position.next_epoch(keep_dataset_state=self.keep_dataset_state)
         self._own = self.progress.lead(self._own, Start(following))
         self.progress.delivered = self.progress.start.position
 

@@ -28,11 +28,6 @@ def load_state(state: Any, fingerprint: dict[str, Any], steps: OrderedSteps, all
     return restore(prepared, State.from_json(state), allow, 0)[1]
 
 
-def test_state_survives_json() -> None:
-    state = json.loads(json.dumps(dump_state(Position(2, 5), FINGERPRINT, EPOCHS)))
-    assert load_state(state, FINGERPRINT, EPOCHS) == Position(2, 5)
-
-
 def test_a_state_with_tuples_in_place_of_lists_loads() -> None:
     state = dump_state(Position(2, 5, left=(1, 3)), FINGERPRINT, EPOCHS)
     assert load_state({**state, "left": tuple(state["left"])}, FINGERPRINT, EPOCHS) == Position(2, 5, left=(1, 3))
