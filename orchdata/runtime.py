@@ -31,7 +31,7 @@ from orchdata.caching import filler_of, place_of
 from orchdata.dataset.arguments import Arguments
 from orchdata.dataset.map_style import prepare_iterable, prepare_map_style
 from orchdata.dataset.options import PreparedDataset
-from orchdata.dataset.resume import check_allowed, known_count, restore, state_of
+from orchdata.dataset.resume import check_allowed, restore, state_of
 from orchdata.delivery.delivery import Delivery
 from orchdata.delivery.policy import FailureBudget
 from orchdata.delivery.stats import Stats
@@ -113,16 +113,7 @@ class Runtime:
         inputs = arguments.collate_fn if isinstance(arguments.collate_fn, ModelInputs) else None
         has_our_names = inputs is None and spec.layout is not None
         unnamed = [name for rows in self.prepared.rows for name in rows.dataset.recipe.of_processor if has_our_names]
-        delivery = Delivery(
-            spec,
-            rank,
-            policy=arguments.on_error,
-            budget=budget,
-            stats=self.stats,
-            timeout=arguments.timeout,
-            inputs=inputs,
-            unnamed=tuple(dict.fromkeys(unnamed)),
-        )
+        delivery = Delivery(spec, rank, budget, arguments.timeout, inputs, tuple(dict.fromkeys(unnamed)))
         self.context = LoopContext(spec, builder, self.prepared.steps, rank, agreement, delivery)
 
         # Torch's own loader reads the data, or an engine builds planned steps.
@@ -203,7 +194,7 @@ class Runtime:
 
     def known_count(self, position: Position) -> int | None:
         """Return the optimizer steps of its epoch; None if they are known only at its end."""
-        return known_count(self.prepared.steps, position.epoch, position.draw)
+        return self.prepared.known_count(position.epoch, position.draw)
 
     def _warn_if_empty(self, *, drop_last: bool) -> None:
         """Warn if the first epoch has no steps: a training would end at once."""

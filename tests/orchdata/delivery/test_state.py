@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from orchdata.dataset.options import PreparedDataset
 from orchdata.dataset.resume import check_allowed, restore
 from orchdata.loaders.errors import StateError
 from orchdata.loop.position import Position
@@ -23,8 +24,8 @@ def dump_state(position: Position, fingerprint: dict[str, Any], steps: OrderedSt
 
 
 def load_state(state: Any, fingerprint: dict[str, Any], steps: OrderedSteps, allow: tuple[str, ...] = ()) -> Position:
-    spec = SimpleNamespace(plan=SimpleNamespace(order=None))
-    prepared: Any = SimpleNamespace(fingerprint=fingerprint, rows=(), steps=steps, spec=spec, is_iterable=False)
+    spec: Any = SimpleNamespace(plan=SimpleNamespace(order=None))
+    prepared = PreparedDataset(spec=spec, fingerprint=fingerprint, failures=(), num_indexed=0, torch_steps=steps)
     return restore(prepared, State.from_json(state), allow, 0)[1]
 
 
