@@ -32,8 +32,7 @@ from orchdata.delivery.stats import flattened
 from orchdata.engines.engine import DEFAULT_PREFETCH, OpensEngine
 from orchdata.loaders.errors import BLANK, DataError
 from orchdata.loaders.storage.node import Cache
-from orchdata.loop.loop import LoaderIterator
-from orchdata.loop.position import Position, Progress
+from orchdata.loop.loop import LoaderIterator, Position, Progress
 from orchdata.order.order import Shuffle
 from orchdata.order.steps import StepTask
 from orchdata.planning.balance import Balance

@@ -41,9 +41,8 @@ from orchdata.engines.torch_workers import IterableContent, set_epoch, torch_loa
 from orchdata.engines.warm import Warming
 from orchdata.engines.work import WorkerSeeds
 from orchdata.finalizers import Ending, wait_for_finalizers
-from orchdata.loop.loop import EpochLoop, Stream
+from orchdata.loop.loop import EpochLoop, Position, Progress, Stream
 from orchdata.loop.planned import LoopContext, PlannedSource
-from orchdata.loop.position import Position, Progress
 from orchdata.loop.state import State
 from orchdata.loop.torch_stream import IterableSource, MapSource
 from orchdata.notices import warn_once, warn_user

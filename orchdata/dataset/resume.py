@@ -16,7 +16,7 @@ from typing import Any
 from orchdata.dataset.options import PreparedDataset
 from orchdata.dataset.usable_rows import changes_since, digests_of
 from orchdata.loaders.errors import StateError
-from orchdata.loop.position import Position
+from orchdata.loop.loop import Position
 from orchdata.loop.state import WINDOWS, MixtureState, State
 from orchdata.notices import warn_user
 from orchdata.order.merge import Stage, StretchStart

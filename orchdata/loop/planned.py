@@ -22,8 +22,7 @@ from orchdata.engines.processes.engine import ProcessEngine
 from orchdata.engines.threads import PinningEngine, ThreadEngine
 from orchdata.engines.warm import Warming
 from orchdata.finalizers import Ending
-from orchdata.loop.loop import EpochLoop
-from orchdata.loop.position import Position
+from orchdata.loop.loop import EpochLoop, Position
 from orchdata.order.stateful import StateGetter
 from orchdata.order.steps import Steps, StepTask
 from orchdata.ranks.agreement import Agreement, Beginning, check_plans, fail_check

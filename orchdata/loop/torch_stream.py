@@ -32,9 +32,8 @@ from orchdata.engines.torch_workers import (
     iterate,
 )
 from orchdata.finalizers import Ending
-from orchdata.loop.loop import EpochLoop
+from orchdata.loop.loop import EpochLoop, Position
 from orchdata.loop.planned import Interrupted, LoopContext, draw_tasks
-from orchdata.loop.position import Position
 from orchdata.notices import warn_once
 from orchdata.order.stateful import StateGetter, states_of
 from orchdata.order.steps import OrderedSteps, StepTask

@@ -9,7 +9,7 @@ import pytest
 from orchdata.dataset.options import PreparedDataset
 from orchdata.dataset.resume import check_allowed, restore
 from orchdata.loaders.errors import StateError
-from orchdata.loop.position import Position
+from orchdata.loop.loop import Position
 from orchdata.loop.state import State
 from orchdata.order.steps import Begin, GlobalBatches, OrderedSteps, draw_of_cut
 
