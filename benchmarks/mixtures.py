@@ -19,7 +19,7 @@ from benchmarks.command import run_command
 from benchmarks.indexed_shards import IndexedShards
 from orchdata.bench.harness import Result, work_folder
 from orchdata.bench.plan import synthetic_index
-from orchdata.loop.position import Position
+from orchdata.loop.loop import Position
 from orchdata.order.steps import StepTask
 from orchdata.planning.make_plan import make_plan
 

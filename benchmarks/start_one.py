@@ -28,7 +28,7 @@ def main(path: Path, num_ranks: int, batch_size: int) -> dict[str, float]:
     from orchdata.bench.plan import OMNI_COST
     from orchdata.dataloader import DataLoader
     from orchdata.loaders.index.index import Index
-    from orchdata.loop.position import Position
+    from orchdata.loop.loop import Position
     from orchdata.loop.state import State
     from orchdata.order.steps import StepTask
     from orchdata.planning.make_plan import make_plan

@@ -32,8 +32,7 @@ from orchdata.delivery.stats import flattened
 from orchdata.engines.engine import DEFAULT_PREFETCH, OpensEngine
 from orchdata.loaders.errors import BLANK, DataError
 from orchdata.loaders.storage.node import Cache
-from orchdata.loop.loop import LoaderIterator
-from orchdata.loop.position import Position, Progress
+from orchdata.loop.loop import LoaderIterator, Position, Progress
 from orchdata.order.order import Shuffle
 from orchdata.order.steps import StepTask
 from orchdata.planning.balance import Balance
@@ -258,7 +257,6 @@ class DataLoader(Generic[T_co]):
             if num_workers and prefetch_factor is None:
                 self.prefetch_factor = DEFAULT_PREFETCH
             self._own_names = frozenset((*vars(self), "_own_names"))
-            self._runtime.warn_if_empty(drop_last=drop_last)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _DEFAULTS and "_own_names" in self.__dict__:

@@ -15,6 +15,7 @@ import os
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,23 +30,23 @@ from orchdata.building.step import Builder
 from orchdata.dataset.arguments import Arguments
 from orchdata.dataset.map_style import prepare_iterable, prepare_map_style
 from orchdata.dataset.options import PreparedDataset
-from orchdata.dataset.resume import check_allowed, known_count, restore, state_of
+from orchdata.dataset.resume import check_allowed, restore, state_of
 from orchdata.delivery.delivery import Delivery
 from orchdata.delivery.policy import FailureBudget
 from orchdata.delivery.stats import Stats
 from orchdata.engines.processes.engine import start_server
 from orchdata.engines.threads import can_pin
-from orchdata.engines.torch_workers import IterableContent, set_epoch
+from orchdata.engines.torch_workers import IterableContent, set_epoch, torch_loader
 from orchdata.engines.warm import Warming
 from orchdata.engines.work import WorkerSeeds
 from orchdata.finalizers import Ending, wait_for_finalizers
-from orchdata.loop.loop import EpochLoop, Stream, place_of
+from orchdata.loop.loop import EpochLoop, Position, Progress, Stream, place_of
 from orchdata.loop.planned import LoopContext, PlannedSource
-from orchdata.loop.position import Position, Progress
 from orchdata.loop.state import State
 from orchdata.loop.torch_stream import IterableSource, MapSource
 from orchdata.notices import warn_once, warn_user
 from orchdata.order.sampler import SamplerSteps
+from orchdata.order.stateful import is_stateful
 from orchdata.order.steps import OrderedSteps, begin_of
 from orchdata.planning.layout import layout_of
 from orchdata.ranks.agreement import DATA, Agreement
@@ -109,38 +110,27 @@ class Runtime:
         inputs = arguments.collate_fn if isinstance(arguments.collate_fn, ModelInputs) else None
         has_our_names = inputs is None and spec.layout is not None
         unnamed = self.prepared.of_processor if has_our_names else ()
-        delivery = Delivery(
-            spec,
-            rank,
-            policy=arguments.on_error,
-            budget=budget,
-            stats=self.stats,
-            timeout=arguments.timeout,
-            inputs=inputs,
-            unnamed=unnamed,
-        )
-        self.context = LoopContext(
-            spec=spec,
-            builder=builder,
-            steps=self.prepared.steps,
-            rank=rank,
-            agreement=agreement,
-            delivery=delivery,
-        )
+        delivery = Delivery(spec, rank, budget, arguments.timeout, inputs, unnamed)
+        self.context = LoopContext(spec, builder, self.prepared.steps, rank, agreement, delivery)
 
         # Torch's own loader reads the data, or an engine builds planned steps.
-        how: dict[str, Any] = {"in_order": arguments.keeps_order, "pin_memory": arguments.pin_memory and can_pin()}
+        content, counts, in_order = spec.content, self.stats.torch, arguments.keeps_order
+        pin_memory = arguments.pin_memory and can_pin()
+        opens = partial(torch_loader, workers=workers, in_order=in_order, pin_memory=pin_memory)
         self._source: IterableSource | MapSource | PlannedSource
-        if isinstance(spec.content, IterableContent):
-            self._source = IterableSource(spec.content, workers, self.stats.torch, **how)
-        elif isinstance(spec.content, MapContent) and arguments.by_torch:
-            self._source = MapSource(spec.content, workers, rank, self.stats.torch, **how)
+        if isinstance(content, IterableContent):
+            self._source = IterableSource(content, workers, counts, opens)
+        elif isinstance(content, MapContent) and arguments.by_torch:
+            has_state = self.stores_rank_state and is_stateful(content.dataset)
+            in_order = in_order or not workers.num_workers
+            self._source = MapSource(content, workers, counts, has_state, in_order, opens)
         else:
-            self._source = PlannedSource(workers, self._warming, pin_memory=how["pin_memory"])
+            self._source = PlannedSource(workers, self._warming, pin_memory=pin_memory)
         if not arguments.in_order and arguments.keeps_order and arguments.num_workers:
             why = "steps are planned over ranks, or are of shards, and a state of them is a position"
             warn_once("in_order=False", f"in_order=False has no effect: batches stay in order, because {why}")
         budget.start(self.prepared.failures, lost=self.prepared.num_lost)
+        self._warn_if_empty(drop_last=arguments.drop_last)
 
     @property
     def has_microbatches(self) -> bool:
@@ -201,9 +191,9 @@ class Runtime:
 
     def known_count(self, position: Position) -> int | None:
         """Return the optimizer steps of its epoch; None if they are known only at its end."""
-        return known_count(self.prepared.steps, position.epoch, position.draw)
+        return self.prepared.known_count(position.epoch, position.draw)
 
-    def warn_if_empty(self, *, drop_last: bool) -> None:
+    def _warn_if_empty(self, *, drop_last: bool) -> None:
         """Warn if the first epoch has no steps: a training would end at once."""
         prepared = self.prepared
         if self.known_count(Position(0)) != 0:

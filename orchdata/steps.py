@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from orchdata.loop.loop import EpochLoop, LoaderIterator
-from orchdata.loop.position import Position, Progress
+from orchdata.loop.loop import EpochLoop, LoaderIterator, Position, Progress
 from orchdata.runtime import Runtime
 from orchdata.trainers import check_not_skipped
 

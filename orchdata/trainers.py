@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from orchdata.loaders.errors import StateError
-from orchdata.loop.position import Position, Progress
+from orchdata.loop.loop import Position, Progress
 from orchdata.notices import calling_trainer, warn_once
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -33,9 +33,6 @@ class IndexedFailures(Sequence[DataError]):
         if isinstance(number, slice):
             return IndexedFailures(self._index, self._rows[number])
         return self._index.failure(int(self._rows[number]))
-
-    def __iter__(self) -> Iterator[DataError]:
-        return (self._index.failure(int(row)) for row in self._rows)
 
 
 def unusable_of(index: Index, bad: Ints, lost: Ints, unchosen: Ints, names: Sequence[str] = ()) -> list[Unusable]:

@@ -10,7 +10,7 @@ from orchdata.building.spec import BuildSpec
 from orchdata.loaders.errors import DataError
 from orchdata.loop.state import RowsDigest
 from orchdata.order.mixture import MixtureOrder
-from orchdata.order.steps import Steps, StreamSteps, Sums, TokenBatches
+from orchdata.order.steps import Draw, Steps, StreamSteps, Sums, TokenBatches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +90,13 @@ class PreparedDataset:
     def steps(self) -> Steps:
         """The steps of each epoch."""
         return self.torch_steps or self.spec.plan.steps
+
+    def known_count(self, epoch: int, draw: Draw | None) -> int | None:
+        """Return the number of optimizer steps of an epoch; None if it is known only at the end."""
+        try:
+            return self.steps.count(epoch, draw)
+        except (TypeError, NotImplementedError):
+            return None
 
     @property
     def is_iterable(self) -> bool:

@@ -15,12 +15,12 @@ from typing import Any
 
 from orchdata.dataset.options import PreparedDataset, UsableRows
 from orchdata.loaders.errors import StateError
-from orchdata.loop.position import Position
+from orchdata.loop.loop import Position
 from orchdata.loop.state import WINDOWS, MixtureState, RowsDigest, State
 from orchdata.notices import warn_user
 from orchdata.order.merge import Stage, StretchStart
 from orchdata.order.mixture import MixtureOrder
-from orchdata.order.steps import Begin, Draw, Location, Steps, draw_of_cut
+from orchdata.order.steps import Begin, Location, Steps, draw_of_cut
 
 SIZES = ("global_batch_size", "global_batch_tokens")  # which may differ where `allow` names them
 WEIGHTS = "weights"  # of a mixture, which may too
@@ -108,7 +108,7 @@ def restore(
         raise StateError("the state does not say how far each worker has iterated the data set")
     if is_other_size or has_other_weights:
         return prepared, _cut_again(position, state.location, prepared.steps)
-    _check_location(position, state.location, prepared.steps)
+    _check_location(position, state.location, prepared)
     return prepared, position
 
 
@@ -117,14 +117,6 @@ def check_allowed(allow: Sequence[str]) -> None:
     known = (*SIZES, WEIGHTS, SAMPLES)
     if isinstance(allow, str) or any(name not in known for name in allow):
         raise ValueError(f"allow must name entries of {', '.join(map(repr, known))}, which may differ; got {allow!r}")
-
-
-def known_count(steps: Steps, epoch: int, draw: Draw | None) -> int | None:
-    """Return the number of optimizer steps of an epoch; None if it is known only at the end."""
-    try:
-        return steps.count(epoch, draw)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _continued(order: MixtureOrder, mixture: MixtureState, position: int, has_other_weights: bool) -> MixtureOrder:
@@ -155,14 +147,14 @@ def _continued(order: MixtureOrder, mixture: MixtureState, position: int, has_ot
     return order.restaged(order.stages, resumed._replace(stretch_start=begin, is_changed=True))
 
 
-def _check_location(position: Position, location: Location, steps: Steps) -> None:
+def _check_location(position: Position, location: Location, prepared: PreparedDataset) -> None:
     """Raise StateError if the loader has no such step, or at another position."""
     epoch, step, draw = position.epoch, position.step, position.draw
     try:
-        num_steps = known_count(steps, epoch, draw)
+        num_steps = prepared.known_count(epoch, draw)
         if num_steps is not None and step > num_steps:
             raise StateError(f"the state points at epoch {epoch}, step {step}; an epoch has {num_steps} steps")
-        here = steps.location(epoch, step, draw)
+        here = prepared.steps.location(epoch, step, draw)
     except (LookupError, TypeError, ValueError) as error:
         reason = f"the state's epoch was drawn from {draw!r:.80}, which is no draw of this loader's order"
         raise StateError(reason) from error

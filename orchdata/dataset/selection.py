@@ -382,34 +382,24 @@ class _Parser:
     def _of(self, node: ast.expr) -> Any:
         import pyarrow.compute as pc
 
+        if (value := _constant(node)) is not None:
+            return pc.scalar(value) if isinstance(value, bool | str) else self._number(value)
         match node:
             case ast.BoolOp(op=op, values=values):
                 join = operator.and_ if isinstance(op, ast.And) else operator.or_
                 return functools.reduce(join, map(self._of, values))
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 return ~self._of(operand)
-            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-                return self._number(-value)
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return self._number(0) - self._of(operand)
             case ast.Compare(left=left, ops=ops, comparators=comparators):
                 sides = [left, *comparators]
                 links = [self._compared(sides[i], op, sides[i + 1], node) for i, op in enumerate(ops)]
                 return functools.reduce(operator.and_, links)
-            case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return self._of(left) + self._of(right)
-            case ast.BinOp(left=left, op=ast.Sub(), right=right):
-                return self._of(left) - self._of(right)
-            case ast.BinOp(left=left, op=ast.Mult(), right=right):
-                return self._of(left) * self._of(right)
-            case ast.BinOp(left=left, op=ast.Div(), right=right):
-                return self._of(left).cast("float64") / self._of(right).cast("float64")
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+                return _ARITHMETIC[type(op)](self._of(left), self._of(right))
             case ast.Name(id=name):
                 return pc.field(name)
-            case ast.Constant(value=bool() | str() as value):
-                return pc.scalar(value)
-            case ast.Constant(value=int() | float() as value):
-                return self._number(value)
         raise self._not_understood(node)
 
     def _compared(self, left: ast.expr, op: ast.cmpop, right: ast.expr, node: ast.expr) -> Any:
@@ -453,16 +443,22 @@ class _Parser:
         )
 
 
-def _constant(node: ast.expr) -> Any:
+def _constant(node: ast.expr) -> bool | int | float | str | None:
     """Return the value of a constant, or of a number with a sign; None for anything else."""
     match node:
-        case ast.Constant(value=value):
+        case ast.Constant(value=bool() | int() | float() | str() as value):
             return value
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
             return -value
     return None
 
 
+_ARITHMETIC: Final[dict[type[ast.operator], Callable[[Any, Any], Any]]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: lambda left, right: left.cast("float64") / right.cast("float64"),
+}
 _COMPARISONS: Final[dict[type[ast.cmpop], Callable[[Any, Any], Any]]] = {
     ast.Lt: operator.lt,
     ast.LtE: operator.le,

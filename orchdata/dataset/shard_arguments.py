@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import keyword
 import os
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any
@@ -105,9 +104,7 @@ def _checked_media_root(media_root: str | PathLike[str] | None) -> str | None:
 
 def checked_fields(names: Sequence[str], recipe: Recipe) -> tuple[str, ...]:
     """Return names of `index_fields`, in order. Raises TypeError and ValueError for names that no filter could have."""
-    names = names if isinstance(names, str) else tuple(names)
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"index_fields is a tuple of names, such as ('score',), got {names!r}")
+    names = checked_names(names, "index_fields is a tuple of names, such as ('score',)")
     counts = names_of_counts(recipe.modalities)
     for name in names:
         if not name.isidentifier() or keyword.iskeyword(name):
@@ -123,12 +120,12 @@ def checked_fields(names: Sequence[str], recipe: Recipe) -> tuple[str, ...]:
     return tuple(sorted(set(names)))
 
 
-def checked_ignore(names: Sequence[str]) -> tuple[str, ...]:
-    """Return `ignore=`. Raises TypeError for what is no list of names."""
-    names = names if isinstance(names, str) else tuple(names)
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"ignore is a tuple of names of fields, such as ('label', 'meta'), got {names!r}")
-    return names
+def checked_names(names: Sequence[str], what: str) -> tuple[str, ...]:
+    """Return a list of names as a tuple. Raises TypeError for what is none, with `what` is expected."""
+    listed = tuple(names)
+    if isinstance(names, str) or not all(isinstance(name, str) for name in listed):
+        raise TypeError(f"{what}, got {names!r}")
+    return listed
 
 
 def checked_target(given: str) -> str:
@@ -168,19 +165,3 @@ def checked_file(given: str | PathLike[str] | None, paths: Sequence[str | PathLi
                 "storage_options in place of store, or an index_file in the same bucket"
             )
     return identity(url)
-
-
-def command_arguments(
-    given: Sequence[str],
-    reading: Reading,
-    index_fields: Sequence[str],
-    options: Sequence[str],
-) -> str:
-    """Return the arguments of `orchdata index` for a data set, to be shown: values of options are secret."""
-    shown = " ".join(shlex.quote(path) for path in given[:3])
-    shown = shown if len(given) <= 3 else f"{shown} ... ({len(given)} paths)"
-    shown += "" if reading.media_root is None else f" --media-root {shlex.quote(reading.media_root)}"
-    shown += f" --key {reading.key}" if reading.key else ""
-    shown += " --container MODULE:NAME" * len(reading.containers)
-    shown += "".join(f" --index-field {name}" for name in index_fields)
-    return shown + "".join(f" --storage-options {name}=..." for name in options)

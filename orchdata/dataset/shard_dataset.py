@@ -42,8 +42,7 @@ from orchdata.dataset.selection import (
 from orchdata.dataset.shard_arguments import (
     checked_fields,
     checked_file,
-    checked_ignore,
-    command_arguments,
+    checked_names,
     reading_of,
 )
 from orchdata.dataset.sharded import Sharded
@@ -155,7 +154,7 @@ class ShardDataset(Sharded):
             self._urls = self._expanded(given)
         self.recipe = checked_recipe(recipe)
         self.index_fields = checked_fields(index_fields, self.recipe)
-        self.ignore = checked_ignore(ignore)
+        self.ignore = checked_names(ignore, "ignore is a tuple of names of fields, such as ('label', 'meta')")
         self._opened = Opened()
 
     @property
@@ -551,8 +550,16 @@ class ShardDataset(Sharded):
         vars(self).update(state, _opened=Opened())
 
     def _as_arguments(self) -> str:
-        options = self.files.options if any(map(is_remote, (*self._given, self.index_file or ""))) else ()
-        return command_arguments(self._given, self.reading, self.index_fields, tuple(options))
+        """Return the arguments of `orchdata index` for it, to be shown: values of options are secret."""
+        given, reading = self._given, self.reading
+        shown = " ".join(shlex.quote(path) for path in given[:3])
+        shown = shown if len(given) <= 3 else f"{shown} ... ({len(given)} paths)"
+        shown += "" if reading.media_root is None else f" --media-root {shlex.quote(reading.media_root)}"
+        shown += f" --key {reading.key}" if reading.key else ""
+        shown += " --container MODULE:NAME" * len(reading.containers)
+        shown += "".join(f" --index-field {name}" for name in self.index_fields)
+        options = self.files.options if any(map(is_remote, (*given, self.index_file or ""))) else ()
+        return shown + "".join(f" --storage-options {name}=..." for name in options)
 
     @property
     def _how_to_index(self) -> str:

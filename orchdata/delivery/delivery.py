@@ -36,8 +36,7 @@ from orchdata.building.figures import step_figures
 from orchdata.building.memory import BufferPool
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import BuiltStep
-from orchdata.delivery.policy import ErrorPolicy, FailureBudget
-from orchdata.delivery.stats import Stats
+from orchdata.delivery.policy import FailureBudget
 from orchdata.engines.engine import Engine, PlainEngine
 from orchdata.engines.processes.message import plain, revive
 from orchdata.loaders.errors import BLANK, DataError, TooManyFailures
@@ -58,7 +57,7 @@ _LOOKS_EVERY = 50
 
 
 class Delivery:
-    """Delivers each step of a rank when it is requested, in the thread that iterates, and adds it to `stats`.
+    """Delivers each step of a rank when it is requested, in the thread that iterates, and adds it to the statistics.
 
     Raises ValueError if peers would receive the batches of a collate_fn, and for ranks that share samples, skip those
     that fail, and cannot tell each other.
@@ -68,22 +67,17 @@ class Delivery:
         self,
         spec: BuildSpec,
         rank: Rank,
-        *,
-        policy: ErrorPolicy,
         budget: FailureBudget,
-        stats: Stats,
         timeout: float,
-        inputs: ModelInputs | None = None,
-        unnamed: tuple[str, ...] = (),
+        inputs: ModelInputs | None,
+        unnamed: tuple[str, ...],
     ) -> None:
         self.spec = spec
-        self._budget = budget
-        self._stats = stats
+        self._budget, self._stats = budget, budget.stats
         self._timeout = timeout
         self._inputs = inputs
         self._unnamed = unnamed
         self._replication = Replication(rank, spec, timeout) if rank.shared else None
-        self._rank = rank.rank
         self._delivered = 0
         self._failed: list[DataError] = []
         self._failed_parts: FailedParts | None = None
@@ -91,14 +85,15 @@ class Delivery:
         # What fails on one rank may be in samples of others, by its parts or by teams; receivers of a broadcast get
         # masked batches.
         balance, is_known = spec.plan.balance, rank.size == 1 or bool(rank.dp_groups)
-        if balance.teams is not None and policy.action == "skip" and not is_known:
+        skips = budget.policy.action == "skip"
+        if balance.teams is not None and skips and not is_known:
             raise ValueError(
                 "Balance(teams=...) with on_error='skip' lets the ranks of a team tell each other what failed, and "
                 f"dp=({rank.rank}, {rank.size}) has no process group: pass the group or a mesh as dp, or use "
                 "on_error='raise'"
             )
         together = balance.assignment == "per_phase" or balance.teams is not None
-        if together and policy.action == "skip" and not self.receives and is_known:
+        if together and skips and not self.receives and is_known:
             groups = (*(rank.dp_groups if rank.size > 1 else ()), *rank.peer_groups)
             self._failed_parts = FailedParts(groups, rank.rank, rank.peer)
         # Whether ranks take part in the delivery of each other's steps.
@@ -190,11 +185,9 @@ class Delivery:
                 f"{task.epoch}"
             )
         try:
-            built = future.result()
+            return future.result(), time.perf_counter() - started
         finally:
             del future  # as in `deliver`
-
-        return built, time.perf_counter() - started
 
     def _count(self, built: BuiltStep, waited: float, task: StepTask) -> None:
         """Count a step and its failures. Raises as `FailureBudget`."""
@@ -211,7 +204,7 @@ class Delivery:
             self._delivered += max(0, built.figures["samples"] - lost)
             self._failed += failures if len(self._failed) < _MANY else ()
         self._stats.add_step(built, waited)
-        if not self._rank and not self._stats.num_steps % _LOOKS_EVERY:
+        if not self.spec.rank and not self._stats.num_steps % _LOOKS_EVERY:
             self._warn_of_waste()
 
     def _warn_of_waste(self) -> None:

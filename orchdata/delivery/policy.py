@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil, sqrt
 from os import PathLike
@@ -90,18 +90,19 @@ class ErrorPolicy:
         return self.max_failures
 
 
+@dataclass(eq=False)
 class FailureBudget:
     """Counts a loader's failures in `stats`, and compares them with its policy. `num_samples` of the data set includes
     bad and lost ones; 0 if unknown.
     """
 
-    def __init__(self, policy: ErrorPolicy, stats: Stats, num_samples: int, num_ranks: int = 1) -> None:
-        self._policy = policy
-        self._stats = stats
-        self._num_samples = num_samples
-        self._num_ranks = num_ranks
-        self._num_listed = 0
-        self._epoch: tuple[int, set[tuple[str, str]]] = (-1, set())
+    policy: ErrorPolicy
+    stats: Stats
+    num_samples: int
+    num_ranks: int = 1
+    _num_listed: int = 0
+    _epoch: int = -1
+    _failed: set[tuple[str, str]] = field(default_factory=set)
 
     def start(self, failures: Sequence[DataError], *, lost: int = 0) -> None:
         """Count what is known before the first step: failures, and `lost` samples that damage hides.
@@ -110,7 +111,7 @@ class FailureBudget:
         """
         if failures:
             self._add(failures, lost)
-            self._num_listed = self._stats.num_failed_samples
+            self._num_listed = self.stats.num_failed_samples
 
     def count(self, failures: Sequence[DataError], epoch: int) -> None:
         """Count the failures of a step of an epoch.
@@ -118,57 +119,56 @@ class FailureBudget:
         Raises the first one if the policy is "raise", or TooManyFailures if it allows no more.
         """
         self._add(failures)
-        if self._policy.max_failures is None:
+        if self.policy.max_failures is None:
             return
         # All that failed, of all samples.
-        failed = self._stats.num_failed_samples
+        failed = self.stats.num_failed_samples
         if failed > self._most(failed):
             self._refuse(f"{failed:,}{self._of_all} samples failed", failed, failures[-1])
         # What failed in this epoch, of this rank's samples.
-        if epoch != self._epoch[0]:
-            self._epoch = epoch, set()
-        mine = self._epoch[1]
-        mine.update((failure.shard, failure.key) for failure in failures)
-        if len(mine) > (most := self._most_of_rank()):
-            what = f"{len(mine):,} samples of this rank failed in epoch {epoch}, its part of the budget is {most:,.0f}"
-            self._refuse(f"{what}; of all{self._of_all} samples", len(mine) * self._num_ranks, failures[-1])
+        if epoch != self._epoch:
+            self._epoch, self._failed = epoch, set()
+        self._failed.update((failure.shard, failure.key) for failure in failures)
+        if (failed := len(self._failed)) > (most := self._most_of_rank()):
+            what = f"{failed:,} samples of this rank failed in epoch {epoch}, its part of the budget is {most:,.0f}"
+            self._refuse(f"{what}; of all{self._of_all} samples", failed * self.num_ranks, failures[-1])
 
     @property
     def _of_all(self) -> str:
-        return f" of {self._num_samples:,}" if self._num_samples else ""
+        return f" of {self.num_samples:,}" if self.num_samples else ""
 
     def _most(self, failed: int) -> int:
         """Return how many samples may fail."""
-        share = self._policy.max_failures
+        share = self.policy.max_failures
         if not isinstance(share, Fraction):
             return failed if share is None else share
         if not share:
             return 0
-        if not self._num_samples:
-            return max(_UNKNOWN_FLOOR, int(share * self._stats.num_samples))
-        return max(1, int(share * self._num_samples))
+        if not self.num_samples:
+            return max(_UNKNOWN_FLOOR, int(share * self.stats.num_samples))
+        return max(1, int(share * self.num_samples))
 
     def _most_of_rank(self) -> float:
         """Return how many samples of this rank may fail in an epoch."""
-        share = self._policy.max_failures
-        if self._num_ranks == 1 or not isinstance(share, Fraction):
+        share = self.policy.max_failures
+        if self.num_ranks == 1 or not isinstance(share, Fraction):
             return float("inf")
-        mean = max(0.0, float(share * self._num_samples - self._num_listed) / self._num_ranks)
+        mean = max(0.0, float(share * self.num_samples - self._num_listed) / self.num_ranks)
         return ceil(mean + _CHANCE * sqrt(mean)) + 1
 
     def _add(self, failures: Sequence[DataError], lost: int = 0) -> None:
-        if self._policy.action == "raise":
+        if self.policy.action == "raise":
             failures[0].add_note(f"Of shards, {_LISTED}.")
             raise failures[0]
-        self._stats.add_failures(failures, lost=lost)
-        if self._policy.handler is not None:
+        self.stats.add_failures(failures, lost=lost)
+        if self.policy.handler is not None:
             for failure in failures:
-                self._policy.handler(failure)
+                self.policy.handler(failure)
 
     def _refuse(self, what: str, count: int, last: DataError) -> None:
-        reasons = most_frequent(self._stats.reasons)
+        reasons = most_frequent(self.stats.reasons)
         text = over_budget(
-            self._policy, what, count=count, num_samples=self._num_samples, reasons=f"{reasons}; the last: {last}"
+            self.policy, what, count=count, num_samples=self.num_samples, reasons=f"{reasons}; the last: {last}"
         )
         raise TooManyFailures(text) from last
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -22,8 +22,7 @@ from orchdata.engines.processes.engine import ProcessEngine
 from orchdata.engines.threads import PinningEngine, ThreadEngine
 from orchdata.engines.warm import Warming
 from orchdata.finalizers import Ending
-from orchdata.loop.loop import EpochLoop
-from orchdata.loop.position import Position
+from orchdata.loop.loop import EpochLoop, Position
 from orchdata.order.stateful import StateGetter
 from orchdata.order.steps import Steps, StepTask
 from orchdata.ranks.agreement import Agreement, Beginning, check_plans, fail_check
@@ -37,7 +36,7 @@ class Interrupted(NamedTuple):
     tasks: Iterator[StepTask] | None  # its steps from the failed one on, if they were drawn
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class LoopContext:
     """Shared by all iterations of a loader; `builder` is of the spec, in this process, if its steps are planned."""
 
@@ -185,17 +184,17 @@ def draw_tasks(
     return position, (task for task in tasks if task.step >= origin.step or task.step in origin.left)
 
 
+@dataclass(eq=False)
 class PlannedSource:
     """Where planned steps come from: an engine that is opened for an iteration, or kept. As the two sources of torch's
     loader, it opens a stream, returns the data set's own state before its first step, and stops what is kept.
     """
 
-    def __init__(self, workers: Workers, warming: Warming, *, pin_memory: bool) -> None:
-        self._workers = workers
-        self._warming = warming
-        self._pin_memory = pin_memory
-        self._known_bad_rows: dict[int, str] = {}
-        self.idle: Engine | None = None
+    workers: Workers
+    warming: Warming
+    pin_memory: bool
+    idle: Engine | None = None
+    _known_bad_rows: dict[int, str] = field(default_factory=dict)
 
     def stream(self, context: LoopContext, loop: EpochLoop) -> PlannedStream:
         engine, self.idle = self.idle or self._open(context, loop.base_seed), None
@@ -206,16 +205,16 @@ class PlannedSource:
 
     def _open(self, context: LoopContext, base_seed: int) -> Engine:
         # Threads call kernels while `timeout` runs, and processes that are forked would each load them.
-        workers = self._workers
+        workers = self.workers
         if workers.forks or (workers.num_threads and not workers.num_workers):
-            self._warming.finish(context.spec)
+            self.warming.finish(context.spec)
         else:
-            self._warming.wait()
+            self.warming.wait()
         engine = context.delivery.receiving_engine() or self._engine(context, base_seed)
-        return PinningEngine(engine) if self._pin_memory else engine
+        return PinningEngine(engine) if self.pin_memory else engine
 
     def _engine(self, context: LoopContext, base_seed: int) -> Engine:
-        spec, builder, workers = context.spec, context.builder, self._workers
+        spec, builder, workers = context.spec, context.builder, self.workers
         assert builder is not None
         if workers.num_workers:
             filled = replace(
@@ -232,7 +231,7 @@ class PlannedSource:
 
     def leave(self, engine: Engine, *, is_over: bool, has_failed: bool) -> None:
         """Keep an engine for the next iteration, or close it."""
-        keeps = self._workers.persistent_workers and not has_failed and (is_over or self._workers.engine is not None)
+        keeps = self.workers.persistent_workers and not has_failed and (is_over or self.workers.engine is not None)
         if keeps and self.idle is None:
             self.idle = engine
         else:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import orchdata
 from orchdata.balancers.checks import checked_count, checked_epoch
 from orchdata.loaders.errors import StateError
-from orchdata.loop.position import Position, stored
+from orchdata.loop.loop import Position, stored
 from orchdata.order.merge import By, SourceProgress, StretchStart
 from orchdata.order.mixture import ResumePoint
 from orchdata.order.steps import Location

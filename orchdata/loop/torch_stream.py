@@ -6,8 +6,8 @@ tasks --Feed: this rank's items--> torch's loader, its workers --Made: a batch, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from time import perf_counter
@@ -30,45 +30,29 @@ from orchdata.engines.torch_workers import (
     Taken,
     has_own_state,
     iterate,
-    torch_loader,
 )
 from orchdata.finalizers import Ending
-from orchdata.loop.loop import EpochLoop
+from orchdata.loop.loop import EpochLoop, Position
 from orchdata.loop.planned import Interrupted, LoopContext, draw_tasks
-from orchdata.loop.position import Position
 from orchdata.notices import warn_once
-from orchdata.order.stateful import StateGetter, is_stateful, states_of
+from orchdata.order.stateful import StateGetter, states_of
 from orchdata.order.steps import OrderedSteps, StepTask
 from orchdata.planning.make_plan import PlanSpec, make_plan
-from orchdata.ranks.parallel import Rank
 
 _BLOCK_STEPS = 64  # steps of an order with rows that are computed together
 
 
+@dataclass(eq=False)
 class MapSource:
-    """A map-style data set, and the workers that are kept from one iteration to the next.
+    """A map-style data set, and the workers that are kept from one iteration to the next."""
 
-    On one rank alone, the data set's own state is stored, if it has one.
-    """
-
-    def __init__(
-        self,
-        content: MapContent,
-        workers: Workers,
-        rank: Rank,
-        counts: TorchCounts,
-        *,
-        in_order: bool,
-        pin_memory: bool,
-    ) -> None:
-        self.counts = counts
-        self.content = content
-        self.num_workers = workers.num_workers
-        self.in_order = in_order or not workers.num_workers
-        self.is_stateful = rank.size == 1 and is_stateful(content.dataset)
-        self._workers = workers
-        self._pin_memory = pin_memory
-        self._kept: tuple[Feed, DataLoader[Made]] | None = None
+    content: MapContent
+    workers: Workers
+    counts: TorchCounts
+    is_stateful: bool  # whether the data set has a state of its own, and is this rank's alone
+    in_order: bool
+    opens: Callable[..., DataLoader[Any]]
+    _kept: tuple[Feed, DataLoader[Made]] | None = None
 
     def stream(self, context: LoopContext, loop: EpochLoop) -> MapStream:
         return MapStream(context, self, loop)
@@ -79,21 +63,20 @@ class MapSource:
         if kept is not None:
             return kept
         items = Items(self.content, loop.dataset_states if self.is_stateful else (), has_state=self.is_stateful)
-        if not self.num_workers:
+        if not self.workers.num_workers:
             items.restore(0)
         feed = Feed()
-        common: dict[str, Any] = {"base_seed": loop.base_seed, "pin_memory": self._pin_memory, "in_order": in_order}
-        return feed, torch_loader(items, self._workers, sampler=feed, **common)
+        return feed, self.opens(items, sampler=feed, base_seed=loop.base_seed, in_order=in_order)
 
     def keep(self, feed: Feed, loader: DataLoader[Made], *, is_over: bool) -> None:
         """Keep the workers, if they are persistent, and their data sets are not ahead of what was delivered."""
-        if self._workers.persistent_workers and (is_over or not self.is_stateful):
+        if self.workers.persistent_workers and (is_over or not self.is_stateful):
             self._kept = feed, loader
 
     def state_before(self) -> tuple[StateGetter, ...]:
         """Return the data set's own state, now; () if it has none, or workers have copies."""
         dataset = self.content.dataset
-        return (lambda: states_of(dataset=dataset),) if self.is_stateful and not self.num_workers else ()
+        return (lambda: states_of(dataset=dataset),) if self.is_stateful and not self.workers.num_workers else ()
 
     def close(self) -> None:
         """Stop workers that are kept."""
@@ -187,7 +170,7 @@ class MapStream:
         if self._delivered is None or self._feed is None:
             return self._start
         reached = self._start.reaching(self._step, (*self._left, *self._feed.under_way))
-        workers = tuple(self._states) if self._source.num_workers else self._source.state_before()
+        workers = tuple(self._states) if self._source.workers.num_workers else self._source.state_before()
         return replace(reached, sampler=self._delivered.sampler_state, workers=workers, worker=self._worker)
 
     @property
@@ -215,7 +198,7 @@ class MapStream:
             finally:
                 del failure  # as below
         except (Exception, SystemExit) as error:
-            if self._source.num_workers:
+            if self._source.workers.num_workers:
                 error.with_traceback(None)  # torch's frame has the error as a variable: a cycle would keep the workers
             else:
                 self._failed = next(iter(feed.under_way), None)
@@ -248,7 +231,8 @@ class MapStream:
         if feed is None:
             return False
         if isinstance(error, KeyboardInterrupt):
-            if not self._source.num_workers:  # this process was making it: as with torch, one rank alone loses it
+            # This process was making it: as with torch, one rank alone loses it.
+            if not self._source.workers.num_workers:
                 feed.again.extend(() if context.rank.size == 1 else (task for task, _ in feed.under_way.values()))
                 feed.under_way.clear()
             return feed.undelivered is not None
@@ -287,13 +271,14 @@ class MapStream:
         self._left = set(self._start.left)
         self._step = self._start.step
         # The state of a worker goes on with its own steps.
-        num_before = self._step % source.num_workers if source.is_stateful and source.num_workers else 0
-        self._states = list(self._start.workers) or [None] * (source.num_workers if source.is_stateful else 0)
+        num_workers = source.workers.num_workers
+        num_before = self._step % num_workers if source.is_stateful and num_workers else 0
+        self._states = list(self._start.workers) or [None] * (num_workers if source.is_stateful else 0)
         feed, self._loader = source.open(loop, in_order=in_order)
         feed.begin(tasks, context.spec, next_step=self._step, num_before=num_before)
         self._batches = [iterate(self._loader)]
         # Torch's iterator waits for its workers when it is dropped: the collector must not be the one who drops it.
-        self._ending = Ending(self, self._batches.clear) if source.num_workers else None
+        self._ending = Ending(self, self._batches.clear) if num_workers else None
         self._feed, self._loop = feed, None
         return feed
 
@@ -308,23 +293,18 @@ def _ordered(plan: PlanSpec, steps: OrderedSteps, tasks: Iterator[StepTask]) -> 
             yield task._replace(rows=rows[start - begin : stop - begin])
 
 
+@dataclass(eq=False)
 class IterableSource:
     """An IterableDataset, and the workers, which iterate copies and are kept from one iteration to the next."""
 
-    def __init__(
-        self, content: IterableContent, workers: Workers, counts: TorchCounts, *, in_order: bool, pin_memory: bool
-    ) -> None:
-        self.counts = counts
-        self.content = content
-        self.has_workers = workers.num_workers > 0
-        self.num_workers = workers.num_workers or 1
-        self._workers = workers
-        self._in_order = in_order
-        self._pin_memory = pin_memory
-        self._begun: Batches | None = None
-        self._kept: tuple[int, DataLoader[Taken]] | None = None
-        self._restored: dict[str, Any] | None = None
-        self._rest = -1  # steps of a pass that began inside an epoch
+    content: IterableContent
+    workers: Workers
+    counts: TorchCounts
+    opens: Callable[..., DataLoader[Any]]
+    _begun: Batches | None = None
+    _kept: tuple[int, DataLoader[Taken]] | None = None
+    _restored: dict[str, Any] | None = None
+    _rest: int = -1  # steps of a pass that began inside an epoch
 
     def stream(self, context: LoopContext, loop: EpochLoop) -> IterableStream:
         return IterableStream(self, loop)
@@ -345,15 +325,9 @@ class IterableSource:
             first=first,
             restored=self._restored,
         )
-        if states and not self.has_workers:
+        if states and not self.workers.num_workers:
             self._restored = states[0]
-        return stream, torch_loader(
-            stream,
-            self._workers,
-            base_seed=loop.base_seed,
-            in_order=self._in_order,
-            pin_memory=self._pin_memory,
-        )
+        return stream, self.opens(stream, base_seed=loop.base_seed)
 
     def passed(self, num_steps: int, *, is_rest: bool) -> None:
         """A pass is over. Warn if it ended as the one before, which had only the rest of its epoch."""
@@ -368,12 +342,12 @@ class IterableSource:
 
     def keep(self, epoch: int, loader: DataLoader[Taken]) -> None:
         """Keep the workers, which are at the end of this epoch, if they are persistent."""
-        if self._workers.persistent_workers:
+        if self.workers.persistent_workers:
             self._kept = epoch, loader
 
     def state_before(self) -> tuple[StateGetter, ...]:
         """Return the data set's own state before the first step; () if it has none, or workers iterate copies."""
-        if self.has_workers:
+        if self.workers.num_workers:
             return ()
         self._begun = self._begun or Batches(self.content)
         getter = partial(self._begun.state, None)
@@ -398,7 +372,7 @@ class IterableStream:
         self._stream, self._loader = source.open(loop)
         self._batches = iterate(self._loader)
         # Torch's iterator waits for its workers when it is dropped: the collector must not be the one who drops it.
-        self._ending = Ending(self, [self._batches].clear) if source.has_workers else None
+        self._ending = Ending(self, [self._batches].clear) if source.workers.num_workers else None
 
     def __next__(self) -> list[Any]:
         started = perf_counter()
@@ -409,7 +383,8 @@ class IterableStream:
                     raise taken.error
                 taken = next(self._batches)
         except Exception as error:
-            if self._source.has_workers:  # torch's frame has the error as a variable: a cycle would keep the workers
+            # Torch's frame has the error as a variable: a cycle would keep the workers.
+            if self._source.workers.num_workers:
                 error.with_traceback(None)
             raise
         counts = self._source.counts
@@ -426,7 +401,7 @@ class IterableStream:
             step,
             state=partial(taken.progress, epoch) if here is None else partial(here.state, epoch, taken.steps),
             worker=taken.worker,
-            num_workers=source.num_workers,
+            num_workers=source.workers.num_workers or 1,
         )
         self.next_step += 1
         return [batch]

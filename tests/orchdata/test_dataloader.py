@@ -229,11 +229,6 @@ def test_state_of_another_loader_is_refused(dataset: od.ShardDataset) -> None:
         loader(other).load_state_dict(state)
 
 
-def test_unknown_quarantine_is_refused(dataset: od.ShardDataset) -> None:
-    with pytest.raises(ValueError, match="quarantine names sample 'no-key'"):
-        loader(dataset, quarantine=[(dataset.urls[0], "no-key")])
-
-
 def test_quarantine_from_a_file(dataset: od.ShardDataset, tmp_path: Path) -> None:
     listed = tmp_path / "quarantine.jsonl"
     listed.write_text(json.dumps({"shard": dataset.urls[0], "key": "s0-0003"}) + "\n")

@@ -173,14 +173,6 @@ def test_an_iteration_that_failed_never_looks_like_the_end_of_the_epoch(name: st
     assert next(iter(loader)) == [0, 2]
 
 
-@pytest.mark.parametrize("name", ["dataset", "batch_size", "collate_fn", "drop_last", "sampler", "num_workers"])
-def test_arguments_set_later_are_refused(name: str) -> None:
-    loader = od.DataLoader(range(4), batch_size=2)
-    with pytest.raises(ValueError, match=f"{name} attribute should not be set .* create another loader"):
-        setattr(loader, name, None)
-    loader.note = "free"
-
-
 def test_an_iteration_belongs_to_its_process() -> None:
     steps = iter(od.DataLoader(range(8), batch_size=2))
     next(steps)

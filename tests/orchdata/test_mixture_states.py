@@ -15,7 +15,7 @@ from rank_loaders import loaders, steps_of
 
 import orchdata as od
 from orchdata.dataset.resume import mixture_at
-from orchdata.loop.position import Position
+from orchdata.loop.loop import Position
 from orchdata.loop.state import State
 from orchdata.order.merge import Stage
 from orchdata.order.mixture import MixtureOrder

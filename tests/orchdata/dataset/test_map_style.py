@@ -59,18 +59,6 @@ def test_map_style_global_batch_that_fails_whole_repeats_the_next_that_works() -
         list(od.DataLoader(Numbers(2, bad=(0, 1)), on_error=od.ErrorPolicy("skip", max_failures=None)))
 
 
-def test_map_style_resumes() -> None:
-    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 1, "cost": np.arange(1, 41)}
-    one = od.DataLoader(Numbers(40), **options)
-    whole = [batch["number"].tolist() for batch in one]
-    again = od.DataLoader(Numbers(40), **options)
-    steps = iter(again)
-    next(steps), next(steps), next(steps)
-    resumed = od.DataLoader(Numbers(40), **options)
-    resumed.load_state_dict(again.state_dict())
-    assert [batch["number"].tolist() for batch in resumed] == whole[3:]
-
-
 @pytest.mark.parametrize(
     ("cost", "reason"),
     [([1, 2], "10 of them"), ([0.5] * 10, "costs are integers"), ([1] * 9 + [-3], "sample 9 has -3")],

@@ -286,7 +286,8 @@ def test_steps_that_were_left_stay_left_until_they_come(options: dict[str, Any])
     assert list(again) == [[2], [3], [5], [6], [7]]
 
 
-def test_where_order_is_kept_a_word_says_so() -> None:
+def test_where_order_is_kept_a_word_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchdata.notices._warned", set())
     numbers = list(range(12))
     with pytest.warns(UserWarning, match=r"in_order=False has no effect: the sampler has its own state"):
         given = list(

@@ -169,17 +169,3 @@ def test_a_sampler_of_ten_billion_is_drawn_as_it_is_asked_for() -> None:
     torch.manual_seed(1)
     theirs = DataLoader(range(100), batch_size=4, sampler=RandomSampler(range(100), True, 10**10))  # type: ignore[arg-type]
     assert ours == [batch.tolist() for batch, _ in zip(iter(theirs), range(5), strict=False)]
-
-
-def test_items_that_a_data_set_gives_by_the_batch_are_asked_for_so() -> None:
-    class Rows(list[int]):
-        asked: list[list[int]]
-
-        def __getitems__(self, rows: list[int]) -> list[int]:
-            self.asked.append(rows)
-            return [self[row] for row in rows]
-
-    rows = Rows(range(5))
-    rows.asked = []
-    assert [batch.tolist() for batch in od.DataLoader(rows, batch_size=2)] == [[0, 1], [2, 3], [4]]
-    assert rows.asked == [[0, 1], [2, 3], [4]]
