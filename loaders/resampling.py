@@ -1,20 +1,18 @@
 """Resampling of sound, by windowed sinc interpolation.
 
-    wave --pieces, each with the filter's context on both sides--> torchaudio or SincResampler --> wave at the new rate
+    wave --pieces, each with the filter's context on both sides--> SincResampler --> wave at the new rate
 
-torchaudio's wheels contain libraries for one torch and one CUDA, so importing it may fail with a torch that otherwise
-works. These libraries are not needed here: if the import fails, `SincResampler` is used. It repeats torchaudio's
-`transforms.Resample` with default arguments, operation by operation, and gives the same values to the bit.
+It repeats torchaudio's `transforms.Resample` with default arguments, operation by operation, and gives the same values
+to the bit. torchaudio itself is not used: its wheels contain libraries for one torch and one CUDA, so importing it may
+fail with a torch that otherwise works.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
 from math import ceil, pi
-from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -48,7 +46,7 @@ def resample(wave: Wave, rate: int, new_rate: int) -> Wave:
     new, orig = ratio.numerator, ratio.denominator
     if new == orig:  # the rates differ by less than the rounding of the ratio
         return wave
-    resampler = _resampler(orig, new, torch.get_default_dtype() == torch.float32)
+    resampler = _resampler(orig, new)
     context = ceil(half_width(ratio) / orig) * orig
     block = ceil(_PIECE_FRAMES / orig) * orig
     pieces: list[Wave] = []
@@ -80,31 +78,12 @@ def half_width(ratio: Fraction) -> int:
     return ceil(_CROSSINGS * ratio.denominator / (_ROLLOFF * min(ratio.denominator, ratio.numerator)))
 
 
-@lru_cache(maxsize=1)
-def torchaudio_transforms() -> ModuleType | None:
-    """`torchaudio.transforms`; None if importing it fails, with any exception."""
-    try:
-        import torchaudio.transforms
-    except Exception:  # noqa: BLE001 - a missing library, two versions of CUDA, a torch that it was not built for
-        return None
-    module: ModuleType = torchaudio.transforms
-    return module
-
-
 @lru_cache(maxsize=32)
-def _resampler(orig: int, new: int, as_torchaudio: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the resampler. Its kernel is computed once; any thread may use it afterwards.
-
-    Args:
-        as_torchaudio: whether torchaudio may compute the kernel, in the precision of torch's default dtype.
-    """
+def _resampler(orig: int, new: int) -> SincResampler:
+    """Return the resampler. Its kernel is computed once; any thread may use it afterwards."""
     settle_first_calls()
     with _build_lock:
-        transforms = torchaudio_transforms() if as_torchaudio else None
-        if transforms is None:
-            return SincResampler(orig, new)
-        resampler: Callable[[torch.Tensor], torch.Tensor] = transforms.Resample(orig, new)
-        return resampler
+        return SincResampler(orig, new)
 
 
 class SincResampler:

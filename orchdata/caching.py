@@ -1,18 +1,9 @@
-"""The cache of a loader: its argument, which shards a node has of its own, and the thread that copies them.
-
-Filler: a thread that copies a node's own shards into its cache, in the order in which the loader reaches them.
+"""What fills the cache of a loader: which shards a node has of its own, and the thread that copies them.
 
     position of the loader --order--> shards of the next samples --not copied yet--> fetched whole --> copies
 
-Each rank of a node has one, in its training process. A shard that one of them fetches is left to it.
-
-Which shards a node has of its own: those that no other node reads. A cache keeps these, and no others.
-
-streams of the order --shared out evenly over the ranks, under scope "grouped"--> streams of the node
-
-Compressed tars of a store that the cache folder cannot hold decompressed: each is fetched several times an epoch.
-
-What fills the cache of a loader.
+A node's own shards are those that no other node reads; a cache keeps these alone. Each rank of a node has a thread in
+its training process. A shard that one of them fetches is left to it.
 """
 
 from __future__ import annotations
@@ -21,10 +12,10 @@ import logging
 import os
 import threading
 import weakref
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 from typing import IO, Final, NamedTuple
 
 import numpy as np
@@ -35,7 +26,7 @@ from orchdata.loaders.index.index import Index
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import Files
-from orchdata.loaders.storage.node import Added, Cache, Copies, name_of
+from orchdata.loaders.storage.node import Cache, Copies, name_of
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.storage import FileVersion, ReadBytes
 from orchdata.loop.loop import Stream
@@ -64,15 +55,8 @@ class Place(NamedTuple):
 
 
 class Filler:
-    """Copies shards while a loader iterates. The thread ends with the loader, and never runs in a forked process.
-
-    Args:
-        cache: of the node.
-        index: the shards.
-        files: reads them.
-        order: of the loader.
-        streams: streams of the order that this node alone reads; None for all.
-        reads: counts what is fetched.
+    """Copies shards while a loader iterates, of the streams that this node alone reads (None: all). The thread ends
+    with the loader, and never runs in a forked process.
     """
 
     def __init__(
@@ -85,12 +69,14 @@ class Filler:
         self._files = files
         self._streams = None if streams is None else np.array(streams, np.int64)
         self._reads = reads
-        self._wanted = [_is_copied(shard) for shard in index.shards]
-        self.names = frozenset(
-            name_of(shard.url, _file_of(shard))
-            for shard, wanted in zip(index.shards, self._wanted, strict=True)
-            if wanted
-        )
+        # Objects with a version. A compressed one has a decompressed copy, and of one whose beginning was indexed
+        # most is not read.
+        self._wanted = [
+            is_remote(shard.url) and not shard.packed and not shard.reach and bool(shard.version and shard.size)
+            for shard in index.shards
+        ]
+        wanted = compress(index.shards, self._wanted)
+        self.names = {name_of(shard.url, FileVersion(shard.size, shard.version)): None for shard in wanted}
         self._where: Callable[[], Place] = lambda: Place(0, 0.0)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -98,11 +84,7 @@ class Filler:
         _FILLERS.add(self)
 
     def begin(self, where: Callable[[], Place]) -> None:
-        """Copy what is read from there on.
-
-        Args:
-            where: returns where the loader stands now.
-        """
+        """Copy what is read from where the loader stands, as `where` says."""
         if not self.names or os.getpid() != self._process:
             return
         self._where = where
@@ -136,8 +118,12 @@ class Filler:
         """Copy shards until all are there, or there is no room. Raises OSError or StorageError of the folder."""
         failures, left = 0, deque[int]()
         for number in chain(self._upcoming(), self._again(left)):
+            shard = self._index.shards[number]
+            file = FileVersion(shard.size, shard.version)
+            # No copy that a loader of this run reads goes.
+            stay = ChainMap(*(each.names for each in list(_FILLERS) if each.cache.path == self.cache.path))
             try:
-                added = self._add(self._index.shards[number])
+                added = self._copies.add(shard.url, file, partial(self._fetch, shard, file), stay)
             except _NotFetched as error:
                 # If it lasts, steps fail too, and say why.
                 if isinstance(error.__cause__, StaleIndexError):
@@ -154,7 +140,7 @@ class Filler:
             elif added == "too large":
                 _warn(
                     f"the cache {self.cache.path} holds {self.cache.max_bytes:,} bytes, less than the shard "
-                    f"{self._index.shards[number].url}: shards of this size are not copied"
+                    f"{shard.url}: shards of this size are not copied"
                 )
             elif added == "full":
                 return
@@ -164,12 +150,6 @@ class Filler:
         while left and not self._stop.wait(_PAUSE_SECONDS):
             for _ in range(len(left)):
                 yield left.popleft()
-
-    def _add(self, shard: ShardInfo) -> Added:
-        file = _file_of(shard)
-        if self._copies.has(shard.url, file):
-            return "there"
-        return self._copies.add(shard.url, file, partial(self._fetch, shard, file), _Stay(self.cache))
 
     def _fetch(self, shard: ShardInfo, file: FileVersion, out: IO[bytes]) -> None:
         """Write a shard. Raises _NotFetched for trouble of the store or of memory, OSError for that of the folder."""
@@ -227,33 +207,12 @@ class Filler:
         return [(number, last[number]) for number in dict.fromkeys(shards.tolist()) if self._wanted[number]]
 
 
-class _Stay:
-    """Names of copies that a run does not remove: those of all its loaders with this cache."""
-
-    def __init__(self, cache: Cache) -> None:
-        self._names = [each.names for each in list(_FILLERS) if each.cache.path == cache.path]
-
-    def __contains__(self, name: object) -> bool:
-        return any(name in names for names in self._names)
-
-
 class _Stopped(Exception):
     """The loader has ended."""
 
 
 class _NotFetched(Exception):
     """The store did not give a shard; the cause says why."""
-
-
-def _is_copied(shard: ShardInfo) -> bool:
-    """Return whether a shard may be copied: an object with a version. A compressed one has a decompressed copy, and of
-    one whose beginning was indexed most is not read.
-    """
-    return is_remote(shard.url) and not shard.packed and not shard.reach and bool(shard.version and shard.size)
-
-
-def _file_of(shard: ShardInfo) -> FileVersion:
-    return FileVersion(shard.size, shard.version)
 
 
 def _warn(message: str) -> None:
@@ -265,13 +224,9 @@ def _warn(message: str) -> None:
 
 
 def own_streams(rank: Rank, balance: Balance, num_streams: int) -> range | None:
-    """Return the streams of the order that this rank's node alone reads; None if every node reads every shard.
-
-    A node has streams of its own if it is the only one, or if samples stay in groups of ranks (scope "grouped"), and
-    both groups and streams end where the ranks of a node do.
-
-    Args:
-        balance: of the loader, with a group size under scope "grouped".
+    """Return the streams of the order that this rank's node alone reads; None if every node reads every shard. A node
+    has streams of its own if it is the only one, or if samples stay in groups of ranks (scope "grouped"), and both
+    groups and streams end where the ranks of a node do.
     """
     per_node = _ranks_per_node(rank, balance)
     if per_node is None:
@@ -355,10 +310,7 @@ def filler_of(
     spec: BuildSpec, rank: Rank, cache: Cache | None, reads: ReadBytes | None, *, forks: bool
 ) -> Filler | None:
     """Return what fills the cache of a loader; None if there is nothing to fill. Warns once if that is a surprise.
-
-    Args:
-        reads: counts what is fetched.
-        forks: whether workers are forked from this process.
+    `forks`: whether workers are forked from this process.
     """
     shards = spec.shards
     order = spec.plan.order
@@ -386,11 +338,7 @@ def filler_of(
 
 
 def place_of(stream: Stream, num_steps: int | None) -> Callable[[], Place]:
-    """Return what says where an iteration stands, without keeping it alive.
-
-    Args:
-        num_steps: of its epoch; None if that is not known.
-    """
+    """Return what says where an iteration of `num_steps` (None: not known) stands, without keeping it alive."""
     reference = weakref.ref(stream)
     last = Place(stream.position.epoch, 0.0)
 

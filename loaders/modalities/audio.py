@@ -51,17 +51,6 @@ class Clips(Modality):
         tracks = ("av", "orchdata.loaders.modalities.video.file") if self.tracks else ()
         return ("soundfile", "orchdata.loaders.modalities.audio_decode", *tracks)
 
-    def set_up_process(self) -> None:
-        """Decide how to resample: torchaudio is not required, and takes long to import or to fail."""
-        from orchdata.loaders.resampling import torchaudio_transforms
-
-        torchaudio_transforms()
-
-    def _set_up_counting(self) -> None:
-        """Nothing: torchaudio imports torch, and lengths come from headers."""
-        if type(self).set_up_process is not Clips.set_up_process:
-            super()._set_up_counting()
-
     @staticmethod
     def scan(heads: Heads) -> None:
         from orchdata.native.scan.media import scan_audio

@@ -58,20 +58,13 @@ def open_shard(
     whole: bool = False,
 ) -> Shard:
     """Open a shard by the user's container that claims it, or by its suffix. A compressed one is first decompressed
-    into the cache, once.
+    into the cache, once. Raises ValueError for an unknown suffix; ShardError.
 
     Args:
         moved_media: whether the files below `media_root` were in another folder when the shard was indexed.
-        rules: names of fields, the function that makes records, and the container.
-        reads: counts all bytes read from it, now and later, and from the files below `media_root` that it names.
-        files: where the shard is.
-        known, packed: size and version of an object, and whether it is compressed, from the index: then no request is
-            made to open it.
+        reads: counts all bytes read from it, now and later, and from the files that it names.
+        known, packed: of an object, from the index: then no request is made to open it.
         whole: whether all of it will be read, from its start to its end.
-
-    Raises:
-        ValueError: unknown suffix.
-        ShardError: it cannot be opened, or cannot be decompressed within the limits.
     """
     files = files.of(url)
     if rules.container is not None:
@@ -119,10 +112,7 @@ def open_indexed(
     compared: dict[str, str] | None = None,
 ) -> Shard:
     """Open a shard that was indexed before. Raises StaleIndexError if it has changed, and as `open_shard`.
-
-    Args:
-        containers: of the user's, by identity.
-        compared: url -> version whose content was found to be the indexed one; it is not read for that again.
+    `compared`: url -> version whose content was found to be the indexed one; it is not read for that again.
     """
     rules = rules_of(indexed, containers, record)
     root = indexed.media_root or None
@@ -169,14 +159,11 @@ def by_identity(containers: Iterable[Container]) -> dict[str, Container]:
 
 
 class OpenShards:
-    """Open shards, shared by threads; the least recently used are dropped.
-
-    A dropped shard closes when the last thread that reads it is done.
+    """Open shards, shared by threads; the least recently used are dropped, and close when the last thread that reads
+    them is done.
 
     Args:
-        limits, cache: for opening.
         containers: of the user's, by identity: a class of the main program has another name in worker processes.
-        files: where the shards are.
         any_remote: whether any of them is an object of storage, which is read ahead.
         blank: rows that are never read.
         capacity: the number of shards that stay open; default: few files, and more objects, which take no descriptor.
@@ -212,14 +199,8 @@ class OpenShards:
         self._shards: Recent[Shard] = Recent(capacity)  # dropped without close: other threads may be reading them
 
     def get(self, url: str, indexed: ShardInfo | None = None, record: UserFunction | None = None) -> Shard:
-        """Return the open shard. When it is opened, it is compared with `indexed`, its entry in the index.
-
-        Args:
-            record: the recipe's function, which makes the records of files of records.
-
-        Raises:
-            StaleIndexError: it has changed since it was indexed.
-            ShardError, ValueError: as `open_shard`.
+        """Return the open shard. When it is opened, it is compared with `indexed`, its entry in the index; `record`
+        makes the records of files of records. Raises StaleIndexError if it has changed, and as `open_shard`.
         """
 
         def opened() -> tuple[Shard, int]:
@@ -240,10 +221,8 @@ class OpenShards:
 
 
 def describe_change(shard: Shard, indexed: ShardInfo, compared: str | None = None) -> str | None:
-    """Describe how the shard differs from the indexed one; None if it is the same. May read all headers.
-
-    Args:
-        compared: the version of it whose content was compared before.
+    """Describe how the shard differs from the indexed one; None if it is the same. May read all headers, but not of a
+    version that was compared before.
     """
     if shard.size != indexed.size:
         return f"has {shard.size} bytes, {indexed.size} when it was indexed"

@@ -33,14 +33,8 @@ from orchdata.loaders.watch import SCANNING, here
 
 
 class OpenedShard(shard.Shard):
-    """An open shard of a container of the user's.
-
-    Args:
-        storage: its bytes; closed with it.
-        rules: names of fields.
-
-    Raises:
-        ShardError: the container's `open` failed.
+    """An open shard of a container of the user's; closes its storage. Raises ShardError if the container's `open`
+    failed.
     """
 
     def __init__(self, container: Container, storage: Storage | LocalFolder, rules: FieldRules, limits: Limits) -> None:

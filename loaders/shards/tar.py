@@ -1,10 +1,7 @@
-"""Tar shards: facts of every member from its headers, and reading members by position.
+"""Tar shards: facts of every member from its headers, in one pass, and reading members by position.
 
-Compressed tars: .tar.gz and .tar.zst -> a plain tar in the cache folder, made once, with limits on decompression.
-
-Any framing is read: gzip with several members, zstd with several or skippable frames, with or without content sizes.
-
-One pass over a tar: facts of every member from its headers.
+Compressed tars: .tar.gz and .tar.zst -> a plain tar in the cache folder, made once, with limits on decompression. Any
+framing is read: gzip with several members, zstd with several or skippable frames, with or without content sizes.
 """
 
 from __future__ import annotations
@@ -56,7 +53,7 @@ from orchdata.loaders.storage.local import LocalFile
 from orchdata.loaders.storage.paths import compression
 from orchdata.loaders.storage.remote.objects import in_order
 from orchdata.loaders.storage.remote.urls import identity
-from orchdata.loaders.storage.storage import Run, Storage, read_run, runs_of
+from orchdata.loaders.storage.storage import Run, Storage, StorageFile, read_run, runs_of
 from orchdata.loaders.watch import here
 
 Bytes = bytes | memoryview
@@ -69,14 +66,7 @@ COALESCE_GAP_BYTES = 8192
 
 
 class TarShard(Shard):
-    """A tar archive, plain or already decompressed. `read` and `read_many` are safe from many threads.
-
-    Args:
-        url: as the user gave it, for errors and facts.
-        file: the readable archive.
-        limits: applied by `facts` and `read`.
-        names, key: as in FieldRules.
-    """
+    """A tar archive, plain or already decompressed. `read` and `read_many` are safe from many threads."""
 
     def __init__(
         self,
@@ -233,8 +223,20 @@ class _Damaged(Exception):
 
 
 def _pieces_of(file: Storage) -> Iterator[tuple[int, bytes]]:
+    """Yield (bytes consumed so far, decompressed piece of at most _OUT_BYTES for gzip) over all members or frames."""
     file = in_order(file)
-    return _gunzip(file) if compression(file.read(0, 4)) == "gzip" else _unzstd(file)
+    if compression(file.read(0, 4)) == "zstd":
+        yield from _unzstd(file)
+        return
+    source = io.BufferedReader(StorageFile(file), _READ_BYTES)
+    stream = gzip.GzipFile(fileobj=source)
+    try:
+        while piece := stream.read(_OUT_BYTES):
+            yield source.tell(), piece
+    except EOFError:
+        raise _Damaged(f"the gzip data are cut at byte {file.size}") from None
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise _Damaged(f"gzip data damaged near byte {source.tell()}: {error}") from error
 
 
 class Decompressed(NamedTuple):
@@ -245,14 +247,12 @@ class Decompressed(NamedTuple):
 
 
 def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder) -> Decompressed:
-    """Return the decompressed content of a .tar.gz or .tar.zst as a file in the cache.
-
-    The entry belongs to (url, size, version), and must not be older than the shard: one that changes is decompressed
-    again, also if it keeps size and modification time.
+    """Return the decompressed content of a .tar.gz or .tar.zst as a file in the cache. The entry belongs to (url, size,
+    version), and must not be older than the shard: one that changes is decompressed again, also if it keeps size and
+    time.
 
     Raises:
-        ShardError: the stream is damaged, cut, or above Limits.decompressed_bytes or Limits.decompression_ratio;
-            the cache keeps nothing of it.
+        ShardError: the stream is damaged, cut, or above the limits; the cache keeps nothing of it.
         StorageError: it cannot be read, or the cache cannot be written or is too small for it.
         StaleIndexError: it changed while it was read.
     """
@@ -308,36 +308,6 @@ def _chunks(file: Storage, size: int) -> Iterator[bytes]:
         yield data
 
 
-def _gunzip(file: Storage) -> Iterator[tuple[int, bytes]]:
-    """Yield (bytes consumed so far, decompressed piece of at most _OUT_BYTES) over all members."""
-    consumed = 0
-    stream = zlib.decompressobj(wbits=31)
-    fresh = True  # between two members
-    for data in _chunks(file, _READ_BYTES):
-        while data:
-            if fresh:
-                data = data.lstrip(b"\0")  # padding of tape tools
-                if not data:
-                    break
-                stream, fresh = zlib.decompressobj(wbits=31), False
-            try:
-                piece = stream.decompress(data, _OUT_BYTES)
-            except zlib.error as error:
-                raise _Damaged(f"gzip data damaged near byte {consumed}: {error}") from error
-            rest = stream.unused_data if stream.eof else stream.unconsumed_tail
-            consumed += len(data) - len(rest)
-            yield consumed, piece
-            fresh = stream.eof
-            if not fresh and not rest and len(piece) == _OUT_BYTES:
-                # All input is consumed, but zlib may still have output.
-                while piece := stream.decompress(b"", _OUT_BYTES):
-                    yield consumed, piece
-                fresh = stream.eof
-            data = rest
-    if not fresh:
-        raise _Damaged(f"the gzip data are cut at byte {file.size}")
-
-
 def _unzstd(file: Storage) -> Iterator[tuple[int, bytes]]:
     """Yield (bytes consumed so far, decompressed piece) over all frames."""
     consumed = 0
@@ -378,10 +348,8 @@ class ScannedTar(NamedTuple):
 
 
 class TarScan:
-    """One pass over an archive: groups members into samples and reads their media headers.
-
-    Args:
-        most: it ends where a sample begins after so many.
+    """One pass over an archive: groups members into samples and reads their media headers. It ends where a sample
+    begins after `most`.
     """
 
     def __init__(self, file: Storage, limits: Limits, names: Mapping[str, str], key: str, most: int) -> None:

@@ -24,20 +24,15 @@ T = TypeVar("T")
 
 
 class LocalFile:
-    """A local file. It is not mapped: truncating a mapped file kills the process (SIGBUS).
-
-    Running reads of other threads keep the descriptor open, so that after `close` they never read another file that got
-    the same descriptor number. Without `close` the descriptor is closed with the object.
+    """A local file. It is not mapped: truncating a mapped file kills the process (SIGBUS). Running reads of other
+    threads keep the descriptor open, so that after `close` they never read another file with the same number. Without
+    `close` it is closed with the object. Raises StorageError if it cannot be opened now; ShardError if it is no regular
+    file.
 
     Args:
-        path: of the file.
         url: its name in errors; default: the path.
         follow: whether the path may be a link.
         count: adds up the bytes that are read.
-
-    Raises:
-        StorageError: it cannot be opened now.
-        ShardError: it is not a regular file.
     """
 
     def __init__(
@@ -179,11 +174,8 @@ class LocalFile:
 
 
 class LocalFolder:
-    """A folder as one shard: the files below it, as they were when it was opened.
-
-    Attributes:
-        size: bytes of all files together.
-        version: changes with the name, size or modification time of any of them.
+    """A folder as one shard: the files below it, as they were when it was opened. Its version changes with the name,
+    size or modification time of any of them.
     """
 
     changed_ns: Final = 0
@@ -226,11 +218,7 @@ class LocalFolder:
 
 
 def version(path: str, *, retries: bool = True) -> FileVersion | None:
-    """Return the version of a file, or of all files below a folder; None if it does not exist. Raises StorageError.
-
-    Args:
-        retries: whether to try again after an error.
-    """
+    """Return the version of a file, or of all files below a folder; None if it does not exist. Raises StorageError."""
     if retries:
         status = status_at(path)
     else:

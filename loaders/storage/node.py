@@ -1,12 +1,7 @@
-"""Whole copies of shards of object storage that a node keeps: named, found, added and read.
-
-An object as a file that is read from the node's copy as soon as that is whole, and from the store without one.
-
-The copies of shards that a node keeps: found by the readers of all its processes, added by one process at a time.
+"""Whole copies of shards of object storage that a node keeps, below a cap: found by the readers of all its processes,
+added by one process at a time.
 
 add --room below the cap, reserved under a lock--> partial file of the full size --fetched whole--> entry --> find
-
-Cache: where a node keeps whole copies of shards of object storage, and how many bytes of them.
 """
 
 from __future__ import annotations
@@ -44,10 +39,8 @@ from orchdata.loaders.storage.storage import Extent, FileVersion, ReadBytes
 
 
 class CopiedFile(RemoteFile):
-    """An object of storage that the node may have a copy of. A copy that is removed or changed is read no more.
-
-    Args:
-        copies: of the node.
+    """An object of storage, read from the node's copy as soon as that is whole, and from the store without one. A copy
+    that is removed or changed is read no more.
     """
 
     def __init__(self, objects: Objects, url: str, file: FileVersion, reads: ReadBytes | None, copies: Copies) -> None:
@@ -113,16 +106,13 @@ never ("too large")."""
 
 
 class Copies:
-    """Whole copies of shards in the folder of a `Cache`. Safe from many threads and processes.
-
-    A copy is named by the identity of the URL, the size and the version of the object. An object without a version is
-    not copied: nothing would tell the copy from its successor.
+    """Whole copies of shards in the folder of a `Cache`, named by URL, size and version of the object. One without a
+    version is not copied: nothing would tell the copy from its successor. Safe from many threads and processes.
     """
 
     def __init__(self, cache: Cache) -> None:
         self._cache = CacheFolder(cache.path, max_bytes=cache.max_bytes)
         self._folder = self._cache.root / FOLDER
-        self._paths: dict[tuple[str, FileVersion], Path] = {}
         self._verified: dict[Path, tuple[int, ...]] = {}
         self._refused: dict[Path, tuple[int, ...]] = {}
         self._sizes: dict[str, int] = {}
@@ -167,23 +157,18 @@ class Copies:
         return os.path.exists(path) and is_whole(path)
 
     def add(self, url: str, file: FileVersion, make: Callable[[IO[bytes]], None], stay: Container[str] = ()) -> Added:
-        """Make a copy of an object, if no other process is doing that.
-
-        Args:
-            make: writes its bytes, from start to end; called once its room is reserved. What it raises is passed on,
-                and nothing of the copy stays.
-            stay: names of copies that are not removed to make room, as of `name_of`.
-
-        Raises:
-            StorageError: the folder cannot be created.
-            OSError: it cannot be written, or the disk is full.
+        """Make a copy of an object, if no other process is doing that. `make` writes its bytes, from start to end, once
+        its room is reserved; what it raises passes, and nothing stays. Copies with names in `stay` are not removed to
+        make room. Raises StorageError: the folder cannot be created; OSError: it cannot be written, or the disk is
+        full.
         """
         name = name_of(url, file)
         path = self._path(url, file)
         needed = file.size + _NEXT_TO_IT_BYTES
+        if self.has(url, file):
+            return "there"
         if needed > self.max_bytes:
             return "too large"
-        self._cache.make_root()
         self._cache.make(FOLDER)
         with self._cache.lock(name, waits=False) as is_mine:
             if not is_mine:
@@ -204,10 +189,7 @@ class Copies:
         return "added"
 
     def _path(self, url: str, file: FileVersion) -> Path:
-        path = self._paths.get((url, file))
-        if path is None:
-            path = self._paths[url, file] = self._folder / (name_of(url, file) + SUFFIX)
-        return path
+        return self._folder / (name_of(url, file) + SUFFIX)
 
     def _remove_damaged(self, name: str, path: Path) -> None:
         """Remove a copy that is not whole, unless another process does, or makes it again; best effort."""
@@ -300,9 +282,8 @@ class Cache:
 
 
 def cache_of_environment() -> Cache | None:
-    """Return the cache that the environment names; None if it names none.
-
-    Raises ValueError for one variable without the other, and for one that is no number of bytes.
+    """Return the cache that the environment names; None if it names none. Raises ValueError for one variable without
+    the other, and for one that is no number of bytes.
     """
     folder, most = os.environ.get(FOLDER_VARIABLE), os.environ.get(BYTES_VARIABLE)
     if not folder and not most:

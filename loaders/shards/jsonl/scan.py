@@ -26,7 +26,7 @@ from orchdata.loaders.shards.jsonl.media_files import joined_stamp, shown_name
 from orchdata.loaders.shards.jsonl.named_media import Folder, NamedMedia
 from orchdata.loaders.shards.jsonl.records import Record, RecordReader
 from orchdata.loaders.shards.shard import NO_HEADER, FactsTable, shard_failure
-from orchdata.loaders.storage.remote.stamps import STAMP_BITS
+from orchdata.loaders.storage.storage import STAMP_BITS
 from orchdata.loaders.watch import SCANNING, here
 
 _THREADS: Final = 8
@@ -38,13 +38,8 @@ Result = TypeVar("Result")
 
 
 class Scanned(NamedTuple):
-    """What is known of a file of records.
-
-    Attributes:
-        lost_bytes: that could not be read.
-        media: state of the files that its records name.
-        left_out: number of records that the user's function leaves out.
-        end: offset of the record after the first ones; None if there is none.
+    """What is known of a file of records: bytes that could not be read, the state of the media that it names, how many
+    records the user's function leaves out, and the offset of the record after the first ones (None: there is none).
     """
 
     table: FactsTable
@@ -131,10 +126,8 @@ class _Read(NamedTuple):
 
     @staticmethod
     def of(record: Record, reader: RecordReader, limits: Limits, number: int | None = None) -> _Read:
-        """Read one record.
-
-        Args:
-            number: of the record, to check the user's function with the first ones; None: only its media are wanted.
+        """Read one record. Its number serves to check the user's function with the first ones; None: only its media are
+        wanted.
         """
         if record.error is not None:
             return _Read(record, error=record.error)

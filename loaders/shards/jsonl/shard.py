@@ -25,8 +25,7 @@ from orchdata.loaders.shards.jsonl.scan import Scanned, media_state, no_root, sc
 from orchdata.loaders.shards.shard import Beginning, Facts, Member, Shard, beginning_of, facts_of, shard_failure
 from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.files import PLAIN_FILES, Files
-from orchdata.loaders.storage.remote.stamps import STAMP_BITS
-from orchdata.loaders.storage.storage import ReadBytes, Storage
+from orchdata.loaders.storage.storage import STAMP_BITS, ReadBytes, Storage
 from orchdata.loaders.text.conversation import parse_json
 
 _MOST_BYTES: Final = 1 << (63 - STAMP_BITS)
@@ -37,12 +36,8 @@ class JsonLinesShard(Shard):
     """A file of records. `read` and `read_many` are safe from many threads.
 
     Args:
-        url: as the user gave it.
-        file: its bytes.
-        limits: applied by `facts` and `read`.
         media_root: folder that names of media are relative to; None: no media file is opened.
         moved_media: whether media were in another folder when they were indexed, so that their versions are not known.
-        rules: names of fields, and the function that makes records.
         reads: its `storage` counts the bytes read from other files.
     """
 

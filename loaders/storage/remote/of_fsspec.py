@@ -17,9 +17,8 @@ from urllib.parse import unquote
 from orchdata.loaders.environment import way_out
 from orchdata.loaders.errors import PackageError
 from orchdata.loaders.storage.remote.requests import Answer, Buffer, Listed, Trouble, trouble_of
-from orchdata.loaders.storage.remote.stamps import fits
 from orchdata.loaders.storage.remote.urls import ObjectUrl, without_secrets
-from orchdata.loaders.storage.storage import FileVersion
+from orchdata.loaders.storage.storage import FileVersion, fits
 
 T = TypeVar("T")
 
@@ -29,12 +28,8 @@ _MARKS: Final = ("ETag", "etag", "e_tag", "blob_id", "sha", "md5Hash", "generati
 
 
 class FsspecClient:
-    """Requests through a filesystem of fsspec.
-
-    Args:
-        url: of an object in it.
-        options: `storage_options`, as the filesystem names them.
-        store: a filesystem of the user's, used as it is.
+    """Requests through a filesystem of fsspec, which `storage_options` open, or one of the user's (`store`), used as it
+    is.
     """
 
     _details: Mapping[str, Any] = {}  # arguments for all that is known of a file

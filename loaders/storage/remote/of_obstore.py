@@ -1,13 +1,8 @@
 """S3, Google Cloud Storage, Azure and HTTP through obstore, with what AWS tools find by themselves.
 
-What AWS tools find by themselves: credentials, region and endpoint of a profile; boto3 reads them.
-
-obstore finds credentials in the environment and on machines of AWS. It reads no profiles, and takes a session token of
-the environment for keys that were given.
-
-S3, Google Cloud Storage, Azure and HTTP through obstore.
-
-obstore's own retries are off: those of `requests` are the same for all clients.
+obstore finds credentials in the environment and on machines of AWS. It reads no profiles (boto3 reads their
+credentials, region and endpoint), and takes a session token of the environment for keys that were given. Its own
+retries are off: those of `requests` are the same for all clients.
 """
 
 from __future__ import annotations
@@ -33,15 +28,9 @@ _FILES: Final = (("SHARED_CREDENTIALS", "credentials"), ("CONFIG", "config"))
 
 
 def with_aws_settings(config: Mapping[str, Any], profile: str | None) -> dict[str, Any]:
-    """Return the settings of a store of S3, with what a profile of AWS adds to them.
-
-    Args:
-        config: settings that were given; these count first, then the environment.
-        profile: name of a profile; None: AWS_PROFILE, or the default one.
-
-    Raises:
-        ValueError: there is no such profile.
-        PackageError: a profile is needed, and boto3 is missing or broken.
+    """Return the settings of a store of S3, with what a profile of AWS adds to them (None: AWS_PROFILE, or the default
+    one). Given settings count first, then the environment. Raises ValueError for no such profile; PackageError without
+    boto3.
     """
     settings = dict(config)
     given = {name.lower().removeprefix("aws_"): name for name in settings}
@@ -109,13 +98,7 @@ _PUBLIC: Final = {*_OURS, *("endpoint", "region", "account_name", "container_nam
 
 
 class ObstoreClient:
-    """Requests to a bucket, container or host through obstore.
-
-    Args:
-        url: of an object in it.
-        options: `storage_options`.
-        store: a store of the user's, used as it is.
-    """
+    """Requests to a bucket, container or host through obstore, or through a store of the user's, used as it is."""
 
     def __init__(self, url: ObjectUrl, options: Mapping[str, Any], store: Any = None) -> None:
         self._url = url

@@ -1,22 +1,13 @@
 """Requests of a process: made by threads of their own, a limited number at a time, and again after trouble that passes.
 
     Pending --queue--> a thread of the pool: keep_trying(client.get) --> bytes, checked --> whoever waits
+    exception of a client --trouble_of--> Trouble(kind, reason) --> another try, a StorageError, or a StaleIndexError
 
 A client's call does not hear Ctrl-C, but waiting for another thread does. The pool refers weakly to what it makes: a
-request that no one holds any more is not made, and not tried again.
-
-No client works in a child that was forked after one was used, because its threads do not exist there. A child knows
-that the process that it was forked from used one through this library, and refuses at once. If only the user's own code
-had used one, its first request is given up after `FORKED_SECONDS`.
-
-What can go wrong with a request, in a few kinds, the same for all clients.
-
-exception of a client --trouble_of--> Trouble(kind, reason) --> another try, a StorageError, or a StaleIndexError
-
-A status of HTTP decides, where there is one: obstore says it in its text, packages of fsspec have it in attributes.
-Without one, what no list here names is taken for something that may pass.
-
-Clients: one attempt of each request to a bucket, container or host. Errors are `Trouble`, without secrets.
+request that no one holds any more is not made, and not tried again. No client works in a child that was forked after
+one was used, because its threads do not exist there. A child knows that the process that it was forked from used one
+through this library, and refuses at once. If only the user's own code had used one, its first request is given up after
+`FORKED_SECONDS`.
 """
 
 from __future__ import annotations
@@ -102,13 +93,8 @@ class Pending(Future[T]):
 
 
 class Requests:
-    """The threads of this process that make requests. They start when they are needed, and end with the process.
-
-    Args:
-        parent: those of the process that this one was forked from.
-
-    Attributes:
-        most: number under way at the same time.
+    """The threads of this process that make requests, `most` at a time. They start when they are needed, and end with
+    the process. `parent`: those of the process that this one was forked from.
     """
 
     def __init__(self, parent: Requests | None = None) -> None:
@@ -169,11 +155,8 @@ class Requests:
             return sum(each.request.num_bytes for each in queued if each is not None) + self._running_bytes
 
     def keep_trying(self, request: Request[T], is_wanted: Callable[[], bool] = lambda: True) -> T:
-        """Make a request; make it again after trouble that may pass.
-
-        Raises:
-            StorageError: it failed for a lasting reason, or for too long.
-            StaleIndexError: the object is another one than was indexed.
+        """Make a request; make it again after trouble that may pass. Raises StorageError if it failed for a lasting
+        reason, or for too long; StaleIndexError if the object is another one than was indexed.
         """
         pause, attempts, num_odd, is_refreshed, until = _FIRST_PAUSE, 1, 0, False, None
         while True:
@@ -238,9 +221,8 @@ class Requests:
                 pending.set_result(result)
 
     def _taken(self) -> tuple[Pending[Any], bool] | None:
-        """Return the next request, and whether it is one of those after all others; None if none may begin now.
-
-        These have half of the requests in flight at most: they are large, and an urgent one would wait for their end.
+        """Return the next request, and whether it is a later one; None if none may begin now. Later ones have half of
+        the requests in flight at most: they are large, and an urgent one would wait for their end.
         """
         for queue, may_begin in ((self._urgent, True), (self._later, self._running_late < max(1, self.most // 2))):
             while queue and may_begin and self._running < self.most:
@@ -331,13 +313,7 @@ class Trouble(Exception):
         self.reason = reason
 
     def as_error(self, url: str, doing: str, attempts: int) -> StorageError | StaleIndexError:
-        """Return the error to raise.
-
-        Args:
-            url: of the object, without secrets.
-            doing: what failed, such as "cannot be read".
-            attempts: number of requests.
-        """
+        """Return the error to raise, of an object without secrets, with what failed ("cannot be read")."""
         if self.kind == "changed":
             way_out = "run `orchdata index` again, with --out if it is an index_file"
             return StaleIndexError(url, f"{self.reason}: {way_out}")
@@ -347,11 +323,9 @@ class Trouble(Exception):
 
 
 def trouble_of(error: Exception, name: str, words: str) -> Trouble:
-    """Return what an exception of a client means. Raises as `pass_trouble` for a mistake of a program.
-
-    Args:
-        name: of the bucket, container or host.
-        words: the exception on one line, without secrets.
+    """Return what an exception of a client means. A status of HTTP decides, where there is one: obstore says it in its
+    text, packages of fsspec have it in attributes. Without one, what no list here names is taken for something that may
+    pass. `words`: the exception without secrets. Raises as `pass_trouble` for a mistake of a program.
     """
     text = _URL.sub("", str(error))  # words of a key say nothing
     status = next(filter(None, map(_status, _came_from(error, "__cause__"))), 0)
@@ -480,12 +454,8 @@ class Client(Protocol):
         ...
 
     def pages(self, folder: str, after: str, *, deep: bool = True) -> Iterator[list[Listed]]:
-        """Yield the objects whose keys begin with `folder`, by key, about 1,000 at a time.
-
-        Args:
-            folder: ends in "/", or is empty for all.
-            after: begin after this key; "" for the first.
-            deep: with those in folders below it; otherwise the server passes over them, and may make one page of all.
+        """Yield the objects whose keys begin with `folder` (with "/" at its end, or empty), by key, after one, about
+        1,000 at a time. Without `deep`, the server passes over those in folders below it, and may make one page of all.
         """
         ...
 
