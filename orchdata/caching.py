@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections import ChainMap, deque
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from itertools import chain, compress
 from typing import IO, Final, NamedTuple
@@ -24,11 +25,13 @@ from orchdata.building.spec import BuildSpec
 from orchdata.loaders.errors import OrchdataError, StaleIndexError
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.shards.shard import ShardInfo
-from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.entries import copy_name
 from orchdata.loaders.storage.files import Files
-from orchdata.loaders.storage.node import Cache, Copies, name_of
+from orchdata.loaders.storage.node import Cache, Copies
+from orchdata.loaders.storage.remote.objects import BLOCK_BYTES, Blocks, RemoteFile
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.storage import FileVersion, ReadBytes
+from orchdata.loaders.watch import Ended, here
 from orchdata.loop.loop import Stream
 from orchdata.notices import warn_once
 from orchdata.order.mixture import MixtureOrder
@@ -76,7 +79,7 @@ class Filler:
             for shard in index.shards
         ]
         wanted = compress(index.shards, self._wanted)
-        self.names = {name_of(shard.url, FileVersion(shard.size, shard.version)): None for shard in wanted}
+        self.names = {copy_name(shard.url, FileVersion(shard.size, shard.version)): None for shard in wanted}
         self._where: Callable[[], Place] = lambda: Place(0, 0.0)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -107,9 +110,10 @@ class Filler:
             self._thread.join()
 
     def _run(self) -> None:
+        here().ended = self._stop.is_set
         try:
             self._fill()
-        except _Stopped:
+        except Ended:
             pass
         except Exception as error:  # noqa: BLE001 - a cache costs no epoch
             _warn(f"the cache {self.cache.path} cannot be filled, and shards are read from the store: {error}")
@@ -154,19 +158,14 @@ class Filler:
     def _fetch(self, shard: ShardInfo, file: FileVersion, out: IO[bytes]) -> None:
         """Write a shard. Raises _NotFetched for trouble of the store or of memory, OSError for that of the folder."""
         objects = self._files.others.get(shard.url, self._files).objects
-        pieces = objects.pieces(shard.url, file, self._reads, self._stop.is_set)
-        written = 0
-        while True:
-            try:
-                piece = next(pieces, None)
-            except (OrchdataError, MemoryError) as error:  # of memory, there may be more later
-                raise _NotFetched from error
-            if piece is None:
-                break
-            out.write(piece)
-            written += len(piece)
-        if written != file.size:
-            raise _Stopped
+        with closing(Blocks(RemoteFile(objects, shard.url, file, self._reads))) as source:
+            for start in range(0, file.size, BLOCK_BYTES):
+                here().check()
+                try:
+                    block = source.view(start, BLOCK_BYTES)
+                except (OrchdataError, MemoryError) as error:  # of memory, there may be more later
+                    raise _NotFetched from error
+                out.write(block)
 
     def _upcoming(self) -> Iterator[int]:
         """Yield the numbers of shards, each once, from the loader's place on, through this epoch and the next."""
@@ -205,10 +204,6 @@ class Filler:
         shards = np.asarray(self._index.shard[rows])
         last = dict(zip(shards.tolist(), positions.tolist(), strict=True))
         return [(number, last[number]) for number in dict.fromkeys(shards.tolist()) if self._wanted[number]]
-
-
-class _Stopped(Exception):
-    """The loader has ended."""
 
 
 class _NotFetched(Exception):
@@ -283,29 +278,6 @@ def _ranks_per_node(rank: Rank, balance: Balance) -> int | None:
     return rank.ranks_per_node or (balance.group_size if balance.scope == "grouped" else None)
 
 
-def warn_of_fetches(index: Index, plan: PlanSpec, rank: Rank) -> None:
-    """Warn once, on the first rank, that compressed tars are fetched again and again."""
-    order = plan.order
-    if rank.rank or not isinstance(order, Order | MixtureOrder):
-        return
-    own, cap = streams_of_node(rank, plan, order.streams), CacheFolder().max_bytes
-    num_bytes = int(decompressed(index) * (1.0 if own is None else len(own) / order.streams))
-    if num_bytes > cap:
-        warn_once(
-            f"compressed tars of {index.fingerprint}",
-            f"the compressed tars that a node reads take about {num_bytes:,} bytes decompressed, and its cache folder "
-            f"holds {cap:,}: they are fetched several times in an epoch. Store plain tars, or fewer for each node: "
-            'balance="grouped" and shuffle=od.Shuffle(streams=<groups>)',
-        )
-
-
-def decompressed(index: Index) -> int:
-    """Return about how many bytes the compressed tars of object storage have decompressed: little besides members."""
-    stored = sum(shard.size for shard in index.shards if shard.packed and is_remote(shard.url))
-    whole = sum(shard.size for shard in index.shards)
-    return max(stored, int(index.totals["bytes"]) * stored // max(1, whole))
-
-
 def filler_of(
     spec: BuildSpec, rank: Rank, cache: Cache | None, reads: ReadBytes | None, *, forks: bool
 ) -> Filler | None:
@@ -318,7 +290,6 @@ def filler_of(
         return None
     if not any(is_remote(shard.url) for shard in shards.index.shards):
         return None
-    warn_of_fetches(shards.index, spec.plan, rank)
     if cache is None or reads is None:
         return None
     own = streams_of_node(rank, spec.plan, order.streams)

@@ -49,11 +49,11 @@ from orchdata.loaders.shards.tar_walk import (
     walk_plain,
 )
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.entries import copy_name
 from orchdata.loaders.storage.local import LocalFile
 from orchdata.loaders.storage.paths import compression
 from orchdata.loaders.storage.remote.objects import in_order
-from orchdata.loaders.storage.remote.urls import identity
-from orchdata.loaders.storage.storage import Run, Storage, StorageFile, read_run, runs_of
+from orchdata.loaders.storage.storage import FileVersion, Run, Storage, StorageFile, read_run, runs_of
 from orchdata.loaders.watch import here
 
 Bytes = bytes | memoryview
@@ -94,10 +94,9 @@ class TarShard(Shard):
         """Walk the archive and read the media headers. Bad data become rows with an error, never an exception."""
         lost_bytes = max(1, self.size)
         try:
-            scan, checksum = self._walked(lambda batches: self._scan().run(batches))
-            table, met = scan.table, scan.met
+            (table, lost, met), checksum = self._walked(lambda batches: self._scan().run(batches))
             # Scaled to bytes of the stored shard: an estimate for a compressed one.
-            lost_bytes = -(-scan.lost_bytes * self.size // self._file.size)
+            lost_bytes = -(-lost * self.size // self._file.size)
         except NotATar as error:
             head = self._file.read(0, 8)
             table = shard_failure(str(error) if not head else f"not a tar ({error}): starts with {starts_with(head)}")
@@ -108,8 +107,7 @@ class TarShard(Shard):
     def begin(self, most: int) -> Beginning:
         """Walk the archive up to the sample after the first `most`. Bad data become rows with an error."""
         try:
-            scan, _ = self._walked(lambda batches: self._scan(most).run(batches), _FIRST_BLOCKS)
-            table, met = scan.table, scan.met
+            (table, _, met), _ = self._walked(lambda batches: self._scan(most).run(batches), _FIRST_BLOCKS)
         except NotATar as error:
             table, met = shard_failure(f"not a tar ({error})"), {}
         after = bisect_left(table.sample, most)
@@ -256,7 +254,7 @@ def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder) -> D
         StorageError: it cannot be read, or the cache cannot be written or is too small for it.
         StaleIndexError: it changed while it was read.
     """
-    name = copy_name(file.url, file.size, file.version)
+    name = copy_name(file.url, FileVersion(file.size, file.version))
     is_new = False
 
     def make(out: IO[bytes], cap: int) -> None:
@@ -279,12 +277,6 @@ def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder) -> D
         except StorageError as error:
             if error.errno not in (errno.ENOENT, errno.ELOOP):  # these: evicted just now, or replaced by a link
                 raise
-
-
-def copy_name(url: str, size: int, version: str) -> str:
-    """Return the name of a shard's decompressed copy in the cache folder."""
-    name = "\0".join((identity(url), str(size), version))
-    return hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
 def _check(file: Storage, written: int, consumed: int, limits: Limits, cap: int) -> None:
@@ -339,14 +331,6 @@ def _unzstd(file: Storage) -> Iterator[tuple[int, bytes]]:
         raise _Damaged(f"the zstd data are cut at byte {file.size}")
 
 
-class ScannedTar(NamedTuple):
-    """Facts of an archive, the number of bytes after damage, with unknown content, and `FactsMeta.met`."""
-
-    table: FactsTable
-    lost_bytes: int
-    met: dict[str, int]
-
-
 class TarScan:
     """One pass over an archive: groups members into samples and reads their media headers. It ends where a sample
     begins after `most`.
@@ -369,7 +353,8 @@ class TarScan:
         self._regular = 0
         self._most = most
 
-    def run(self, batches: Iterator[TarBatch]) -> ScannedTar:
+    def run(self, batches: Iterator[TarBatch]) -> tuple[FactsTable, int, dict[str, int]]:
+        """Return facts, the number of bytes after damage, with unknown content, and `FactsMeta.met`."""
         damage: str | None = None
         end = 0
         for batch in batches:
@@ -378,7 +363,7 @@ class TarScan:
             taken = self._group(batch)
             if len(self._table) > self._limits.shard_rows:
                 reason = f"more than {self._limits.shard_rows} members, above Limits.shard_rows"
-                return ScannedTar(shard_failure(reason), self._file.size, self.met.counts)
+                return shard_failure(reason), self._file.size, self.met.counts
             self._scan_headers(batch, taken, first_row)
             if self._sample >= self._most:  # those before it are complete
                 break
@@ -392,10 +377,10 @@ class TarScan:
             table.fail_structure(len(table) - 1, damage)
         if not len(table):
             lost_bytes = 0 if damage is None else self._file.size
-            return ScannedTar(shard_failure(damage or self._no_samples()), lost_bytes, self.met.counts)
+            return shard_failure(damage or self._no_samples()), lost_bytes, self.met.counts
         # It is unknown how much is missing from an archive that ends early: at least one byte marks it as damaged.
         lost_bytes = 0 if damage is None else max(1, self._file.size - end)
-        return ScannedTar(table, lost_bytes, self.met.counts)
+        return table, lost_bytes, self.met.counts
 
     def _no_samples(self) -> str:
         if not self._regular:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import time
 import zlib
@@ -25,7 +26,9 @@ from orchdata.loaders.storage.atomic import (
     status_of,
     write_once,
 )
+from orchdata.loaders.storage.remote.urls import identity
 from orchdata.loaders.storage.sealed import forget, is_noted, note
+from orchdata.loaders.storage.storage import FileVersion
 
 PARTIAL_SUFFIX: Final = ".part"
 SUM_SUFFIX: Final = ".sum"
@@ -64,6 +67,12 @@ class _Summed:
     def write(self, data: bytes) -> int:
         self.crc32 = zlib.crc32(data, self.crc32)
         return self._file.write(data)
+
+
+def copy_name(url: str, file: FileVersion) -> str:
+    """Return the name of a copy of a shard: whole, or decompressed."""
+    words = "\0".join((identity(url), str(file.size), file.version))
+    return hashlib.blake2b(words.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
 def new_partial(path: Path) -> tuple[int, str]:

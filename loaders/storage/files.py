@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage import local
-from orchdata.loaders.storage.atomic import is_folder
 from orchdata.loaders.storage.node import Cache, CopiedFile, Copies
 from orchdata.loaders.storage.remote import urls
 from orchdata.loaders.storage.remote.objects import Looks, Objects, RemoteFile, matches
@@ -88,9 +87,6 @@ class Files:
                 self._copies = Copies(self.cache)
             return self._copies
 
-    def identity(self, path: str) -> str:
-        return urls.identity(path)
-
     def of(self, shard: str) -> Files:
         """Return the files of the data set that has a shard, for the media that it names."""
         return self.others.get(shard, self)
@@ -106,9 +102,6 @@ class Files:
         """Return the bytes of a file, or of the files of a folder; 0 if it does not exist. Raises as `version`."""
         version = self.version(path, retries=retries)
         return 0 if version is None else version.size
-
-    def is_folder(self, path: str) -> bool:
-        return not urls.is_remote(path) and is_folder(path)
 
     def open(self, path: str, known: FileVersion | None = None, reads: ReadBytes | None = None) -> Storage:
         """Open a file; an object with a `known` size and version takes no request. Raises StorageError, and ShardError

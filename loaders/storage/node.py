@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
-import threading
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
@@ -24,6 +22,7 @@ from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.entries import (
     Entry,
     complete,
+    copy_name,
     entries,
     is_whole,
     last_used,
@@ -34,7 +33,7 @@ from orchdata.loaders.storage.entries import (
 )
 from orchdata.loaders.storage.local import LocalFile
 from orchdata.loaders.storage.remote.objects import Ahead, Objects, RemoteFile
-from orchdata.loaders.storage.remote.urls import identity, is_remote
+from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.storage import Extent, FileVersion, ReadBytes
 
 
@@ -46,8 +45,7 @@ class CopiedFile(RemoteFile):
     def __init__(self, objects: Objects, url: str, file: FileVersion, reads: ReadBytes | None, copies: Copies) -> None:
         super().__init__(objects, url, file, reads)
         self._copies = copies
-        self._copy: LocalFile | None = None
-        self._lock = threading.Lock()
+        self._copy: LocalFile | None = None  # closed with the last reference
 
     def read(self, offset: int, size: int) -> bytes:
         copy = self._found()
@@ -63,19 +61,12 @@ class CopiedFile(RemoteFile):
         return super().expect(extents if self._found() is None else ())
 
     def close(self) -> None:
-        with self._lock:
-            copy, self._copy = self._copy, None
-        if copy is not None:
-            copy.close()
+        self._copy = None
 
     def _found(self) -> LocalFile | None:
         """Return the copy; one that has just been made too."""
-        copy = self._copy
-        if copy is None and (copy := self._copies.find(self.url, self._file)) is not None:
-            with self._lock:
-                if self._copy is None:
-                    self._copy = copy
-                copy = self._copy
+        if (copy := self._copy) is None:
+            copy = self._copy = self._copies.find(self.url, self._file)
         return copy
 
     def _read_copy(self, copy: LocalFile, offset: int, size: int) -> bytes | None:
@@ -84,14 +75,9 @@ class CopiedFile(RemoteFile):
             data = copy.read(offset, size)
             if len(data) == max(0, min(offset + size, self.size) - offset) and copy.is_as_opened():
                 return data
-        except ValueError:  # another thread has just closed it
-            pass
         except (OSError, StorageError):
             self._copies.refuse(self.url, self._file)
-        with self._lock:
-            if self._copy is copy:
-                self._copy = None
-        copy.close()
+        self._copy = None
         return None
 
 
@@ -131,7 +117,7 @@ class Copies:
                 return None
             if self._verified.get(path) != _mark(status):
                 if not is_whole(path):
-                    self._remove_damaged(name_of(url, file), path)
+                    self._remove_damaged(copy_name(url, file), path)
                     self.refuse(url, file)
                     return None
                 self._verified[path] = _mark(status)
@@ -162,7 +148,7 @@ class Copies:
         make room. Raises StorageError: the folder cannot be created; OSError: it cannot be written, or the disk is
         full.
         """
-        name = name_of(url, file)
+        name = copy_name(url, file)
         path = self._path(url, file)
         needed = file.size + _NEXT_TO_IT_BYTES
         if self.has(url, file):
@@ -189,7 +175,7 @@ class Copies:
         return "added"
 
     def _path(self, url: str, file: FileVersion) -> Path:
-        return self._folder / (name_of(url, file) + SUFFIX)
+        return self._folder / (copy_name(url, file) + SUFFIX)
 
     def _remove_damaged(self, name: str, path: Path) -> None:
         """Remove a copy that is not whole, unless another process does, or makes it again; best effort."""
@@ -226,12 +212,6 @@ class Copies:
             sizes[name] = size
         self._sizes = sizes
         return sum(sizes.values())
-
-
-def name_of(url: str, file: FileVersion) -> str:
-    """Return the name of the copy of an object."""
-    words = "\0".join((identity(url), str(file.size), file.version))
-    return hashlib.blake2b(words.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
 def _is_unused(entry: Entry) -> bool:

@@ -13,6 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
+Bytes = bytes | memoryview
+Extent = tuple[int, int]
+"""Offset and size."""
+
 
 class Storage(Protocol):
     """Bytes that many threads can read at any position at the same time.
@@ -27,14 +31,10 @@ class Storage(Protocol):
             it is not known.
     """
 
-    @property
-    def url(self) -> str: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def version(self) -> str: ...
-    @property
-    def changed_ns(self) -> int: ...
+    url: str
+    size: int
+    version: str
+    changed_ns: int = 0
 
     def read(self, offset: int, size: int) -> bytes:
         """Read `size` bytes from `offset`; fewer only at the end of the file."""
@@ -42,21 +42,21 @@ class Storage(Protocol):
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
         """Fill `buffer` from `offset`. Return the number of bytes read, fewer only at the end of the file."""
-        ...
+        data = self.read(offset, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
-    def expect(self, extents: Sequence[tuple[int, int]]) -> object:
-        """Begin to read ranges (offset, size) that are read soon, if that saves time. Keep the result until they were
-        read.
-        """
-        ...
+    def expect(self, extents: Sequence[Extent]) -> object:
+        """Begin to read ranges that are read soon, if that saves time. Keep the result until they were read."""
+        return None
 
     def check_unchanged(self) -> None:
         """Raise StaleIndexError if the content may have changed since it was opened. Call it after reading."""
-        ...
+        return
 
     def close(self) -> None:
         """Release the resources after running reads have finished."""
-        ...
+        return
 
 
 class StorageFile(io.RawIOBase):
@@ -122,11 +122,6 @@ def fits(wanted: str, version: str) -> bool:
     if wanted.startswith(_STAMPED):
         return wanted == stamped(stamp_of_version(version))
     return not wanted or wanted == version
-
-
-Bytes = bytes | memoryview
-Extent = tuple[int, int]
-"""Offset and size."""
 
 
 class Run(NamedTuple):

@@ -86,14 +86,11 @@ class NamedMedia(NamedTuple):
         """Join the contents of the listed files into one item of its modality."""
         return _CLASSES[self.field.partition(".")[0]].from_frames(contents, self.metadata)
 
-    def decoded_size(self) -> int:
-        """Return an upper bound of the decoded size in bytes."""
-        return 3 * (len(self.encoded or "") // 4) + 3
-
     def decoded(self, limits: Limits) -> bytes:
         """Decode the base64. Raises DecodeError."""
-        if self.decoded_size() - 3 > limits.member_bytes:
-            raise DecodeError(f"{self.decoded_size()} bytes in base64, above Limits.member_bytes={limits.member_bytes}")
+        size = 3 * (len(self.encoded or "") // 4)
+        if size > limits.member_bytes:
+            raise DecodeError(f"{size + 3} bytes in base64, above Limits.member_bytes={limits.member_bytes}")
         try:
             return base64.b64decode("".join((self.encoded or "").split()), validate=True)
         except (binascii.Error, ValueError) as error:

@@ -429,13 +429,9 @@ def _huggingface_features(schema: pa.Schema) -> Mapping[str, object]:
 
 
 def _is_list(type_: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_list(type_)
-        or pa.types.is_large_list(type_)
-        or pa.types.is_fixed_size_list(type_)
-        or pa.types.is_list_view(type_)
-        or pa.types.is_large_list_view(type_)
-    )
+    kinds = pa.types
+    is_plain = kinds.is_list(type_) or kinds.is_large_list(type_) or kinds.is_fixed_size_list(type_)
+    return bool(is_plain or kinds.is_list_view(type_) or kinds.is_large_list_view(type_))
 
 
 def is_text(type_: pa.DataType) -> bool:
@@ -443,12 +439,9 @@ def is_text(type_: pa.DataType) -> bool:
 
 
 def _is_binary(type_: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_binary(type_)
-        or pa.types.is_large_binary(type_)
-        or pa.types.is_fixed_size_binary(type_)
-        or pa.types.is_binary_view(type_)
-    )
+    kinds = pa.types
+    is_plain = kinds.is_binary(type_) or kinds.is_large_binary(type_) or kinds.is_fixed_size_binary(type_)
+    return bool(is_plain or kinds.is_binary_view(type_))
 
 
 def _field_names(type_: pa.DataType) -> frozenset[str]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import errno
 import threading
 import weakref
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any, Final, NamedTuple, TypeVar
 
 from orchdata.loaders.errors import StorageError
@@ -38,9 +37,6 @@ GAP_BYTES: Final = 32 << 10
 """A gap that is read, rather than making another request: about what a connection carries in a millisecond."""
 PIECE_BYTES: Final = 8 << 20
 """Most bytes of a request; larger ranges are read in pieces, at the same time."""
-_PIECES_AHEAD: Final = 4
-"""Pieces of an object that is read whole which are under way at a time."""
-_ENDED_SECONDS: Final = 0.2
 _MOST_LISTED: Final = 2_000_000
 """Objects of listings that are kept; of others each is looked at."""
 _SIGNED_CLIENTS: Final = 32
@@ -70,14 +66,8 @@ class _Run:
         return not any(each.done() and each.exception() is not None for _, each in self.pieces)
 
 
-class Ahead:
-    """Ranges that are fetched before they are read; they are dropped with this object."""
-
-    def __init__(self, runs: list[_Run]) -> None:
-        self._runs = runs
-
-    def close(self) -> None:
-        self._runs = []
+Ahead = list[_Run]
+"""Ranges that are fetched before they are read, as long as they are held."""
 
 
 class Objects:
@@ -148,7 +138,7 @@ class Objects:
                 alive = {name: [each for each in known if each()] for name, known in self._ahead.items()}
                 self._ahead = {name: known for name, known in alive.items() if known}
                 self._full = 2 * len(self._ahead) + 1000
-        return Ahead(begun)
+        return begun
 
     def pages(self, folder: str, *, deep: bool = True) -> Iterator[list[Listed]]:
         """Yield the objects whose URLs begin with that of a folder ("/" at its end), by key, some at a time. Without
@@ -177,30 +167,6 @@ class Objects:
         client, key = self._client_of(url)
         self._called(url, "cannot be written", "put", client, partial(client.put, key, data))
 
-    def pieces(
-        self, url: str, file: FileVersion, reads: ReadBytes, ended: Callable[[], bool] = lambda: False
-    ) -> Iterator[Buffer]:
-        """Yield all bytes of an object in order; some pieces are under way at a time, after all other requests.
-        `ended`, looked at several times a second: whether no more are wanted. Raises StorageError; StaleIndexError for
-        another object.
-        """
-        left = iter(range(0, file.size, PIECE_BYTES))
-        under_way: deque[Pending[Buffer]] = deque()
-        while True:
-            for start in islice(left, _PIECES_AHEAD - len(under_way)):
-                wanted = ObjectRange(url, file, start, min(file.size, start + PIECE_BYTES))
-                under_way.append(requests.HERE.begin(self._piece(wanted, reads, ended), later=True))
-            if not under_way:
-                return
-            while not under_way[0].done():
-                if ended():
-                    return
-                try:
-                    under_way[0].exception(_ENDED_SECONDS)
-                except TimeoutError:
-                    continue
-            yield under_way.popleft().result()
-
     def _called(self, url: str, doing: str, kind: str, client: Client, call: Callable[[], T]) -> T:
         """Have a thread of the pool make a request, with retries, and wait for it."""
         return requests.HERE.wait(requests.HERE.begin(self._request(url, doing, kind, client, call)))
@@ -213,7 +179,7 @@ class Objects:
         client: Client,
         call: Callable[[], T],
         reads: ReadBytes | None = None,
-        **more: Any,
+        num_bytes: int = 0,
     ) -> Request[T]:
         counts = requests.HERE.counts if reads is None else reads.requests
 
@@ -222,7 +188,7 @@ class Objects:
             return call()
 
         how: dict[str, Any] = {"retry_seconds": self._retry_seconds, "counts": counts, "refresh": client.refresh}
-        return Request(call=counted, url=url, doing=doing, **how, **more)
+        return Request(call=counted, url=url, doing=doing, num_bytes=num_bytes, **how)
 
     def _run(self, wanted: ObjectRange, reads: ReadBytes | None) -> _Run:
         """Begin to read a range, in pieces."""
@@ -233,9 +199,7 @@ class Objects:
             pieces.append((start, requests.HERE.begin(self._piece(piece, reads))))
         return _Run(wanted, pieces)
 
-    def _piece(
-        self, wanted: ObjectRange, reads: ReadBytes | None, ended: Callable[[], bool] = lambda: False
-    ) -> Request[Buffer]:
+    def _piece(self, wanted: ObjectRange, reads: ReadBytes | None) -> Request[Buffer]:
         client, key = self._client_of(wanted.url)
 
         def get() -> Buffer:
@@ -246,8 +210,8 @@ class Objects:
             check(answer, wanted)
             return answer.data
 
-        more = {"ended": ended, "num_bytes": wanted.stop - wanted.start}
-        return self._request(wanted.url, f"cannot be read at {wanted.start}", "get", client, get, reads, **more)
+        doing, num_bytes = f"cannot be read at {wanted.start}", wanted.stop - wanted.start
+        return self._request(wanted.url, doing, "get", client, get, reads, num_bytes)
 
     def _client_of(self, url: str) -> tuple[Client, str]:
         """Return the client of an object, and its key. Raises StorageError in a process where no client works."""
@@ -387,12 +351,10 @@ _MOST_BLOCKS: Final = 12
 _BLOCKS_AHEAD: Final = 2
 
 
-class RemoteFile:
+class RemoteFile(Storage):
     """An object of storage. Each read says which version it must have, as the index has it, and gets bytes of no other.
     No request is made to open it.
     """
-
-    changed_ns: Final = 0
 
     def __init__(self, objects: Objects, url: str, file: FileVersion, reads: ReadBytes | None = None) -> None:
         self.url = url
@@ -411,11 +373,6 @@ class RemoteFile:
             return b""
         return self._objects.read(ObjectRange(self.url, self._file, offset, stop), self._reads)
 
-    def read_into(self, offset: int, buffer: memoryview) -> int:
-        data = self.read(offset, len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
     def expect(self, extents: Sequence[Extent]) -> Ahead:
         ranges = [
             ObjectRange(self.url, self._file, offset, stop)
@@ -424,15 +381,9 @@ class RemoteFile:
         ]
         return self._objects.expect(ranges, self._reads)
 
-    def check_unchanged(self) -> None:
-        """Each answer was checked."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
 
 class Blocks(RemoteFile):
-    """An object that is read from its start to its end, in parts: it reads large blocks, and the next ones ahead.
+    """An object that is read from its start to its end: it reads large blocks, and the next ones ahead.
 
     A block is kept for a while: an index reads headers first, and texts between them after that. Blocks inside of a
     large member are left out.
@@ -469,7 +420,7 @@ class Blocks(RemoteFile):
             blocks, self._blocks = list(self._blocks.values()), OrderedDict()
             self._current = -1, b""
         for block in blocks:
-            block.close()
+            block.clear()
 
     def _begin(self, first: int, last: int) -> None:
         """Begin to read blocks, and those after them if the file is read in order."""
@@ -485,7 +436,7 @@ class Blocks(RemoteFile):
                     self._blocks[number] = self.expect([(start, BLOCK_BYTES)])
             dropped = [self._blocks.popitem(last=False)[1] for _ in range(max(0, len(self._blocks) - _MOST_BLOCKS))]
         for block in dropped:
-            block.close()
+            block.clear()
 
 
 def in_order(file: Storage) -> Storage:

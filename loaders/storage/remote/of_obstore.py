@@ -10,14 +10,14 @@ from __future__ import annotations
 import base64
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from urllib.parse import unquote
 
 from orchdata.loaders.environment import way_out
 from orchdata.loaders.errors import PackageError
-from orchdata.loaders.storage.remote.requests import Answer, Buffer, Listed, Trouble, trouble_of
+from orchdata.loaders.storage.remote.requests import Answer, Buffer, Client, Listed
 from orchdata.loaders.storage.remote.urls import HTTP, ObjectUrl, without_secrets
 from orchdata.loaders.storage.storage import FileVersion
 
@@ -76,8 +76,6 @@ def with_aws_settings(config: Mapping[str, Any], profile: str | None) -> dict[st
     return settings
 
 
-T = TypeVar("T")
-
 SCHEMES: Final = ("s3", "gs", "az", *HTTP)
 """Schemes of URLs that obstore reads."""
 
@@ -97,7 +95,7 @@ _PUBLIC: Final = {*_OURS, *("endpoint", "region", "account_name", "container_nam
 """Options with values that may be shown."""
 
 
-class ObstoreClient:
+class ObstoreClient(Client):
     """Requests to a bucket, container or host through obstore, or through a store of the user's, used as it is."""
 
     def __init__(self, url: ObjectUrl, options: Mapping[str, Any], store: Any = None) -> None:
@@ -186,7 +184,7 @@ class ObstoreClient:
                 return HTTPStore.from_url(f"{url.root}/{url.query}", **settings)
             return from_url(f"{url.root}/", **config, **settings)
         except BaseException as error:  # obstore panics for some values, which is no Exception
-            if not isinstance(error, Exception) and not _is_panic(error):
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             words = self._words(error)
         way = ' (storage_options={"account_name": ...}, or AZURE_STORAGE_ACCOUNT_NAME)' if url.scheme == "az" else ""
@@ -202,28 +200,9 @@ class ObstoreClient:
                     f"storage_options {name} must be a URL such as https://storage.example.com, with its scheme"
                 )
 
-    def _called(self, call: Callable[[], T]) -> T:
-        """Return `call()`. Raises Trouble, which does not refer to an exception of obstore: these have secrets."""
-        try:
-            return call()
-        except (MemoryError, Trouble):
-            raise
-        except Exception as error:  # noqa: BLE001 - each kind is mapped
-            trouble = trouble_of(error, self._url.root, self._words(error))
-        except BaseException as error:
-            if not _is_panic(error):
-                raise
-            trouble = Trouble("final", f"obstore failed: {self._words(error)}")
-        raise trouble
-
     def _words(self, error: BaseException) -> str:
         first = str(error).split("\n\nDebug source", 1)[0]
         return without_secrets(" ".join(first.split()), self._secrets)[:300]
-
-
-def _is_panic(error: BaseException) -> bool:
-    """Return whether obstore itself failed, which raises no Exception."""
-    return type(error).__name__ == "PanicException"
 
 
 def library() -> Any:

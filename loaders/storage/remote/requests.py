@@ -21,16 +21,18 @@ import re
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 from orchdata.loaders import watch as waits
 from orchdata.loaders.errors import StaleIndexError, StorageError, pass_trouble
 from orchdata.loaders.memory import room
+from orchdata.loaders.storage.remote.urls import ObjectUrl
 from orchdata.loaders.storage.storage import FileVersion, RequestCounts
 from orchdata.loaders.watch import here
 
@@ -70,7 +72,6 @@ class Request(Generic[T]):
         retry_seconds: for how long after the first failure it is made again.
         counts: gets the attempts after the first.
         refresh: reads credentials again; called once.
-        ended: whether the result is wanted no more, though someone may hold it.
         num_bytes: memory that the result takes.
     """
 
@@ -80,7 +81,6 @@ class Request(Generic[T]):
     retry_seconds: float
     counts: RequestCounts
     refresh: Callable[[], bool]
-    ended: Callable[[], bool] = lambda: False
     num_bytes: int = 0
 
 
@@ -100,10 +100,9 @@ class Requests:
     def __init__(self, parent: Requests | None = None) -> None:
         self.counts = RequestCounts()
         self.most = _MOST_IN_FLIGHT
-        self._urgent: deque[weakref.ref[Pending[Any]]] = deque()
-        self._later: deque[weakref.ref[Pending[Any]]] = deque()
+        self._queue: deque[weakref.ref[Pending[Any]]] = deque()
         self._changed = threading.Condition()
-        self._threads = self._idle = self._running = self._running_late = self._running_bytes = 0
+        self._threads = self._idle = self._running = self._running_bytes = 0
         self._said = -_SAID_EVERY
         self._is_used = self._has_answer = False
         self._is_forked = parent is not None
@@ -119,12 +118,12 @@ class Requests:
         """Divide the number in flight among so many processes of the rank."""
         self.most = max(_LEAST_IN_FLIGHT, _MOST_IN_FLIGHT // max(1, processes))
 
-    def begin(self, request: Request[T], *, later: bool = False) -> Pending[T]:
-        """Have a thread make a request, `later` after all others. Return its result, which the caller must hold."""
+    def begin(self, request: Request[T]) -> Pending[T]:
+        """Have a thread make a request. Return its result, which the caller must hold."""
         pending = Pending(request)
         with self._changed:
-            (self._later if later else self._urgent).append(weakref.ref(pending))
-            if len(self._urgent) + len(self._later) > self._idle and self._threads < self.most:
+            self._queue.append(weakref.ref(pending))
+            if len(self._queue) > self._idle and self._threads < self.most:
                 try:
                     threading.Thread(target=self._serve, name="orchdata-requests", daemon=True).start()
                     self._threads += 1
@@ -151,7 +150,7 @@ class Requests:
     def bytes_in_flight(self) -> int:
         """Memory that the results of all requests will take which are queued or under way."""
         with self._changed:
-            queued = [each() for queue in (self._urgent, self._later) for each in queue]
+            queued = [each() for each in self._queue]
             return sum(each.request.num_bytes for each in queued if each is not None) + self._running_bytes
 
     def keep_trying(self, request: Request[T], is_wanted: Callable[[], bool] = lambda: True) -> T:
@@ -176,7 +175,7 @@ class Requests:
                 until = now + request.retry_seconds if until is None else until
                 num_odd += trouble.kind == "odd"
                 may_pass = trouble.kind == "passing" or (trouble.kind == "odd" and num_odd < _MOST_ODD)
-                if not may_pass or now >= until or request.ended() or not is_wanted():
+                if not may_pass or now >= until or not is_wanted():
                     raise trouble.as_error(request.url, request.doing, attempts)
                 if attempts > 5 and now - self._said >= _SAID_EVERY:
                     self._said = now
@@ -192,19 +191,16 @@ class Requests:
         while True:
             with self._changed:
                 self._idle += 1
-                while (taken := self._taken()) is None:
+                while (pending := self._taken()) is None:
                     self._changed.wait()
                 self._idle -= 1
-                pending, is_late = taken
                 request, reference = pending.request, weakref.ref(pending)
                 self._running += 1
-                self._running_late += is_late
                 self._running_bytes += request.num_bytes
-            del pending, taken  # others decide how long it is wanted
+            del pending  # others decide how long it is wanted
             self._make(request, reference)
             with self._changed:
                 self._running -= 1
-                self._running_late -= is_late
                 self._running_bytes -= request.num_bytes
                 self._changed.notify()
 
@@ -220,23 +216,20 @@ class Requests:
             if (pending := reference()) is not None:
                 pending.set_result(result)
 
-    def _taken(self) -> tuple[Pending[Any], bool] | None:
-        """Return the next request, and whether it is a later one; None if none may begin now. Later ones have half of
-        the requests in flight at most: they are large, and an urgent one would wait for their end.
-        """
-        for queue, may_begin in ((self._urgent, True), (self._later, self._running_late < max(1, self.most // 2))):
-            while queue and may_begin and self._running < self.most:
-                if (pending := queue[0]()) is None:  # no one wants it
-                    queue.popleft()
-                    continue
-                try:
-                    left = room() if self._running else None
-                except (OSError, MemoryError):  # no file or memory is left to look: as if there were no room
-                    return None
-                if left is not None and left.left_bytes < needed_bytes(self._running_bytes + pending.request.num_bytes):
-                    return None
-                queue.popleft()
-                return pending, queue is self._later
+    def _taken(self) -> Pending[Any] | None:
+        """Return the next request; None if none may begin now."""
+        while self._queue and self._running < self.most:
+            if (pending := self._queue[0]()) is None:  # no one wants it
+                self._queue.popleft()
+                continue
+            try:
+                left = room() if self._running else None
+            except (OSError, MemoryError):  # no file or memory is left to look: as if there were no room
+                return None
+            if left is not None and left.left_bytes < needed_bytes(self._running_bytes + pending.request.num_bytes):
+                return None
+            self._queue.popleft()
+            return pending
         return None
 
 
@@ -440,29 +433,51 @@ class Listed(NamedTuple):
     file: FileVersion
 
 
-class Client(Protocol):
-    """Requests to one bucket, container or host. Safe from many threads; each call is one attempt."""
+class Client(ABC):
+    """Requests to one bucket, container or host. Safe from many threads; each call is one attempt, and raises Trouble,
+    without secrets.
+    """
 
+    _url: ObjectUrl
+
+    def _called(self, call: Callable[[], T]) -> T:
+        """Return `call()`. Raises Trouble, which does not refer to an exception of the client: these have secrets."""
+        try:
+            return call()
+        except (MemoryError, Trouble):
+            raise
+        except Exception as error:  # noqa: BLE001 - each kind is mapped
+            trouble = trouble_of(error, self._url.root, self._words(error))
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of obstore
+                raise
+            trouble = Trouble("final", f"obstore failed: {self._words(error)}")
+        raise trouble
+
+    @abstractmethod
+    def _words(self, error: BaseException) -> str:
+        """Return an exception on one line, without secrets."""
+
+    @abstractmethod
     def get(self, key: str, start: int, stop: int, version: str) -> Answer:
         """Read bytes of an object, which must have this version if the server can be asked for it; "" is any. The
         version in the answer is compared by the caller.
         """
-        ...
 
+    @abstractmethod
     def head(self, key: str) -> FileVersion:
         """Return size and version of an object."""
-        ...
 
+    @abstractmethod
     def pages(self, folder: str, after: str, *, deep: bool = True) -> Iterator[list[Listed]]:
         """Yield the objects whose keys begin with `folder` (with "/" at its end, or empty), by key, after one, about
         1,000 at a time. Without `deep`, the server passes over those in folders below it, and may make one page of all.
         """
-        ...
 
+    @abstractmethod
     def put(self, key: str, data: Buffer) -> None:
         """Write an object."""
-        ...
 
     def refresh(self) -> bool:
         """Read credentials again; return False if that cannot help."""
-        ...
+        return False
