@@ -23,12 +23,8 @@ _BUSY = (errno.EACCES, errno.EAGAIN)
 
 
 class Claims:
-    """The claims of one piece of work; its threads never claim the same name. Where the file system has no locks, or
-    the
-    file cannot be opened, every claim succeeds: work may then be done twice.
-
-    Args:
-        path: of the file; created if missing. Raises StorageError if something else has its name.
+    """The claims of one piece of work, at a path; its threads never claim the same name. Where the file system has no
+    locks, or the file cannot be opened, every claim succeeds: work may then be done twice. Raises StorageError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,10 +40,8 @@ class Claims:
 
     @contextlib.contextmanager
     def claim(self, name: str, go_on: Callable[[], bool] = lambda: False) -> Iterator[bool]:
-        """Yield whether the name is ours for the duration of the block.
-
-        Args:
-            go_on: called while another process has it: whether to keep waiting.
+        """Yield whether the name is ours for the block; while another process has it, `go_on` says whether to keep
+        waiting.
         """
         offset = int.from_bytes(blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "big") >> 2
         ours = self._take(offset)

@@ -22,7 +22,6 @@ _making = threading.Lock()
 
 def lock_of(used: Any) -> Lock:
     """Return the lock of an object: for a bound method that of its object, for a partial function that of its function.
-
     The thread that has it may take it again.
     """
     target = _target(used)

@@ -40,10 +40,7 @@ class LeftOut(Exception):
 
 def made_record(function: UserFunction, record: dict[str, Any]) -> dict[str, Any]:
     """Return the record that the function makes, as a copy: a text under "text", a list of turns under "messages".
-
-    Raises:
-        LeftOut: it returned None.
-        DecodeError: it raised an exception, or returned something that is no record.
+    Raises LeftOut if it returned None; DecodeError.
     """
     made = function(record)
     if made is None:
@@ -68,14 +65,9 @@ def made_record(function: UserFunction, record: dict[str, Any]) -> dict[str, Any
 
 
 def check_function(function: UserFunction, number: int, record: Callable[[], dict[str, Any]]) -> None:
-    """Call the function twice for the first samples of a shard.
-
-    Args:
-        number: of the sample in its shard.
-        record: returns a new record each time, equal to the others.
-
-    Raises:
-        FunctionError: it changes its record, or gives another result the second time.
+    """Call the function twice for the first samples of a shard. Raises FunctionError if it changes its record, or gives
+    another result the second time.
+    `record` returns a new record each time, equal to the others.
     """
     if number >= _CHECKED_SAMPLES:
         return

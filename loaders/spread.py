@@ -22,12 +22,7 @@ Result = TypeVar("Result")
 
 
 class Spread:
-    """The idle threads of a build.
-
-    Args:
-        turns: says how many threads may work.
-        most: number of threads of the build.
-    """
+    """The idle threads of a build, which has `most`; `turns` says how many may work."""
 
     def __init__(self, turns: Turns, most: int) -> None:
         self._turns = turns
@@ -39,13 +34,8 @@ class Spread:
         self._pool.shutdown()
 
     def in_order(self, function: Callable[[Item], Result], items: Iterable[Item]) -> Generator[Result]:
-        """Yield `function(item)` for each item, in order; the error of an item is raised in its place.
-
-        Items are taken in this thread, and at most one more than there are threads are under way.
-
-        Args:
-            function: called in several threads at the same time. It must not depend on earlier calls.
-            items: their lengths are their amounts of work.
+        """Yield `function(item)` for each item, in order; the error of an item is raised in its place. Items are taken
+        in this thread; their lengths are their amounts of work. At most one more than there are threads are under way.
         """
         source, pace = iter(items), Pace(self._most, time.monotonic())
         ahead: deque[Item] = deque()

@@ -1,18 +1,9 @@
-"""The cache of a loader: its argument, which shards a node has of its own, and the thread that copies them.
-
-Filler: a thread that copies a node's own shards into its cache, in the order in which the loader reaches them.
+"""What fills the cache of a loader: which shards a node has of its own, and the thread that copies them.
 
     position of the loader --order--> shards of the next samples --not copied yet--> fetched whole --> copies
 
-Each rank of a node has one, in its training process. A shard that one of them fetches is left to it.
-
-Which shards a node has of its own: those that no other node reads. A cache keeps these, and no others.
-
-streams of the order --shared out evenly over the ranks, under scope "grouped"--> streams of the node
-
-Compressed tars of a store that the cache folder cannot hold decompressed: each is fetched several times an epoch.
-
-What fills the cache of a loader.
+A node's own shards are those that no other node reads; a cache keeps these alone. Each rank of a node has a thread in
+its training process. A shard that one of them fetches is left to it.
 """
 
 from __future__ import annotations
@@ -21,10 +12,11 @@ import logging
 import os
 import threading
 import weakref
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 from typing import IO, Final
 
 import numpy as np
@@ -33,11 +25,13 @@ from orchdata.building.spec import BuildSpec
 from orchdata.loaders.errors import OrchdataError, StaleIndexError
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.shards.shard import ShardInfo
-from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.entries import copy_name
 from orchdata.loaders.storage.files import Files
-from orchdata.loaders.storage.node import Added, Cache, Copies, name_of
+from orchdata.loaders.storage.node import Cache, Copies
+from orchdata.loaders.storage.remote.objects import BLOCK_BYTES, Blocks, RemoteFile
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.storage import FileVersion, ReadBytes
+from orchdata.loaders.watch import Ended, here
 from orchdata.loop.loop import Place
 from orchdata.notices import warn_once
 from orchdata.order.mixture import MixtureOrder
@@ -57,15 +51,8 @@ _FILLERS: weakref.WeakSet[Filler] = weakref.WeakSet()
 
 
 class Filler:
-    """Copies shards while a loader iterates. The thread ends with the loader, and never runs in a forked process.
-
-    Args:
-        cache: of the node.
-        index: the shards.
-        files: reads them.
-        order: of the loader.
-        streams: streams of the order that this node alone reads; None for all.
-        reads: counts what is fetched.
+    """Copies shards while a loader iterates, of the streams that this node alone reads (None: all). The thread ends
+    with the loader, and never runs in a forked process.
     """
 
     def __init__(
@@ -78,12 +65,14 @@ class Filler:
         self._files = files
         self._streams = None if streams is None else np.array(streams, np.int64)
         self._reads = reads
-        self._wanted = [_is_copied(shard) for shard in index.shards]
-        self.names = frozenset(
-            name_of(shard.url, _file_of(shard))
-            for shard, wanted in zip(index.shards, self._wanted, strict=True)
-            if wanted
-        )
+        # Objects with a version. A compressed one has a decompressed copy, and of one whose beginning was indexed
+        # most is not read.
+        self._wanted = [
+            is_remote(shard.url) and not shard.packed and not shard.reach and bool(shard.version and shard.size)
+            for shard in index.shards
+        ]
+        wanted = compress(index.shards, self._wanted)
+        self.names = {copy_name(shard.url, FileVersion(shard.size, shard.version)): None for shard in wanted}
         self._where: Callable[[], Place] = lambda: Place(0, 0.0)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -91,11 +80,7 @@ class Filler:
         _FILLERS.add(self)
 
     def begin(self, where: Callable[[], Place]) -> None:
-        """Copy what is read from there on.
-
-        Args:
-            where: returns where the loader stands now.
-        """
+        """Copy what is read from where the loader stands, as `where` says."""
         if not self.names or os.getpid() != self._process:
             return
         self._where = where
@@ -118,9 +103,10 @@ class Filler:
             self._thread.join()
 
     def _run(self) -> None:
+        here().ended = self._stop.is_set
         try:
             self._fill()
-        except _Stopped:
+        except Ended:
             pass
         except Exception as error:  # noqa: BLE001 - a cache costs no epoch
             _warn(f"the cache {self.cache.path} cannot be filled, and shards are read from the store: {error}")
@@ -129,8 +115,12 @@ class Filler:
         """Copy shards until all are there, or there is no room. Raises OSError or StorageError of the folder."""
         failures, left = 0, deque[int]()
         for number in chain(self._upcoming(), self._again(left)):
+            shard = self._index.shards[number]
+            file = FileVersion(shard.size, shard.version)
+            # No copy that a loader of this run reads goes.
+            stay = ChainMap(*(each.names for each in list(_FILLERS) if each.cache.path == self.cache.path))
             try:
-                added = self._add(self._index.shards[number])
+                added = self._copies.add(shard.url, file, partial(self._fetch, shard, file), stay)
             except _NotFetched as error:
                 # If it lasts, steps fail too, and say why.
                 if isinstance(error.__cause__, StaleIndexError):
@@ -147,7 +137,7 @@ class Filler:
             elif added == "too large":
                 _warn(
                     f"the cache {self.cache.path} holds {self.cache.max_bytes:,} bytes, less than the shard "
-                    f"{self._index.shards[number].url}: shards of this size are not copied"
+                    f"{shard.url}: shards of this size are not copied"
                 )
             elif added == "full":
                 return
@@ -158,28 +148,17 @@ class Filler:
             for _ in range(len(left)):
                 yield left.popleft()
 
-    def _add(self, shard: ShardInfo) -> Added:
-        file = _file_of(shard)
-        if self._copies.has(shard.url, file):
-            return "there"
-        return self._copies.add(shard.url, file, partial(self._fetch, shard, file), _Stay(self.cache))
-
     def _fetch(self, shard: ShardInfo, file: FileVersion, out: IO[bytes]) -> None:
         """Write a shard. Raises _NotFetched for trouble of the store or of memory, OSError for that of the folder."""
         objects = self._files.others.get(shard.url, self._files).objects
-        pieces = objects.pieces(shard.url, file, self._reads, self._stop.is_set)
-        written = 0
-        while True:
-            try:
-                piece = next(pieces, None)
-            except (OrchdataError, MemoryError) as error:  # of memory, there may be more later
-                raise _NotFetched from error
-            if piece is None:
-                break
-            out.write(piece)
-            written += len(piece)
-        if written != file.size:
-            raise _Stopped
+        with closing(Blocks(RemoteFile(objects, shard.url, file, self._reads))) as source:
+            for start in range(0, file.size, BLOCK_BYTES):
+                here().check()
+                try:
+                    block = source.view(start, BLOCK_BYTES)
+                except (OrchdataError, MemoryError) as error:  # of memory, there may be more later
+                    raise _NotFetched from error
+                out.write(block)
 
     def _upcoming(self) -> Iterator[int]:
         """Yield the numbers of shards, each once, from the loader's place on, through this epoch and the next."""
@@ -220,33 +199,8 @@ class Filler:
         return [(number, last[number]) for number in dict.fromkeys(shards.tolist()) if self._wanted[number]]
 
 
-class _Stay:
-    """Names of copies that a run does not remove: those of all its loaders with this cache."""
-
-    def __init__(self, cache: Cache) -> None:
-        self._names = [each.names for each in list(_FILLERS) if each.cache.path == cache.path]
-
-    def __contains__(self, name: object) -> bool:
-        return any(name in names for names in self._names)
-
-
-class _Stopped(Exception):
-    """The loader has ended."""
-
-
 class _NotFetched(Exception):
     """The store did not give a shard; the cause says why."""
-
-
-def _is_copied(shard: ShardInfo) -> bool:
-    """Return whether a shard may be copied: an object with a version. A compressed one has a decompressed copy, and of
-    one whose beginning was indexed most is not read.
-    """
-    return is_remote(shard.url) and not shard.packed and not shard.reach and bool(shard.version and shard.size)
-
-
-def _file_of(shard: ShardInfo) -> FileVersion:
-    return FileVersion(shard.size, shard.version)
 
 
 def _warn(message: str) -> None:
@@ -258,13 +212,9 @@ def _warn(message: str) -> None:
 
 
 def own_streams(rank: Rank, balance: Balance, num_streams: int) -> range | None:
-    """Return the streams of the order that this rank's node alone reads; None if every node reads every shard.
-
-    A node has streams of its own if it is the only one, or if samples stay in groups of ranks (scope "grouped"), and
-    both groups and streams end where the ranks of a node do.
-
-    Args:
-        balance: of the loader, with a group size under scope "grouped".
+    """Return the streams of the order that this rank's node alone reads; None if every node reads every shard. A node
+    has streams of its own if it is the only one, or if samples stay in groups of ranks (scope "grouped"), and both
+    groups and streams end where the ranks of a node do.
     """
     per_node = _ranks_per_node(rank, balance)
     if per_node is None:
@@ -321,37 +271,11 @@ def _ranks_per_node(rank: Rank, balance: Balance) -> int | None:
     return rank.ranks_per_node or (balance.group_size if balance.scope == "grouped" else None)
 
 
-def warn_of_fetches(index: Index, plan: PlanSpec, rank: Rank) -> None:
-    """Warn once, on the first rank, that compressed tars are fetched again and again."""
-    order = plan.order
-    if rank.rank or not isinstance(order, Order | MixtureOrder):
-        return
-    own, cap = streams_of_node(rank, plan, order.streams), CacheFolder().max_bytes
-    num_bytes = int(decompressed(index) * (1.0 if own is None else len(own) / order.streams))
-    if num_bytes > cap:
-        warn_once(
-            f"compressed tars of {index.fingerprint}",
-            f"the compressed tars that a node reads take about {num_bytes:,} bytes decompressed, and its cache folder "
-            f"holds {cap:,}: they are fetched several times in an epoch. Store plain tars, or fewer for each node: "
-            'balance="grouped" and shuffle=od.Shuffle(streams=<groups>)',
-        )
-
-
-def decompressed(index: Index) -> int:
-    """Return about how many bytes the compressed tars of object storage have decompressed: little besides members."""
-    stored = sum(shard.size for shard in index.shards if shard.packed and is_remote(shard.url))
-    whole = sum(shard.size for shard in index.shards)
-    return max(stored, int(index.totals["bytes"]) * stored // max(1, whole))
-
-
 def filler_of(
     spec: BuildSpec, rank: Rank, cache: Cache | None, reads: ReadBytes | None, *, forks: bool
 ) -> Filler | None:
     """Return what fills the cache of a loader; None if there is nothing to fill. Warns once if that is a surprise.
-
-    Args:
-        reads: counts what is fetched.
-        forks: whether workers are forked from this process.
+    `forks`: whether workers are forked from this process.
     """
     shards = spec.shards
     order = spec.plan.order
@@ -359,7 +283,6 @@ def filler_of(
         return None
     if not any(is_remote(shard.url) for shard in shards.index.shards):
         return None
-    warn_of_fetches(shards.index, spec.plan, rank)
     if cache is None or reads is None:
         return None
     own = streams_of_node(rank, spec.plan, order.streams)

@@ -34,9 +34,10 @@ from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.atomic import Buffer, opened, remove, replaced, status_of, write_at
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import Files
+from orchdata.loaders.storage.remote.objects import in_order
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.sealed import body_start, finish, head_by, head_of
-from orchdata.loaders.storage.storage import FileVersion, ReadBytes
+from orchdata.loaders.storage.storage import FileVersion
 from orchdata.loaders.versions import TABLE_FORMAT
 
 _READ_BYTES: Final = 8 << 20
@@ -269,12 +270,9 @@ def _make(file: IndexFile, files: Files, cache: CacheFolder, path: Path) -> None
 
 
 def _pieces(file: IndexFile, files: Files) -> Iterator[Buffer]:
-    if is_remote(file.url):
-        yield from files.objects.pieces(file.url, FileVersion(file.size, file.version), ReadBytes())
-        return
-    with closing(files.open(file.url)) as local:
+    with closing(in_order(files.open(file.url, FileVersion(file.size, file.version)))) as source:
         for start in range(0, file.size, _READ_BYTES):
-            yield local.read(start, min(_READ_BYTES, file.size - start))
+            yield source.read(start, min(_READ_BYTES, file.size - start))
 
 
 _SOURCE = "record_source"

@@ -1,20 +1,11 @@
-"""Arrow shards, as Hugging Face's `datasets` saves them on disk: layout of a file, its rows, and the shard.
+"""Arrow shards, as Hugging Face's `datasets` saves them on disk: one sample per row, read by row number.
 
-The messages of an Arrow stream or file, without its rows: file -> schema, and where each batch is.
+    file --messages--> schema, and where each batch is
+    description of a batch --pyarrow--> arrays over empty memory --where their buffers are--> bytes of the rows
 
-pyarrow reads the descriptions themselves. We read of them what pyarrow does not show: which bytes of the file a batch
-is, and how large its compressed buffers become.
-
-Rows of the columns of record batches: only the bytes of these rows are read.
-
-description of a batch --pyarrow--> arrays over memory that stays empty --where their buffers are--> bytes of the rows
-
-A batch that is compressed, or has dictionaries or views, is read whole. A file is not mapped: one that is truncated
-would end the process.
-
-Arrow shards, as Hugging Face's `datasets` saves them on disk: one sample per row, read by row number.
-
-Columns are used as in Parquet files; reading a row reads only its own bytes.
+pyarrow reads the descriptions. We read of them what it does not show: which bytes of the file a batch is, and how large
+its compressed buffers become. Reading a row reads only its own bytes; a batch that is compressed, or has dictionaries
+or views, is read whole. A file is not mapped: one that is truncated would end the process.
 """
 
 from __future__ import annotations
@@ -23,16 +14,16 @@ import mmap
 import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from orchdata.loaders.errors import one_line, pass_trouble
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules, Met
-from orchdata.loaders.shards.parquet.cells import field_clash, plan_columns, renamed
-from orchdata.loaders.shards.parquet.file import Refused, most_rows, running_sums
+from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules
+from orchdata.loaders.shards.parquet.cells import field_clash
+from orchdata.loaders.shards.parquet.file import Refused, RowReader
 from orchdata.loaders.shards.parquet.shard import COLUMNS, ColumnShard, DecodedColumn
 from orchdata.loaders.storage.storage import Storage
 
@@ -46,13 +37,8 @@ _OLD_COMPRESSION: Final = b"ARROW:experimental_compression"
 
 
 class Message(NamedTuple):
-    """A message of a file.
-
-    Attributes:
-        offset, body, stop: where it, its body, and what follows it begin.
-        kind: its type.
-        num_rows: of a batch.
-        packed: (offset, size) in the body of each buffer, if these are compressed.
+    """A message of a file: where it, its body, and what follows it begin; `packed` has (offset, size) in the body of
+    each buffer, if these are compressed.
     """
 
     offset: int
@@ -63,9 +49,8 @@ class Message(NamedTuple):
     packed: Sequence[tuple[int, int]] = ()
 
     def unpacked_bytes(self, data: bytes) -> int:
-        """Return the bytes of the message, `data`, as its buffers say that they are once they are decompressed.
-
-        Raises Refused for an offset or size that is impossible.
+        """Return the bytes of the message, `data`, with its buffers as large as they say that they become. Raises
+        Refused.
         """
         total, start = len(data), self.body - self.offset
         for offset, size in self.packed:
@@ -79,14 +64,7 @@ class Message(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The messages of a file.
-
-    Attributes:
-        schema: of all columns.
-        head: the message with the schema.
-        batches: the record batches.
-        dictionaries: of each batch, the dictionaries that it may use.
-    """
+    """The messages of a file: `head` has the schema; of each batch, the dictionaries that it may use."""
 
     schema: pa.Schema
     head: Message
@@ -193,6 +171,7 @@ def _place(data: bytes, table: int, field: int) -> int:
 _NORESERVE: Final = 0x4000
 """MAP_NORESERVE of Linux: address space that takes no memory."""
 _REMEMBERED: Final = 1024
+_SCAN_ROWS: Final = 16
 _BAD: Final = (Refused, pa.ArrowException, OSError, ValueError, KeyError)
 _LARGE: Final = frozenset((pa.large_binary().id, pa.large_string().id, pa.large_list(pa.null()).id))
 _LISTS: Final = frozenset((pa.list_(pa.null()).id, pa.large_list(pa.null()).id))
@@ -216,12 +195,8 @@ class Place(NamedTuple):
 
 
 class Node(NamedTuple):
-    """An array of a batch, as pyarrow describes it.
-
-    Attributes:
-        array: with its values, if the batch was read whole.
-        buffers: its own; where they are, unless the batch was read whole.
-        children: of lists and structs.
+    """An array of a batch, as pyarrow describes it: with its values (`array`) if the batch was read whole, else with
+    the places of its buffers.
     """
 
     array: pa.Array | None
@@ -232,42 +207,84 @@ class Node(NamedTuple):
     children: list[Node]
 
 
-class Column(NamedTuple):
-    """A column of a batch.
+class ArrowReader(RowReader):
+    """An Arrow file whose descriptions were read; a batch is a row group. Safe from many threads."""
 
-    Attributes:
-        node: all its values.
-        message: the batch.
-    """
+    kind = "Arrow stream"
 
-    node: Node
-    message: Message
-
-
-class Columns:
-    """The columns of a file. Safe from many threads.
-
-    Args:
-        most_bytes: of one column of rows that are read together, and of a batch that is read whole.
-    """
-
-    def __init__(self, file: Storage, layout: Layout, most_bytes: int) -> None:
+    def __init__(self, file: Storage, limits: Limits, rules: ColumnRules = ALL_AS_NAMED) -> None:
+        """Read its layout. Raises Refused, or pyarrow's own errors."""
         self._file = file
-        self._layout = layout
-        self._most_bytes = most_bytes
+        self._layout = layout = read_layout(file)
+        super().__init__(file, limits, rules, layout.schema, [batch.num_rows for batch in layout.batches], 1)
+        self._most_bytes = limits.column_bytes  # of rows of one column, and of a batch that is read whole
         self._whole_names = {field.name for field in layout.schema if reading_of(field.type) == WHOLE}
-        self._columns: dict[tuple[int, str], Column] = {}
+        self._nodes: dict[tuple[int, str], Node] = {}
+        if (clash := field_clash(self.columns)) is not None:
+            raise Refused(clash)
+        # Columns of types that are not read are ignored, if only a function of the user's wants them.
+        types = dict(zip(self.schema.names, self.schema.types, strict=True))
+        for column in [each for each in self.columns if reading_of(types[each.name]) == NEVER]:
+            if column.form != "words" or not column.has_nulls:
+                raise Refused(
+                    f"column {column.name!r} is {str(types[column.name])[:100]}, which is not supported: write it as "
+                    "plain strings, bytes and lists, or leave it out"
+                )
+            self.columns.remove(column)
+            self.ignored.append(column.name)
+        counts = Counter(self.schema.names)
+        for name in (*(column.name for column in self.columns), *(() if self.key is None else (self.key,))):
+            if counts[name] > 1:
+                raise Refused(f"two columns are called {name!r}: give each a different name")
 
-    def is_whole(self, batch: int, names: Sequence[str]) -> bool:
+    def check(self) -> None:
+        super().check()
+        if not self.plausible_rows():
+            rows, size = self.promised_rows, self._size
+            raise Refused(f"{rows} rows in a file of {size} bytes, above Limits.decompression_ratio")
+
+    def batches(self, group: int, names: Sequence[str], *, scan: bool = False) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of a batch, a few at a time. Raises Refused if its offsets point outside of it."""
+        rows, stored = self._layout.batches[group].num_rows, [self._stored_names.get(name, name) for name in names]
+        whole = self._whole(group, stored) if rows and self._is_whole(group, stored) else None
+        start, most = 0, _SCAN_ROWS
+        while start < rows:
+            length = min(most, rows - start)
+            try:
+                if whole is not None:
+                    arrays = [array.slice(start, length) for array in whole]
+                else:
+                    arrays = [self._take(group, name, start, length) for name in stored]
+            except (ValueError, pa.ArrowException) as error:
+                if isinstance(error, TooLarge) and length > 1:
+                    most = length // 2
+                    continue
+                raise Refused(f"batch {group}, rows {start} to {start + length}: {one_line(error)}") from None
+            yield pa.RecordBatch.from_arrays(arrays, names=list(names))
+            start += length
+            most = min(_SCAN_ROWS, 2 * most)
+
+    def cell(self, shard: int, group: int, name: str, row: int) -> pa.Scalar:
+        """Read one cell of a batch; a column that is read whole is kept, under the number of the shard."""
+        stored = self._stored_names.get(name, name)
+        if not self._is_whole(group, [stored]):
+            return self._take(group, stored, row, 1)[0]
+
+        def decoded() -> tuple[DecodedColumn, int]:
+            column, batch = DecodedColumn(self._whole(group, [stored])), self._layout.batches[group]
+            return column, max(column.num_bytes, batch.stop - batch.offset)
+
+        return COLUMNS.made((shard, group, name), decoded)[row]
+
+    def _is_whole(self, batch: int, names: Sequence[str]) -> bool:
         """Return whether a batch can only be read whole, for these columns."""
         if self._layout.batches[batch].packed or self._layout.dictionaries[batch]:
             return True
         return any(name in self._whole_names for name in names)
 
-    def whole(self, batch: int, names: Sequence[str]) -> list[pa.Array]:
-        """Read columns of a batch, decompressed and with their dictionaries.
-
-        Raises Refused: the batch is damaged, or too large.
+    def _whole(self, batch: int, names: Sequence[str]) -> list[pa.Array]:
+        """Read columns of a batch, decompressed and with their dictionaries. Raises Refused if it is damaged or too
+        large.
         """
         layout, message = self._layout, self._layout.batches[batch]
         parts = (layout.head, *layout.dictionaries[batch], message)
@@ -282,28 +299,23 @@ class Columns:
             if size > self._most_bytes:
                 raise Refused(f"its buffers take {size} bytes, above Limits.column_bytes={self._most_bytes}")
             table = pa.ipc.open_stream(b"".join(read), options=options).read_next_batch()
-            columns = [Column(_node(table.column(name), message.num_rows), message) for name in names]
-            return [self._taken(column, 0, message.num_rows) for column in columns]
+            nodes = [_node(table.column(name), message.num_rows) for name in names]
+            return [self._taken(message, node, 0, message.num_rows) for node in nodes]
         except _BAD as error:
-            raise self._refused(batch, error) from None
+            raise self._refused(message, error) from None
 
-    def take(self, batch: int, name: str, start: int, length: int) -> pa.Array:
-        """Read values start to start + length of a column that need not be read whole.
-
-        Raises Refused: the description of the batch is impossible; ValueError: its offsets point outside of it.
+    def _take(self, batch: int, name: str, start: int, length: int) -> pa.Array:
+        """Read values start to start + length of a column that need not be read whole. Raises Refused: the description
+        of the batch is impossible; ValueError: its offsets point outside of it.
         """
-        return self._taken(self._column(batch, name), start, length)
+        message, node = self._layout.batches[batch], self._nodes.get((batch, name))
+        if node is None:
+            if len(self._nodes) >= _REMEMBERED:
+                self._nodes.clear()
+            node = self._nodes[batch, name] = self._described(message, name)
+        return self._taken(message, node, start, length)
 
-    def _column(self, batch: int, name: str) -> Column:
-        column = self._columns.get((batch, name))
-        if column is None:
-            if len(self._columns) >= _REMEMBERED:
-                self._columns.clear()
-            column = self._columns[batch, name] = self._read_column(batch, name)
-        return column
-
-    def _read_column(self, batch: int, name: str) -> Column:
-        message = self._layout.batches[batch]
+    def _described(self, message: Message, name: str) -> Node:
         described = self._file.read(message.offset, message.body - message.offset)
         # Shared, so that a limit of the memory of a process does not count it; given back at once.
         memory = mmap.mmap(-1, message.stop - message.offset, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NORESERVE)
@@ -311,26 +323,26 @@ class Columns:
         try:
             whole = pa.py_buffer(memory)
             array = pa.ipc.read_record_batch(whole, self._layout.schema).column(name)
-            return Column(_node(array, message.num_rows, whole.address), message)
+            return _node(array, message.num_rows, whole.address)
         except _BAD as error:
-            raise self._refused(batch, error) from None
+            raise self._refused(message, error) from None
 
-    def _refused(self, batch: int, error: Exception) -> Refused:
+    def _refused(self, message: Message, error: Exception) -> Refused:
         pass_trouble(error)
-        return Refused(f"batch {batch}, at byte {self._layout.batches[batch].offset}: {one_line(error)}")
+        return Refused(f"batch {self._layout.batches.index(message)}, at byte {message.offset}: {one_line(error)}")
 
-    def _taken(self, column: Column, start: int, length: int) -> pa.Array:
+    def _taken(self, message: Message, node: Node, start: int, length: int) -> pa.Array:
         if length > self._most_bytes:  # for types of no bytes, or of bits
             raise TooLarge(f"{length} values, above Limits.column_bytes={self._most_bytes}")
-        return _Rows(self._file, column, self._most_bytes).take(column.node, start, length)
+        return _Rows(self._file, message, self._most_bytes).take(node, start, length)
 
 
 class _Rows:
     """Reads rows of one column."""
 
-    def __init__(self, file: Storage, column: Column, most_bytes: int) -> None:
+    def __init__(self, file: Storage, message: Message, most_bytes: int) -> None:
         self._file = file
-        self._column = column
+        self._message = message
         self._most_bytes = self._left = most_bytes
 
     def take(self, node: Node, start: int, length: int) -> pa.Array:
@@ -389,7 +401,7 @@ class _Rows:
             return pa.py_buffer(b"")
         if not isinstance(buffer, Place):
             return buffer[start:stop]
-        message, at = self._column.message, buffer.offset
+        message, at = self._message, buffer.offset
         if not message.body <= message.offset + at <= message.stop - size:
             raise ValueError("a buffer outside of its batch")
         self._left -= stop - start
@@ -402,11 +414,8 @@ class _Rows:
 
 
 def _node(array: pa.Array, num_rows: int | None = None, address: int | None = None) -> Node:
-    """Describe a column, or an array below it. Raises Refused or ArrowInvalid if buffers are too short for its rows.
-
-    Args:
-        num_rows: of the column.
-        address: of the message in memory that has no values.
+    """Describe a column of so many rows, or an array below it; `address` is that of a message in memory that has no
+    values. Raises Refused or ArrowInvalid if buffers are too short for the rows.
     """
     if num_rows is not None:
         array.validate()
@@ -435,108 +444,6 @@ def reading_of(type_: pa.DataType) -> int:
     has_views = has_views or kinds.is_list_view(type_) or kinds.is_large_list_view(type_)
     own = WHOLE if has_views or kinds.is_dictionary(type_) else BY_ROW
     return max([own, *(reading_of(type_.field(number).type) for number in range(type_.num_fields))])
-
-
-_SCAN_ROWS: Final = 16
-
-
-class ArrowReader:
-    """An Arrow file whose descriptions were read. Safe from many threads.
-
-    Attributes:
-        schema, columns, ignored, key, starts, promised_rows, met: as of a ParquetReader; a batch is a row group.
-    """
-
-    kind: ClassVar = "Arrow stream"
-
-    def __init__(self, file: Storage, limits: Limits, rules: ColumnRules = ALL_AS_NAMED) -> None:
-        """Read its layout. Raises Refused, or pyarrow's own errors."""
-        self._limits = limits
-        self._file = file
-        self._layout = read_layout(file)
-        self._values = Columns(file, self._layout, limits.column_bytes)
-        stored = self._layout.schema
-        self.schema = renamed(stored, rules)
-        met = Met(rules.names)
-        met.add(stored.names)
-        self.met = met.counts
-        self._stored_names = {new: old for old, new in rules.names if old in stored.names}
-        self.columns, self.ignored, self.key = plan_columns(self.schema, rules)
-        if (clash := field_clash(self.columns)) is not None:
-            raise Refused(clash)
-        self._check_types()
-        counts = Counter(self.schema.names)
-        for name in (*(column.name for column in self.columns), *(() if self.key is None else (self.key,))):
-            if counts[name] > 1:
-                raise Refused(f"two columns are called {name!r}: give each a different name")
-        self.starts = np.array([0, *running_sums([batch.num_rows for batch in self._layout.batches])], np.int64)
-        self.promised_rows = int(self.starts[-1])
-
-    def _check_types(self) -> None:
-        """Ignore columns of types that are not read, if only a function of the user's wants them, or raise Refused."""
-        types = dict(zip(self.schema.names, self.schema.types, strict=True))
-        for column in [each for each in self.columns if reading_of(types[each.name]) == NEVER]:
-            if column.form != "words" or not column.has_nulls:
-                raise Refused(
-                    f"column {column.name!r} is {str(types[column.name])[:100]}, which is not supported: write it as "
-                    "plain strings, bytes and lists, or leave it out"
-                )
-            self.columns.remove(column)
-            self.ignored.append(column.name)
-
-    def check(self) -> None:
-        """Raise Refused if there are too many rows, or none."""
-        limits, rows = self._limits, self.promised_rows
-        if rows == 0:
-            raise Refused("no samples: the file has no rows")
-        if rows > limits.shard_rows:
-            raise Refused(f"{rows} rows, above Limits.shard_rows={limits.shard_rows}")
-        if not self.plausible_rows():
-            raise Refused(f"{rows} rows in a file of {self._file.size} bytes, above Limits.decompression_ratio")
-
-    def plausible_rows(self) -> int:
-        return self.promised_rows if self.promised_rows <= most_rows(self._limits, self._file.size) else 0
-
-    def nulls(self, name: str) -> int:
-        """Return how many rows of a column are null by its type; a file has no statistics."""
-        is_null = any(field.name == name and pa.types.is_null(field.type) for field in self.schema)
-        return self.promised_rows if is_null else 0
-
-    def batches(self, group: int, names: Sequence[str], *, scan: bool = False) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a batch, a few at a time. Raises Refused if its offsets point outside of it."""
-        rows, stored = self._layout.batches[group].num_rows, [self._stored(name) for name in names]
-        whole = self._values.whole(group, stored) if rows and self._values.is_whole(group, stored) else None
-        start, most = 0, _SCAN_ROWS
-        while start < rows:
-            length = min(most, rows - start)
-            try:
-                if whole is not None:
-                    arrays = [array.slice(start, length) for array in whole]
-                else:
-                    arrays = [self._values.take(group, name, start, length) for name in stored]
-            except (ValueError, pa.ArrowException) as error:
-                if isinstance(error, TooLarge) and length > 1:
-                    most = length // 2
-                    continue
-                raise Refused(f"batch {group}, rows {start} to {start + length}: {one_line(error)}") from None
-            yield pa.RecordBatch.from_arrays(arrays, names=list(names))
-            start += length
-            most = min(_SCAN_ROWS, 2 * most)
-
-    def cell(self, shard: int, group: int, name: str, row: int) -> pa.Scalar:
-        """Read one cell of a batch; a column that is read whole is kept, under the number of the shard."""
-        stored = self._stored(name)
-        if not self._values.is_whole(group, [stored]):
-            return self._values.take(group, stored, row, 1)[0]
-
-        def decoded() -> tuple[DecodedColumn, int]:
-            column, batch = DecodedColumn(self._values.whole(group, [stored])), self._layout.batches[group]
-            return column, max(column.num_bytes, batch.stop - batch.offset)
-
-        return COLUMNS.made((shard, group, name), decoded)[row]
-
-    def _stored(self, name: str) -> str:
-        return self._stored_names.get(name, name)
 
 
 class ArrowShard(ColumnShard):

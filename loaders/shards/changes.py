@@ -50,12 +50,8 @@ MOST_BYTES = 4 << 30
 
 
 class Changes(NamedTuple):
-    """The shards of an index that changed.
-
-    Attributes:
-        changed: urls of shards that must be measured again.
-        unsure: number of shards with the same size and another modification time that were not compared: each is
-            checked when it is opened.
+    """Urls of shards that must be measured again; and how many with the same size and another time were not compared:
+    each is checked when it is opened.
     """
 
     changed: list[str]
@@ -70,18 +66,12 @@ def find_changes(
     containers: Mapping[str, Container] = NO_CONTAINERS,
     listed: Mapping[str, FileVersion] = _NONE_LISTED,
 ) -> Changes:
-    """Check each local shard of an index once. A shard that cannot be checked now counts as unchanged.
-
-    Objects of storage are compared with a listing, if they were listed: each of their reads is of the version that was
-    indexed in any case.
-
-    Args:
-        shards: as the index lists them.
-        listed: size and version of objects by URL, as they are now.
-        limits, cache, containers: for opening the shards that are compared by their headers.
+    """Check each local shard of an index once. A shard that cannot be checked now counts as unchanged. Objects are
+    compared with a listing (`listed`), if there is one: each of their reads is of the version that was indexed.
     """
-    with _pool() as pool:
-        touched = _all_touched(shards, pool, listed)
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="orchdata-changes") as pool:
+        tasks = (shards[start : start + _SHARDS_PER_TASK] for start in range(0, len(shards), _SHARDS_PER_TASK))
+        touched = list(chain.from_iterable(pool.map(lambda task: list(_touched(task, listed)), tasks)))
 
         # Another size is certainly a change, and so is another etag. Of the others, compare as many as can be read in
         # reasonable time.
@@ -92,17 +82,6 @@ def find_changes(
         differ = pool.map(lambda shard: _differs(shard, limits, cache, containers), compared)
         changed += [shard for shard, is_other in zip(compared, differ, strict=True) if is_other]
     return Changes([shard.url for shard in changed], len(unknown) - len(compared))
-
-
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_THREADS, thread_name_prefix="orchdata-changes")
-
-
-def _all_touched(
-    shards: Sequence[ShardInfo], pool: ThreadPoolExecutor, listed: Mapping[str, FileVersion]
-) -> list[tuple[ShardInfo, int]]:
-    tasks = [shards[start : start + _SHARDS_PER_TASK] for start in range(0, len(shards), _SHARDS_PER_TASK)]
-    return list(chain.from_iterable(pool.map(lambda task: list(_touched(task, listed)), tasks)))
 
 
 def _touched(shards: Sequence[ShardInfo], listed: Mapping[str, FileVersion]) -> Iterator[tuple[ShardInfo, int]]:
@@ -161,12 +140,8 @@ class Indexed(Protocol):
 
 
 def changed_media(index: Indexed, limits: Limits, record: UserFunction | None = None) -> list[str]:
-    """Return the urls of shards with media that may have changed since they were indexed.
-
-    Args:
-        record: the recipe's function, which makes the records.
-
-    Raises StorageError if a file cannot be checked now.
+    """Return the urls of shards with media that may have changed since they were indexed. Raises StorageError if a file
+    cannot be checked now.
     """
     numbers = [number for number, shard in enumerate(index.shards) if _is_checked(shard)]
     if not numbers:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Protocol
 from orchdata.loaders.errors import ContainerError
 from orchdata.loaders.modalities.modality import dataclass_values, qualified
 from orchdata.loaders.storage.local import LocalFolder
-from orchdata.loaders.storage.storage import Storage
+from orchdata.loaders.storage.storage import Storage, StorageFile
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -47,34 +47,7 @@ class ShardSource:
 
         It has a position, so one file object is not for several threads at the same time.
         """
-        return io.BufferedReader(_RawFile(self._storage), 1 << 16)
-
-
-class _RawFile(io.RawIOBase):
-    """A storage as a file with a position."""
-
-    def __init__(self, storage: Storage | LocalFolder) -> None:
-        self._storage = storage
-        self._at = 0
-        self.name = storage.url
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        got = self._storage.read_into(self._at, memoryview(buffer).cast("B"))
-        self._at += got
-        return got
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        at = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._storage.size}[whence] + offset
-        if at < 0:  # as of a cut file, which has no such end
-            raise ValueError(f"position {at} is before the start of {self.name}")
-        self._at = at
-        return at
+        return io.BufferedReader(StorageFile(self._storage), 1 << 16)
 
 
 class Shard(Protocol):
@@ -191,10 +164,7 @@ def identity_of(container: Container) -> str:
 
 
 def checked_containers(containers: Iterable[Container]) -> tuple[Container, ...]:
-    """Return them as a tuple.
-
-    Raises ContainerError for one that cannot be described, TypeError for something that is no container.
-    """
+    """Return them as a tuple. Raises ContainerError for one that cannot be described, TypeError for no container."""
     checked = tuple(containers) if isinstance(containers, Iterable) else None
     if checked is None or not all(isinstance(each, Container) for each in checked):
         raise TypeError(f"containers is a list of values of subclasses of od.Container, got {containers!r:.200}")

@@ -208,12 +208,7 @@ NO_RULES = FieldRules()
 
 
 def check_met(columns: Sequence[tuple[str, str]], met: Iterable[Mapping[str, int]]) -> None:
-    """Raise ValueError if no sample has a field to rename, or samples already have its new name.
-
-    Args:
-        columns: (old name, new name).
-        met: of each shard, as in FactsMeta.
-    """
+    """Raise ValueError if no sample has a field to rename, or samples have its new name already; `met`: FactsMeta."""
     names = {name for each in met for name in each}
     old_names = {old for old, _ in columns}
     missing = [old for old, _ in columns if old not in names]

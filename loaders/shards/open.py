@@ -5,22 +5,52 @@ path --the user's container that claims it, or its suffix--> a Shard
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any, Final
 
-from orchdata.loaders.errors import ContainerError, ShardError, StaleIndexError
+from orchdata.loaders.compact import RowsOfKeys
+from orchdata.loaders.errors import (
+    NOT_DATA,
+    ContainerError,
+    DecodeError,
+    FieldError,
+    ShardError,
+    StaleIndexError,
+    pass_trouble,
+)
 from orchdata.loaders.functions import UserFunction
-from orchdata.loaders.limits import Limits
+from orchdata.loaders.limits import Limits, shortened
+from orchdata.loaders.memory import measured_at, pass_shortage
+from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
+from orchdata.loaders.modalities.checks import read_header
+from orchdata.loaders.shards import container
 from orchdata.loaders.shards.arrow import ArrowShard
-from orchdata.loaders.shards.container import Container, identity_of
-from orchdata.loaders.shards.fields import NO_RULES, FieldRules
+from orchdata.loaders.shards.container import Container, ShardSource, identity_of, name_of
+from orchdata.loaders.shards.fields import GZIP, NO_RULES, OWN_BYTES, FieldRules, Met, classify_renamed, printable
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
-from orchdata.loaders.shards.own_shard import OpenedShard
+from orchdata.loaders.shards.parquet.cells import declared_kind, sniff
 from orchdata.loaders.shards.parquet.shard import ParquetShard
-from orchdata.loaders.shards.shard import Recent, Shard, ShardInfo
-from orchdata.loaders.shards.tar import TarShard, copy_name, open_decompressed
+from orchdata.loaders.shards.shard import (
+    NO_HEADER,
+    Facts,
+    FactsTable,
+    Member,
+    Recent,
+    Shard,
+    ShardInfo,
+    facts_of,
+    shard_failure,
+)
+from orchdata.loaders.shards.tar import TarShard, gunzip, open_decompressed
+from orchdata.loaders.storage.atomic import is_folder
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.content_digest import ContentDigest
+from orchdata.loaders.storage.entries import copy_name
 from orchdata.loaders.storage.files import PLAIN_FILES, Files
 from orchdata.loaders.storage.local import LocalFolder
 from orchdata.loaders.storage.paths import (
@@ -35,6 +65,7 @@ from orchdata.loaders.storage.paths import (
 from orchdata.loaders.storage.remote.objects import in_order
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.storage import FileVersion, ReadBytes, Storage
+from orchdata.loaders.watch import SCANNING, here
 
 NO_CONTAINERS: Final[Mapping[str, Container]] = MappingProxyType({})
 _TEXT_BYTES: Final = 64 << 20
@@ -58,24 +89,18 @@ def open_shard(
     whole: bool = False,
 ) -> Shard:
     """Open a shard by the user's container that claims it, or by its suffix. A compressed one is first decompressed
-    into the cache, once.
+    into the cache, once. Raises ValueError for an unknown suffix; ShardError.
 
     Args:
         moved_media: whether the files below `media_root` were in another folder when the shard was indexed.
-        rules: names of fields, the function that makes records, and the container.
-        reads: counts all bytes read from it, now and later, and from the files below `media_root` that it names.
-        files: where the shard is.
-        known, packed: size and version of an object, and whether it is compressed, from the index: then no request is
-            made to open it.
+        reads: counts all bytes read from it, now and later, and from the files that it names.
+        known, packed: of an object, from the index: then no request is made to open it.
         whole: whether all of it will be read, from its start to its end.
-
-    Raises:
-        ValueError: unknown suffix.
-        ShardError: it cannot be opened, or cannot be decompressed within the limits.
     """
     files = files.of(url)
     if rules.container is not None:
-        storage = LocalFolder(url) if files.is_folder(url) else files.open(url, known, reads)
+        is_local_folder = not is_remote(url) and is_folder(url)
+        storage = LocalFolder(url) if is_local_folder else files.open(url, known, reads)
         return OpenedShard(rules.container, storage, rules, limits)
     suffix, file = suffix_of(url), files.open(url, known, reads)
     if suffix in PARQUET_SUFFIXES + ARROW_SUFFIXES:
@@ -119,10 +144,7 @@ def open_indexed(
     compared: dict[str, str] | None = None,
 ) -> Shard:
     """Open a shard that was indexed before. Raises StaleIndexError if it has changed, and as `open_shard`.
-
-    Args:
-        containers: of the user's, by identity.
-        compared: url -> version whose content was found to be the indexed one; it is not read for that again.
+    `compared`: url -> version whose content was found to be the indexed one; it is not read for that again.
     """
     rules = rules_of(indexed, containers, record)
     root = indexed.media_root or None
@@ -146,7 +168,7 @@ def open_indexed(
         difference = describe_change(shard, indexed, compared.get(url))
         if difference is not None:
             if shard.is_new:  # the next process must compare its content too
-                cache.remove_entry(copy_name(url, shard.size, shard.version))
+                cache.remove_entry(copy_name(url, FileVersion(shard.size, shard.version)))
             raise StaleIndexError(url, f"{difference}: run `orchdata index` again")
         if not indexed.reach and shard.version != indexed.version:
             compared[url] = shard.version
@@ -169,14 +191,11 @@ def by_identity(containers: Iterable[Container]) -> dict[str, Container]:
 
 
 class OpenShards:
-    """Open shards, shared by threads; the least recently used are dropped.
-
-    A dropped shard closes when the last thread that reads it is done.
+    """Open shards, shared by threads; the least recently used are dropped, and close when the last thread that reads
+    them is done.
 
     Args:
-        limits, cache: for opening.
         containers: of the user's, by identity: a class of the main program has another name in worker processes.
-        files: where the shards are.
         any_remote: whether any of them is an object of storage, which is read ahead.
         blank: rows that are never read.
         capacity: the number of shards that stay open; default: few files, and more objects, which take no descriptor.
@@ -212,14 +231,8 @@ class OpenShards:
         self._shards: Recent[Shard] = Recent(capacity)  # dropped without close: other threads may be reading them
 
     def get(self, url: str, indexed: ShardInfo | None = None, record: UserFunction | None = None) -> Shard:
-        """Return the open shard. When it is opened, it is compared with `indexed`, its entry in the index.
-
-        Args:
-            record: the recipe's function, which makes the records of files of records.
-
-        Raises:
-            StaleIndexError: it has changed since it was indexed.
-            ShardError, ValueError: as `open_shard`.
+        """Return the open shard. When it is opened, it is compared with `indexed`, its entry in the index; `record`
+        makes the records of files of records. Raises StaleIndexError if it has changed, and as `open_shard`.
         """
 
         def opened() -> tuple[Shard, int]:
@@ -240,10 +253,8 @@ class OpenShards:
 
 
 def describe_change(shard: Shard, indexed: ShardInfo, compared: str | None = None) -> str | None:
-    """Describe how the shard differs from the indexed one; None if it is the same. May read all headers.
-
-    Args:
-        compared: the version of it whose content was compared before.
+    """Describe how the shard differs from the indexed one; None if it is the same. May read all headers, but not of a
+    version that was compared before.
     """
     if shard.size != indexed.size:
         return f"has {shard.size} bytes, {indexed.size} when it was indexed"
@@ -257,3 +268,171 @@ def describe_change(shard: Shard, indexed: ShardInfo, compared: str | None = Non
         kept = "" if shard.version != indexed.version else " and modification time (use `orchdata index --again`)"
         return f"was rewritten since it was indexed, with the same size{kept} and other content"
     return None
+
+
+class OpenedShard(Shard):
+    """An open shard of a container of the user's; closes its storage. Raises ShardError if the container's `open`
+    failed.
+    """
+
+    def __init__(self, opener: Container, storage: Storage | LocalFolder, rules: FieldRules, limits: Limits) -> None:
+        self.url, self.size, self.version = storage.url, storage.size, storage.version
+        self._name = name_of(opener)
+        self._storage = storage
+        self._limits = limits
+        self._names = dict(rules.columns)
+        self._stored = {new: old for old, new in rules.columns}
+        self._met = Met(rules.columns)
+        self._lock = threading.Lock()
+        self._closed = False
+        try:
+            self._shard: container.Shard = self._called("open()", lambda: opener.open(ShardSource(storage)))
+        except BaseException:
+            storage.close()
+            raise
+        self._finalizer = weakref.finalize(self, _close, self._shard, storage)
+        self._finalizer.atexit = False
+
+    def checksum(self) -> str:
+        """Return the checksum of its whole content."""
+        storage = self._storage
+        return storage.checksum() if isinstance(storage, LocalFolder) else ContentDigest(storage).hexdigest()
+
+    def facts(self) -> Facts:
+        """Read every sample once. Bad samples become rows with an error. Raises ShardError."""
+        table, checksum = self._scan(), self.checksum()
+        self._storage.check_unchanged()
+        return facts_of(self, table, checksum, ignored=table.ignored(), met=self._met.counts)
+
+    def read_many(self, members: Sequence[Member]) -> list[bytes | memoryview]:
+        """Read the members of one sample; the user's `read` is called once. Raises FieldError."""
+        contents: list[bytes | memoryview] = []
+        field = members[0][3]
+        try:
+            for (row, size, _, field), data in zip(members, self._read([row for row, *_ in members]), strict=True):
+                content = self._content(field, data)
+                if len(content) != size:
+                    raise FieldError(
+                        field,
+                        f"{self._name}: read([{row}]) returns {len(content)} bytes now, and {size} bytes when it was "
+                        "indexed: it must return the same each time. If the container was changed, raise its `version`",
+                    )
+                contents.append(content)
+        except (FieldError, ShardError) as error:
+            self._storage.check_unchanged()  # a change of the file can look like damage
+            raise error if isinstance(error, FieldError) else FieldError(field, error.reason) from error
+        self._storage.check_unchanged()
+        return contents
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._finalizer()
+
+    def _called(self, what: str, function: Callable[[], Any]) -> Any:
+        """Call a function of the user's. Raises ShardError for an exception that may be about the data."""
+        with self._lock:
+            if self._closed:
+                raise ValueError(f"{self.url}: read after close")
+            try:
+                return function()
+            except NOT_DATA:
+                raise
+            except Exception as error:
+                pass_shortage(error)
+                pass_trouble(error)
+                said = error.reason if isinstance(error, ShardError) else " ".join(str(error).split())[:200]
+                raise self._unfit(f"{what} raised {type(error).__name__}{f': {said}' if said else ''}") from error
+
+    def _unfit(self, reason: str) -> ShardError:
+        return ShardError(self.url, f"{self._name}: {reason}")
+
+    def _read(self, rows: Sequence[int]) -> list[Any]:
+        """Return what the user's function returns for some rows. Raises ShardError."""
+        found: list[Any] = self._called(f"read({list(rows)})", lambda: list(self._shard.read(list(rows))))
+        if len(found) != len(rows):
+            raise self._unfit(f"read() returned {len(found)} values for {len(rows)} rows")
+        return found
+
+    def _content(self, field: str, data: Any) -> bytes:
+        """Return a value as bytes, decompressed. Raises FieldError."""
+        if isinstance(data, str):
+            data = data.encode("utf-8", "surrogatepass")
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise FieldError(field, f"{self._name}: read() returned a {type(data).__name__}: return bytes, or a str")
+        _, encoding = classify_renamed(self._stored.get(field, field).lower(), field.lower())
+        return gunzip(bytes(data), field, self._limits) if encoding == GZIP else bytes(data)
+
+    def _scan(self) -> FactsTable:
+        given = self._called("facts()", lambda: self._shard.facts())
+        try:
+            keys, fields = (given.column(name).to_pylist() for name in ("key", "field"))
+        except (AttributeError, KeyError):
+            reason = f"facts() returned a {type(given).__name__}: return a table with the columns key and field"
+            raise self._unfit(reason) from None
+        if not keys:
+            raise self._unfit("facts() has no rows: no samples")
+        if bad := [each for each in (*keys, *fields) if not isinstance(each, str) or not each]:
+            raise self._unfit(f"facts() gives the key or field {bad[0]!r:.80}: these are strings, and not empty")
+        if len(keys) > self._limits.shard_rows:
+            return shard_failure(f"more than {self._limits.shard_rows} fields, above Limits.shard_rows")
+        table, current = FactsTable(), here()
+        first_row = RowsOfKeys(table.key)
+        for sample, (key, group) in enumerate(groupby(range(len(keys)), keys.__getitem__)):
+            rows = list(group)
+            current.key, current.fraction = printable(key), SCANNING * rows[0] / len(keys)
+            try:
+                contents = self._read(rows)
+            except ShardError as error:
+                contents = [error] * len(rows)
+            for row, data in zip(rows, contents, strict=True):
+                self._add(table, sample, row, printable(key), fields[row], data)
+            names = [table.field[row] for row in rows]
+            if twice := [name for name in names if names.count(name) > 1]:
+                reason = f"{self._name}: facts() gives two fields with the name {twice[0]!r}, after columns="
+                table.fail_structure(rows[-1], reason)
+            first = first_row.setdefault(table.key[rows[0]], rows[0])
+            if first != rows[0]:
+                reason = (
+                    f"{self._name}: samples {table.sample[first]} and {sample} both have the key {current.key!r}: give "
+                    "each sample of a shard a different key, and its rows one after the other"
+                )
+                table.fail_structure(first, reason)
+                table.fail_structure(rows[0], reason)
+        current.key = None
+        return table
+
+    def _add(self, table: FactsTable, sample: int, row: int, key: str, stored: str, data: Any) -> None:
+        if self._names:
+            self._met.add([stored])
+        name = printable(self._names.get(stored, stored))
+        for what, given in (("key", key), ("field's name", name)):
+            if (too_long := self._limits.name_error(what, given)) is not None:
+                field = "" if what == "key" else shortened(name)
+                table.append(sample, shortened(key) if what == "key" else key, field, error=too_long)
+                return
+        kind, size, header, error = OTHER, 0, NO_HEADER, None
+        try:
+            if isinstance(data, ShardError):
+                raise FieldError(name, data.reason)
+            content = self._content(name, data)
+            size = len(content)
+            kind, _ = classify_renamed(stored.lower(), name.lower())
+            kind = kind if kind != OTHER else declared_kind(name, None)
+            kind = kind if kind != OTHER else sniff(content)
+            error = self._limits.size_error(size, is_text=kind == TEXT) if kind != OTHER else None
+            if error is None and kind not in (TEXT, OTHER):
+                found = read_header(BUILTINS[KINDS[kind]], size, lambda count: content[:count], self._limits)
+                header = (*found, *NO_HEADER[len(found) :])
+        except (FieldError, DecodeError) as problem:
+            error = problem.reason
+        except MemoryError as problem:
+            raise measured_at(problem, self.url, key, name) from problem
+        more: dict[str, Any] = {"kind": kind, "offset": row, "size": size, "header": header, "error": error}
+        table.append(sample, key, name, encoding=OWN_BYTES, **more)
+
+
+def _close(shard: container.Shard, storage: Storage | LocalFolder) -> None:
+    with suppress(Exception):  # nothing is read afterwards
+        getattr(shard, "close", lambda: None)()
+    storage.close()

@@ -42,10 +42,8 @@ class Reading:
         return parts + ([{"containers": list(map(identity_of, self.containers))}] if self.containers else [])
 
     def rules(self, url: str, recipe: Recipe) -> FieldRules:
-        """Return how the samples of a shard are read under a recipe. Raises ContainerError as `container_of`.
-
-        Args:
-            url: absolute path of the shard.
+        """Return how the samples of a shard at an absolute path are read under a recipe. Raises ContainerError as
+        `container_of`.
         """
         container = container_of(self.containers, url) if self.containers else None
         return FieldRules(self.columns, recipe.record, recipe.keep, container, self.key)
@@ -56,7 +54,6 @@ class Reading:
 
     def looked_up(self, urls: Sequence[str]) -> Reading:
         """Return how shards are read, with sizes and versions of those that are objects of storage, from few requests.
-
         Raises StorageError.
         """
         remote = [url for url in map(identity, urls) if is_remote(url)]
@@ -64,10 +61,6 @@ class Reading:
 
     def expand(self, paths: Paths, matching: Matching | None = None) -> list[str]:
         """Return one path per shard, as `expand_paths`; a file or folder that a container of the user's claims is one.
-
-        Args:
-            matching: lists the objects of a pattern; default: by a listing.
-
         Raises as `expand_paths`; ContainerError for a container that breaks the rules, or claims none of the paths.
         """
         matching = matching or self.files.matches
@@ -85,9 +78,8 @@ class Reading:
 
 
 def used_containers(containers: tuple[Container, ...], paths: Paths) -> tuple[Container, ...]:
-    """Return the containers that claim some of the paths: of several data sets, each takes those that it needs.
-
-    Raises as `Reading.expand`.
+    """Return the containers that claim some of the paths: of several data sets, each takes those that it needs. Raises
+    as `Reading.expand`.
     """
     return _used(containers, _expanded(paths, containers, PLAIN_FILES.matches)) if containers else ()
 

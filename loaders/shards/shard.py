@@ -145,10 +145,7 @@ Value = TypeVar("Value")
 
 class Recent(Generic[Value]):
     """Values by name, shared by threads; the least recently used are dropped. Each value is made in one thread only.
-
-    Args:
-        max_bytes: that all of them may take.
-        or_one: whether one value that is larger stays, too.
+    They take `max_bytes` at most; one value that is larger stays too with `or_one`.
     """
 
     def __init__(self, max_bytes: int, *, or_one: bool = False) -> None:
@@ -206,12 +203,8 @@ def facts_of(shard: Shard, table: FactsTable, checksum: str, **more: Any) -> Fac
 
 
 class Beginning(NamedTuple):
-    """The first samples of a shard.
-
-    Attributes:
-        facts: of these samples; the checksum is of their rows, and not of the shard.
-        is_whole: whether the shard has no others.
-        reach: how far the shard was read, above 0, as `ShardInfo.reach`.
+    """The first samples of a shard: their facts, with a checksum of these rows; whether it has no others; and how far
+    it was read, above 0, as `ShardInfo.reach`.
     """
 
     facts: Facts
@@ -292,11 +285,8 @@ class FactsMeta:
 
 @dataclass(slots=True)
 class FactsTable:
-    """Rows of facts, by column. No row has a Python object of its own: see `loaders.compact`.
-
-    Attributes:
-        sample, key, ... header1: as in SCHEMA, all of the same length.
-        errors: row -> its error.
+    """Rows of facts, by column, as in SCHEMA; `errors` by row. No row has a Python object of its own: see
+    `loaders.compact`.
     """
 
     sample: array[int] = dataclasses.field(default_factory=partial(array, "i"))

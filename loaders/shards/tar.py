@@ -1,10 +1,7 @@
-"""Tar shards: facts of every member from its headers, and reading members by position.
+"""Tar shards: facts of every member from its headers, in one pass, and reading members by position.
 
-Compressed tars: .tar.gz and .tar.zst -> a plain tar in the cache folder, made once, with limits on decompression.
-
-Any framing is read: gzip with several members, zstd with several or skippable frames, with or without content sizes.
-
-One pass over a tar: facts of every member from its headers.
+Compressed tars: .tar.gz and .tar.zst -> a plain tar in the cache folder, made once, with limits on decompression. Any
+framing is read: gzip with several members, zstd with several or skippable frames, with or without content sizes.
 """
 
 from __future__ import annotations
@@ -52,11 +49,11 @@ from orchdata.loaders.shards.tar_walk import (
     walk_plain,
 )
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.entries import copy_name
 from orchdata.loaders.storage.local import LocalFile
 from orchdata.loaders.storage.paths import compression
 from orchdata.loaders.storage.remote.objects import in_order
-from orchdata.loaders.storage.remote.urls import identity
-from orchdata.loaders.storage.storage import Run, Storage, read_run, runs_of
+from orchdata.loaders.storage.storage import FileVersion, Run, Storage, StorageFile, read_run, runs_of
 from orchdata.loaders.watch import here
 
 Bytes = bytes | memoryview
@@ -69,14 +66,7 @@ COALESCE_GAP_BYTES = 8192
 
 
 class TarShard(Shard):
-    """A tar archive, plain or already decompressed. `read` and `read_many` are safe from many threads.
-
-    Args:
-        url: as the user gave it, for errors and facts.
-        file: the readable archive.
-        limits: applied by `facts` and `read`.
-        names, key: as in FieldRules.
-    """
+    """A tar archive, plain or already decompressed. `read` and `read_many` are safe from many threads."""
 
     def __init__(
         self,
@@ -104,10 +94,9 @@ class TarShard(Shard):
         """Walk the archive and read the media headers. Bad data become rows with an error, never an exception."""
         lost_bytes = max(1, self.size)
         try:
-            scan, checksum = self._walked(lambda batches: self._scan().run(batches))
-            table, met = scan.table, scan.met
+            (table, lost, met), checksum = self._walked(lambda batches: self._scan().run(batches))
             # Scaled to bytes of the stored shard: an estimate for a compressed one.
-            lost_bytes = -(-scan.lost_bytes * self.size // self._file.size)
+            lost_bytes = -(-lost * self.size // self._file.size)
         except NotATar as error:
             head = self._file.read(0, 8)
             table = shard_failure(str(error) if not head else f"not a tar ({error}): starts with {starts_with(head)}")
@@ -118,8 +107,7 @@ class TarShard(Shard):
     def begin(self, most: int) -> Beginning:
         """Walk the archive up to the sample after the first `most`. Bad data become rows with an error."""
         try:
-            scan, _ = self._walked(lambda batches: self._scan(most).run(batches), _FIRST_BLOCKS)
-            table, met = scan.table, scan.met
+            (table, _, met), _ = self._walked(lambda batches: self._scan(most).run(batches), _FIRST_BLOCKS)
         except NotATar as error:
             table, met = shard_failure(f"not a tar ({error})"), {}
         after = bisect_left(table.sample, most)
@@ -233,8 +221,20 @@ class _Damaged(Exception):
 
 
 def _pieces_of(file: Storage) -> Iterator[tuple[int, bytes]]:
+    """Yield (bytes consumed so far, decompressed piece of at most _OUT_BYTES for gzip) over all members or frames."""
     file = in_order(file)
-    return _gunzip(file) if compression(file.read(0, 4)) == "gzip" else _unzstd(file)
+    if compression(file.read(0, 4)) == "zstd":
+        yield from _unzstd(file)
+        return
+    source = io.BufferedReader(StorageFile(file), _READ_BYTES)
+    stream = gzip.GzipFile(fileobj=source)
+    try:
+        while piece := stream.read(_OUT_BYTES):
+            yield source.tell(), piece
+    except EOFError:
+        raise _Damaged(f"the gzip data are cut at byte {file.size}") from None
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise _Damaged(f"gzip data damaged near byte {source.tell()}: {error}") from error
 
 
 class Decompressed(NamedTuple):
@@ -245,18 +245,16 @@ class Decompressed(NamedTuple):
 
 
 def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder) -> Decompressed:
-    """Return the decompressed content of a .tar.gz or .tar.zst as a file in the cache.
-
-    The entry belongs to (url, size, version), and must not be older than the shard: one that changes is decompressed
-    again, also if it keeps size and modification time.
+    """Return the decompressed content of a .tar.gz or .tar.zst as a file in the cache. The entry belongs to (url, size,
+    version), and must not be older than the shard: one that changes is decompressed again, also if it keeps size and
+    time.
 
     Raises:
-        ShardError: the stream is damaged, cut, or above Limits.decompressed_bytes or Limits.decompression_ratio;
-            the cache keeps nothing of it.
+        ShardError: the stream is damaged, cut, or above the limits; the cache keeps nothing of it.
         StorageError: it cannot be read, or the cache cannot be written or is too small for it.
         StaleIndexError: it changed while it was read.
     """
-    name = copy_name(file.url, file.size, file.version)
+    name = copy_name(file.url, FileVersion(file.size, file.version))
     is_new = False
 
     def make(out: IO[bytes], cap: int) -> None:
@@ -281,12 +279,6 @@ def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder) -> D
                 raise
 
 
-def copy_name(url: str, size: int, version: str) -> str:
-    """Return the name of a shard's decompressed copy in the cache folder."""
-    name = "\0".join((identity(url), str(size), version))
-    return hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-
-
 def _check(file: Storage, written: int, consumed: int, limits: Limits, cap: int) -> None:
     if written > limits.decompressed_bytes:
         raise ShardError(file.url, f"decompresses to more than Limits.decompressed_bytes={limits.decompressed_bytes}")
@@ -306,36 +298,6 @@ def _chunks(file: Storage, size: int) -> Iterator[bytes]:
     while data := file.read(offset, size):
         offset += len(data)
         yield data
-
-
-def _gunzip(file: Storage) -> Iterator[tuple[int, bytes]]:
-    """Yield (bytes consumed so far, decompressed piece of at most _OUT_BYTES) over all members."""
-    consumed = 0
-    stream = zlib.decompressobj(wbits=31)
-    fresh = True  # between two members
-    for data in _chunks(file, _READ_BYTES):
-        while data:
-            if fresh:
-                data = data.lstrip(b"\0")  # padding of tape tools
-                if not data:
-                    break
-                stream, fresh = zlib.decompressobj(wbits=31), False
-            try:
-                piece = stream.decompress(data, _OUT_BYTES)
-            except zlib.error as error:
-                raise _Damaged(f"gzip data damaged near byte {consumed}: {error}") from error
-            rest = stream.unused_data if stream.eof else stream.unconsumed_tail
-            consumed += len(data) - len(rest)
-            yield consumed, piece
-            fresh = stream.eof
-            if not fresh and not rest and len(piece) == _OUT_BYTES:
-                # All input is consumed, but zlib may still have output.
-                while piece := stream.decompress(b"", _OUT_BYTES):
-                    yield consumed, piece
-                fresh = stream.eof
-            data = rest
-    if not fresh:
-        raise _Damaged(f"the gzip data are cut at byte {file.size}")
 
 
 def _unzstd(file: Storage) -> Iterator[tuple[int, bytes]]:
@@ -369,19 +331,9 @@ def _unzstd(file: Storage) -> Iterator[tuple[int, bytes]]:
         raise _Damaged(f"the zstd data are cut at byte {file.size}")
 
 
-class ScannedTar(NamedTuple):
-    """Facts of an archive, the number of bytes after damage, with unknown content, and `FactsMeta.met`."""
-
-    table: FactsTable
-    lost_bytes: int
-    met: dict[str, int]
-
-
 class TarScan:
-    """One pass over an archive: groups members into samples and reads their media headers.
-
-    Args:
-        most: it ends where a sample begins after so many.
+    """One pass over an archive: groups members into samples and reads their media headers. It ends where a sample
+    begins after `most`.
     """
 
     def __init__(self, file: Storage, limits: Limits, names: Mapping[str, str], key: str, most: int) -> None:
@@ -401,7 +353,8 @@ class TarScan:
         self._regular = 0
         self._most = most
 
-    def run(self, batches: Iterator[TarBatch]) -> ScannedTar:
+    def run(self, batches: Iterator[TarBatch]) -> tuple[FactsTable, int, dict[str, int]]:
+        """Return facts, the number of bytes after damage, with unknown content, and `FactsMeta.met`."""
         damage: str | None = None
         end = 0
         for batch in batches:
@@ -410,7 +363,7 @@ class TarScan:
             taken = self._group(batch)
             if len(self._table) > self._limits.shard_rows:
                 reason = f"more than {self._limits.shard_rows} members, above Limits.shard_rows"
-                return ScannedTar(shard_failure(reason), self._file.size, self.met.counts)
+                return shard_failure(reason), self._file.size, self.met.counts
             self._scan_headers(batch, taken, first_row)
             if self._sample >= self._most:  # those before it are complete
                 break
@@ -424,10 +377,10 @@ class TarScan:
             table.fail_structure(len(table) - 1, damage)
         if not len(table):
             lost_bytes = 0 if damage is None else self._file.size
-            return ScannedTar(shard_failure(damage or self._no_samples()), lost_bytes, self.met.counts)
+            return shard_failure(damage or self._no_samples()), lost_bytes, self.met.counts
         # It is unknown how much is missing from an archive that ends early: at least one byte marks it as damaged.
         lost_bytes = 0 if damage is None else max(1, self._file.size - end)
-        return ScannedTar(table, lost_bytes, self.met.counts)
+        return table, lost_bytes, self.met.counts
 
     def _no_samples(self) -> str:
         if not self._regular:

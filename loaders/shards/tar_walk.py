@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from orchdata.loaders.errors import NOT_DATA, one_line, pass_trouble
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.fields import RAW, SPARSE, printable
-from orchdata.loaders.storage.storage import Storage
+from orchdata.loaders.storage.storage import Storage, StorageFile
 from orchdata.native.scan.tar import CONTENT, END, HEADER_BYTES, MORE, NUM_COLUMNS, UNUSUAL, scan_block
 
 BLOCK_BYTES = 4096
@@ -74,10 +74,8 @@ class TarBatch:
 
 
 def walk_plain(file: Storage, digest: hashlib.blake2b, blocks: int = BLOCKS) -> Iterator[TarBatch]:
-    """Walk a plain archive. Raises UnusualTar for any other; `digest` is then useless.
-
-    Args:
-        blocks: most reads for one batch.
+    """Walk a plain archive, with `blocks` reads for one batch at most. Raises UnusualTar for any other; `digest` is
+    then useless.
     """
     read_into, total = file.read_into, file.size
     # No larger than the archive: clearing new memory would take most of the time for a small archive.
@@ -147,33 +145,23 @@ def _plain_batch(buffer: NDArray[np.uint8], members: NDArray[np.int64]) -> TarBa
     return TarBatch(names, offsets, sizes, [RAW] * len(names), buffer, members[:, CONTENT:].copy())
 
 
-class _Stream:
-    """A storage as the seekable binary file that tarfile expects; reads at most `limit` bytes for one member."""
+class _Stream(StorageFile):
+    """An archive as the file that tarfile expects; reads at most `limit` bytes for one member."""
 
-    def __init__(self, file: Storage, limit: int, position: int = 0) -> None:
-        self._file = file
+    before_start = "a header points to {}"
+
+    def __init__(self, file: Storage, limit: int, position: int) -> None:
+        super().__init__(file, position)
         self._limit = self._left = limit
-        self._position = position
 
     def begin_member(self) -> None:
         self._left = self._limit
 
-    def read(self, size: int) -> bytes:
+    def read(self, size: int = -1) -> bytes:
         if not 0 <= size <= self._left:
             raise tarfile.ReadError(f"its extended headers claim more than {self._limit} bytes")
         self._left -= size
-        data = self._file.read(self._position, size)
-        self._position += len(data)
-        return data
-
-    def seek(self, position: int) -> int:
-        if position < 0:
-            raise tarfile.ReadError(f"a header points to {position}")
-        self._position = position
-        return position
-
-    def tell(self) -> int:
-        return self._position
+        return super().read(size)
 
 
 def open_tarfile(file: Storage, *, limit: int, position: int = 0) -> tarfile.TarFile:
@@ -307,9 +295,8 @@ class SparseError(Exception):
 
 
 def read_sparse(file: Storage, offset: int, size: int, *, limits: Limits, count: int | None = None) -> memoryview:
-    """Read the sparse member with its first header at `offset`, or its first `count` bytes.
-
-    Sizes in the headers are checked against the limits before any allocation. Raises SparseError.
+    """Read the sparse member with its first header at `offset`, or its first `count` bytes. Sizes in the headers are
+    checked against the limits before any allocation. Raises SparseError.
     """
     try:
         info: Any = open_tarfile(file, limit=EXTENDED_HEADER_LIMIT, position=offset).next()

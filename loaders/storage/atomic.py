@@ -1,14 +1,8 @@
 """Files that appear completely or not at all: written under a temporary name in the same folder, then renamed.
 
 Writers of the same path do not disturb each other: the last one wins. A link with the name is replaced, and never
-followed. Permissions follow the umask.
-
-How files of the cache folder, and small files that a user names, are opened; when a kept file was last used.
-
-`status_at` looks at any path.
-
-Files of the cache folder are written by renaming (`storage.atomic`): a reader sees a whole file or none. A job whose
-file is removed still has it open, and lends it to its workers.
+followed. Permissions follow the umask. So a reader sees a whole file or none. A job whose file is removed still has it
+open, and lends it to its workers.
 """
 
 from __future__ import annotations
@@ -32,13 +26,8 @@ TEMPORARY_SUFFIX = ".tmp"
 
 @contextmanager
 def new_file(path: str | Path, *, sync: bool = False) -> Iterator[int]:
-    """Open a new file that replaces `path` when the block ends without an error; yields its descriptor.
-
-    Args:
-        path: of the file; its folder exists.
-        sync: write it to the disk before the renaming.
-
-    Raises OSError.
+    """Open a new file that replaces `path` when the block ends without an error, if wanted synced before; yields its
+    descriptor. Raises OSError.
     """
     fd, temporary = create_temporary(path, TEMPORARY_SUFFIX)
     try:
@@ -65,11 +54,7 @@ def replaced(path: str | Path) -> Iterator[int]:
 
 
 def write_whole(path: str | Path, data: Buffer, *, head: bytes = b"") -> None:
-    """Write a small file, with some attempts. Raises StorageError if all of them fail.
-
-    Args:
-        head: comes before the data.
-    """
+    """Write a small file, `head` first, with some attempts. Raises StorageError if all of them fail."""
     tried(str(path), "cannot be written", lambda: write_once(path, data, head=head))
 
 
@@ -131,11 +116,8 @@ def opened(path: str | os.PathLike[str]) -> Iterator[int]:
 
 
 class Lent(NamedTuple):
-    """A file that another process of this machine has open, with a name in the cache folder or without one.
-
-    Attributes:
-        path: where the system shows the other process's descriptor.
-        identity: device, inode, size and mtime, which a file of another process or machine does not share.
+    """A file that another process of this machine has open: where the system shows its descriptor; and device, inode,
+    size and mtime, which a file of another process or machine does not share.
     """
 
     path: str
@@ -143,9 +125,8 @@ class Lent(NamedTuple):
 
 
 def lend(fd: int) -> Lent:
-    """Return what another process opens the file of a descriptor with, as long as this process has it open.
-
-    Raises StorageError if it cannot be looked at now.
+    """Return what another process opens the file of a descriptor with, as long as this process has it open. Raises
+    StorageError.
     """
     path = f"/proc/{os.getpid()}/fd/{fd}"
     return Lent(path, _identity(tried(path, "cannot be looked at", lambda: os.fstat(fd))))
@@ -170,12 +151,8 @@ def opened_lent(path: str | Path, lent: Lent | None) -> Iterator[int]:
 
 
 def read_small(path: str | os.PathLike[str], most_bytes: int) -> bytes:
-    """Return the content of a small file, which may be a link.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not a regular file, or has more bytes.
-        OSError: it cannot be read now.
+    """Return the content of a small file, which may be a link. Raises FileNotFoundError; ValueError if it is no regular
+    file, or larger; OSError if it cannot be read now.
     """
     with opened(path) as fd:
         _check_regular(path, os.fstat(fd))
@@ -215,9 +192,8 @@ def open_lock(path: str | Path) -> int:
 
 
 def record_use(path: str | Path, seconds: float = USE_SECONDS) -> None:
-    """Record a use as the time of a small file next to the used one, if the last was so long ago; best effort.
-
-    A change of the time of the file itself would tell its readers that it was changed.
+    """Record a use as the time of a small file next to the used one, if the last was so long ago; best effort. A change
+    of the time of the file itself would tell its readers that it was changed.
     """
     with suppress(OSError):
         if time.time() - os.stat(path).st_mtime > seconds:

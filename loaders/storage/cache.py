@@ -1,20 +1,12 @@
 """The cache folder: decompressed shards within a size cap, and files of other kinds. Safe for concurrent processes.
 
 Every file appears by renaming, so a reader sees a whole file or none. Processes that write the same entry wait for one
-another on a file lock, which the kernel releases when a process ends: no old lock can block a later run.
+another on a file lock, which the kernel releases when a process ends: no old lock can block a later run. Each kind of
+files has a folder of its own. All of them can be made again, and a process that has one open can still read it: what a
+prune removes costs time, and nothing else. Only files of this user go, with names as orchdata gives them: a folder of
+the user's own may have the name of a kind, such as `shards`.
 
-An array that is pickled as the path of a file in the cache folder, which every process maps.
-
-    array --pickled--> file named by its digest --unpickled--> the same bytes, checked and mapped read-only
-
-The file is written when the array is first pickled, so that arrays which stay in their process leave no files. This
-process has it open as long as it has the array: another worker may map it later, also when a prune has removed it.
-
-What the cache folder keeps, and less of it: old files go, and the least recently used ones above a bound.
-
-Each kind of files has a folder of its own below the cache folder. All of them can be made again, and a process that has
-one open can still read it: what is removed costs time, and nothing else. Only files of this user go, with names as
-orchdata gives them: a folder of the user's own may have the name of a kind, such as `shards`.
+    MappedArray --pickled--> file named by its digest --unpickled--> the same bytes, checked and mapped read-only
 """
 
 from __future__ import annotations
@@ -95,10 +87,7 @@ class CacheFolder:
         self.max_bytes = max_bytes
 
     def make(self, kind: str) -> Path:
-        """Create the folder for files of one kind, and return it.
-
-        Raises StorageError if it cannot be created.
-        """
+        """Create the folder for files of one kind, and return it. Raises StorageError."""
         folder = self.make_root() / kind
         tried(str(folder), "cannot be created", lambda: folder.mkdir(exist_ok=True))
         return folder
@@ -121,16 +110,10 @@ class CacheFolder:
         *,
         changed_ns: int = 0,
     ) -> Path:
-        """Return the path of a decompressed shard; `make(file, limit)` writes it if it is missing.
-
-        Another process may evict the entry before it is opened: then call again. An existing entry is only read, so a
-        complete cache may be read-only, and belong to another user.
-
-        Errors of `make` are passed on, and nothing stays in the cache; after a failed system call it is called again
-        from the start. `limit` is the cap on the size.
-        An entry that is older than `changed_ns`, as `Storage.changed_ns`, is made again.
-
-        Raises StorageError if the cache cannot be written.
+        """Return the path of a decompressed shard; `make(file, limit)` writes it if it is missing, or older than
+        `changed_ns`. An existing entry is only read, so a complete cache may be read-only. Another process may evict it
+        before it is opened: then call again. Errors of `make` pass, and nothing stays; after a failed system call it is
+        called again from the start. Raises StorageError if the cache cannot be written.
         """
         path = self.root / "shards" / (name + _ENTRY_SUFFIX)
         if not tried(str(path), "cannot be read", lambda: is_whole(path, changed_ns)):
@@ -193,9 +176,9 @@ _lock = threading.Lock()
 
 
 class MappedArray:
-    """A one-dimensional int64 array, not to be written to; pickles as the path of a file with its content.
-
-    Pickling raises StorageError if the cache folder cannot be written, unpickling if the file is gone or changed.
+    """A one-dimensional int64 array, not to be written to; pickles as the path of a file with its content, which is
+    then written. This process has it open as long as the array: another may map it later, also after a prune. Raises
+    StorageError if the folder cannot be written, or the file is gone or changed.
     """
 
     def __init__(self, array: NDArray[np.int64]) -> None:
@@ -286,14 +269,8 @@ KINDS: Final = {
 
 
 class KeptFile(NamedTuple):
-    """A file of this user.
-
-    Attributes:
-        last_used: in seconds as of `time.time`.
-        size: bytes of the file and of its companions.
-        kind: name of its folder.
-        paths: the file, then its companions: its checksum, and notes that it was verified. Their times too are times
-            of use.
+    """A file of this user, of the kind with this name: its last use (as of `time.time`), its bytes and paths with those
+    of its companions, a checksum and notes that it was verified, whose times are times of use too.
     """
 
     last_used: float
@@ -323,10 +300,7 @@ class Pruned:
 
 
 def kept_files(cache: CacheFolder) -> list[KeptFile]:
-    """Return what is kept, the least recently used first; a missing folder keeps nothing.
-
-    Raises StorageError if a folder cannot be listed, or a file not be looked at, now.
-    """
+    """Return what is kept, the least recently used first; a missing folder keeps nothing. Raises StorageError."""
     return sorted(file for name in KINDS for file in _files(cache.root / name) if _is_ours(name, file.paths[0].name))
 
 
@@ -337,15 +311,9 @@ def prune(
     most_bytes: int | None = None,
     dry_run: bool = False,
 ) -> Pruned:
-    """Remove what was not used for a time, then the least recently used files until the rest is within a bound.
-
-    Args:
-        cache: the folder; it may be missing.
-        older_than_seconds: since the last use; default: nothing is removed because of its age.
-        most_bytes: of all that is kept; default: no bound.
-        dry_run: remove nothing, and return what would be removed.
-
-    Raises StorageError if something cannot be removed, or looked at.
+    """Remove what was not used for a time, then the least recently used files until the rest is within a bound; None:
+    no bound. `dry_run` removes nothing, and returns what would go. Raises StorageError if something cannot be removed,
+    or looked at.
     """
     pruned, now = Pruned(), time.time()
     found = kept_files(cache)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import time
 import zlib
@@ -25,7 +26,9 @@ from orchdata.loaders.storage.atomic import (
     status_of,
     write_once,
 )
+from orchdata.loaders.storage.remote.urls import identity
 from orchdata.loaders.storage.sealed import forget, is_noted, note
+from orchdata.loaders.storage.storage import FileVersion
 
 PARTIAL_SUFFIX: Final = ".part"
 SUM_SUFFIX: Final = ".sum"
@@ -47,12 +50,7 @@ class Sum(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """An entry of a folder.
-
-    Attributes:
-        last_used: in seconds as of `time.time`.
-        size: its bytes.
-    """
+    """An entry of a folder; its last use in seconds as of `time.time`."""
 
     last_used: float
     size: int
@@ -71,10 +69,15 @@ class _Summed:
         return self._file.write(data)
 
 
-def new_partial(path: Path) -> tuple[int, str]:
-    """Create the partial file of an entry, locked until its descriptor is closed; return this and its name.
+def copy_name(url: str, file: FileVersion) -> str:
+    """Return the name of a copy of a shard: whole, or decompressed."""
+    words = "\0".join((identity(url), str(file.size), file.version))
+    return hashlib.blake2b(words.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
-    The lock shows other processes that its writer is alive. Raises OSError.
+
+def new_partial(path: Path) -> tuple[int, str]:
+    """Create the partial file of an entry, locked until its descriptor is closed: this shows other processes that its
+    writer is alive. Return descriptor and name. Raises OSError.
     """
     descriptor, partial = create_temporary(path, PARTIAL_SUFFIX)
     try:
@@ -95,14 +98,8 @@ def complete(
     changed_ns: int = 0,
     make_room: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Write a partial file, and make it the entry; after an error nothing of it stays. Closes the descriptor.
-
-    Args:
-        make: writes it, from start to end.
-        changed_ns: of the source.
-        make_room: called with the size of the entry before it appears.
-
-    Raises OSError, and what `make` raises.
+    """Have `make` write a partial file from start to end, and make it the entry; after an error nothing of it stays.
+    Closes the descriptor. `make_room` gets its size before it appears. Raises OSError, and what `make` raises.
     """
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -140,9 +137,8 @@ def is_entry(path: Path) -> bool:
 
 
 def is_whole(path: Path, changed_ns: int = 0) -> bool:
-    """Return whether an entry exists, has not changed, and is not older than its source. Raises OSError.
-
-    Its bytes are read once per machine, see `verified`.
+    """Return whether an entry exists, has not changed, and is not older than its source. Its bytes are read once per
+    machine. Raises OSError.
     """
     try:
         kept = sum_of(path)

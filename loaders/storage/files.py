@@ -13,10 +13,9 @@ from typing import Any, Final
 
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage import local
-from orchdata.loaders.storage.atomic import is_folder
 from orchdata.loaders.storage.node import Cache, CopiedFile, Copies
 from orchdata.loaders.storage.remote import urls
-from orchdata.loaders.storage.remote.objects import Objects, RemoteFile, matches, versions_of
+from orchdata.loaders.storage.remote.objects import Looks, Objects, RemoteFile, matches
 from orchdata.loaders.storage.remote.requests import RETRY_SECONDS
 from orchdata.loaders.storage.storage import FileVersion, ReadBytes, Storage
 
@@ -27,15 +26,12 @@ _LISTED_SECONDS: Final = 60.0
 
 
 class Files:
-    """Names, versions, listings and bytes of files. Methods are safe from many threads; a failed call raises
-    StorageError after some attempts.
-
-    Two are equal if they read the same way. What is open is kept with the object, in each process.
+    """Names, versions, listings and bytes of files. Two are equal if they read the same way. What is open is kept with
+    the object, in each process. Safe from many threads; a failed call raises StorageError after some attempts.
 
     Args:
         options: `storage_options` of object storage.
-        store: a store of the user's for all URLs: of obstore, or a filesystem of fsspec. None: one that is made for
-            each bucket.
+        store: of the user's for all URLs: of obstore, or a filesystem of fsspec. None: one for each bucket.
         given: URL without secrets -> the URL as it was given, if it has a query or a password.
 
     Attributes:
@@ -91,9 +87,6 @@ class Files:
                 self._copies = Copies(self.cache)
             return self._copies
 
-    def identity(self, path: str) -> str:
-        return urls.identity(path)
-
     def of(self, shard: str) -> Files:
         """Return the files of the data set that has a shard, for the media that it names."""
         return self.others.get(shard, self)
@@ -110,15 +103,9 @@ class Files:
         version = self.version(path, retries=retries)
         return 0 if version is None else version.size
 
-    def is_folder(self, path: str) -> bool:
-        return not urls.is_remote(path) and is_folder(path)
-
     def open(self, path: str, known: FileVersion | None = None, reads: ReadBytes | None = None) -> Storage:
-        """Open a file. Raises StorageError, and ShardError if it is not a regular file.
-
-        Args:
-            known: size and version that it must have; then no request is made to open an object.
-            reads: counts what is read.
+        """Open a file; an object with a `known` size and version takes no request. Raises StorageError, and ShardError
+        if it is not a regular file.
         """
         if not urls.is_remote(path):
             return local.LocalFile(path, count=None if reads is None else reads.storage)
@@ -160,7 +147,9 @@ class Files:
         """Return files that know sizes and versions of these objects, from few requests. Raises StorageError."""
         if time.monotonic() - self._known_at < _LISTED_SECONDS and self._known.keys() >= set(paths):
             return self
-        return self.knowing(versions_of(self.objects, paths))
+        looks = Looks(self.objects)
+        looks.find(paths)
+        return self.knowing({path: file for path in paths if (file := looks.known[path]) is not None})
 
     @property
     def listed(self) -> Mapping[str, FileVersion]:

@@ -6,38 +6,41 @@ import errno
 import fcntl
 import os
 import stat
-import threading
-import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from orchdata.loaders.errors import OF_THE_FILE, ShardError, StaleIndexError
 from orchdata.loaders.storage.atomic import status_at
 from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.retries import retry, storage_error, tried
-from orchdata.loaders.storage.storage import ByteCount, FileVersion
+from orchdata.loaders.storage.storage import ByteCount, FileVersion, Storage
 
 T = TypeVar("T")
 
 
-class LocalFile:
-    """A local file. It is not mapped: truncating a mapped file kills the process (SIGBUS).
+class _Descriptor:
+    """An open descriptor, which is closed with the last reference to it."""
 
-    Running reads of other threads keep the descriptor open, so that after `close` they never read another file that got
-    the same descriptor number. Without `close` the descriptor is closed with the object.
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self.number)
+
+
+class LocalFile(Storage):
+    """A local file. It is not mapped: truncating a mapped file kills the process (SIGBUS). Running reads of other
+    threads keep the descriptor open, so that after `close` they never read another file with the same number. Without
+    `close` it is closed with the object. Raises StorageError if it cannot be opened now; ShardError if it is no regular
+    file.
 
     Args:
-        path: of the file.
         url: its name in errors; default: the path.
         follow: whether the path may be a link.
         count: adds up the bytes that are read.
-
-    Raises:
-        StorageError: it cannot be opened now.
-        ShardError: it is not a regular file.
     """
 
     def __init__(
@@ -48,24 +51,21 @@ class LocalFile:
         self._follow = follow
         self.count = count
         try:
-            self._fd = self._open()
+            fd = self._open()
         except OSError as error:
-            self._fd = retry(self.url, "cannot be opened", self._open, error)
-        self._finalizer = weakref.finalize(self, os.close, self._fd)
+            fd = retry(self.url, "cannot be opened", self._open, error)
+        self._descriptor: _Descriptor | None = _Descriptor(fd)
         try:
-            status = os.fstat(self._fd)
+            status = os.fstat(fd)
         except OSError as error:
-            status = retry(self.url, "cannot be opened", lambda: os.fstat(self._fd), error)
+            status = retry(self.url, "cannot be opened", lambda: os.fstat(fd), error)
         if not stat.S_ISREG(status.st_mode):
-            self._finalizer()
+            self._descriptor = None
             raise ShardError(self.url, "cannot be opened: not a regular file")
         self.size = status.st_size
         self.version = str(status.st_mtime_ns)
         self.changed_ns = status.st_ctime_ns
         self._opened = status
-        self._lock = threading.Lock()
-        self._readers = 0
-        self._closing = False
 
     def read(self, offset: int, size: int) -> bytes:
         data = self._reading(read_at, offset, size)
@@ -80,26 +80,24 @@ class LocalFile:
         return got
 
     def _reading(self, read: Callable[[int, int, Any], T], offset: int, what: Any) -> T:
-        fd = self._enter()
+        held = self._held()
         try:
-            try:
-                return read(fd, offset, what)
-            except OSError as error:
-                return self._retry(offset, lambda: read(fd, offset, what), error)
-        finally:
-            self._leave()
+            return read(held.number, offset, what)
+        except OSError as error:
+            return self._retry(offset, held, lambda: read(held.number, offset, what), error)
 
-    def expect(self, extents: Sequence[tuple[int, int]]) -> None:
-        """Reading ahead is left to the system."""
+    def _held(self) -> _Descriptor:
+        """Return the descriptor, which is open as long as it is held. Raises ValueError after `close`."""
+        if (held := self._descriptor) is None:
+            raise ValueError(f"{self.url}: read after close")
+        return held
 
     def check_unchanged(self) -> None:
-        fd = self._enter()
+        held = self._held()
         try:
-            now = os.fstat(fd)
+            now = os.fstat(held.number)
         except OSError as error:
-            now = retry(self.url, "cannot be looked at", lambda: os.fstat(fd), error)
-        finally:
-            self._leave()
+            now = retry(self.url, "cannot be looked at", lambda: os.fstat(held.number), error)
         then = self._opened
         same = now.st_size == then.st_size and now.st_mtime_ns == then.st_mtime_ns
         # Removing a file changes its ctime too, but its content stays readable through open descriptors.
@@ -113,12 +111,8 @@ class LocalFile:
 
     def is_as_opened(self) -> bool:
         """Return whether it was neither written to, nor moved or removed, since it was opened. Raises OSError."""
-        fd = self._enter()
-        try:
-            now = os.fstat(fd)
-        finally:
-            self._leave()
-        then = self._opened
+        held = self._held()
+        now, then = os.fstat(held.number), self._opened
         return now.st_nlink > 0 and (now.st_size, now.st_mtime_ns, now.st_ctime_ns) == (
             then.st_size,
             then.st_mtime_ns,
@@ -126,10 +120,7 @@ class LocalFile:
         )
 
     def close(self) -> None:
-        with self._lock:
-            self._closing = True
-            if self._readers == 0:
-                self._finalizer()
+        self._descriptor = None
 
     def _open(self) -> int:
         # Without O_NONBLOCK, opening a named pipe would wait for a writer.
@@ -140,53 +131,35 @@ class LocalFile:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return fd
 
-    def _retry(self, offset: int, read: Callable[[], T], error: OSError) -> T:
+    def _retry(self, offset: int, held: _Descriptor, read: Callable[[], T], error: OSError) -> T:
         def reopened() -> T:
             try:
                 return read()
             except OSError as error:
                 if error.errno != errno.ESTALE:
                     raise
-            self._reopen()
+            self._reopen(held.number)
             return read()
 
         return retry(self.url, f"cannot be read at {offset}", reopened, error)
 
-    def _reopen(self) -> None:
+    def _reopen(self, fd: int) -> None:
         """Open the file again under the same descriptor, after a network file system dropped its handle."""
         fresh = self._open()
         try:
             status = os.fstat(fresh)
             if (status.st_size, status.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
                 raise StaleIndexError(self.url, "was replaced while it was open: run `orchdata index` again")
-            os.dup2(fresh, self._fd, inheritable=False)
+            os.dup2(fresh, fd, inheritable=False)
             self._opened = status
         finally:
             os.close(fresh)
 
-    def _enter(self) -> int:
-        with self._lock:
-            if self._closing:
-                raise ValueError(f"{self.url}: read after close")
-            self._readers += 1
-            return self._fd
 
-    def _leave(self) -> None:
-        with self._lock:
-            self._readers -= 1
-            if self._closing and self._readers == 0:
-                self._finalizer()
-
-
-class LocalFolder:
-    """A folder as one shard: the files below it, as they were when it was opened.
-
-    Attributes:
-        size: bytes of all files together.
-        version: changes with the name, size or modification time of any of them.
+class LocalFolder(Storage):
+    """A folder as one shard: the files below it, as they were when it was opened. Its version changes with the name,
+    size or modification time of any of them.
     """
-
-    changed_ns: Final = 0
 
     def __init__(self, path: str) -> None:
         self.url = path
@@ -212,25 +185,9 @@ class LocalFolder:
     def read(self, offset: int, size: int) -> bytes:
         raise ShardError(self.url, "is a folder, which has no bytes of its own: open one of its files")
 
-    def read_into(self, offset: int, buffer: memoryview) -> int:
-        raise ShardError(self.url, "is a folder, which has no bytes of its own: open one of its files")
-
-    def expect(self, extents: Sequence[tuple[int, int]]) -> None:
-        """A folder has no bytes of its own."""
-
-    def check_unchanged(self) -> None:
-        """A container of the user's opens the files itself."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
 
 def version(path: str, *, retries: bool = True) -> FileVersion | None:
-    """Return the version of a file, or of all files below a folder; None if it does not exist. Raises StorageError.
-
-    Args:
-        retries: whether to try again after an error.
-    """
+    """Return the version of a file, or of all files below a folder; None if it does not exist. Raises StorageError."""
     if retries:
         status = status_at(path)
     else:

@@ -1,21 +1,14 @@
-"""Whole copies of shards of object storage that a node keeps: named, found, added and read.
-
-An object as a file that is read from the node's copy as soon as that is whole, and from the store without one.
-
-The copies of shards that a node keeps: found by the readers of all its processes, added by one process at a time.
+"""Whole copies of shards of object storage that a node keeps, below a cap: found by the readers of all its processes,
+added by one process at a time.
 
 add --room below the cap, reserved under a lock--> partial file of the full size --fetched whole--> entry --> find
-
-Cache: where a node keeps whole copies of shards of object storage, and how many bytes of them.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
-import threading
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
@@ -29,6 +22,7 @@ from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.entries import (
     Entry,
     complete,
+    copy_name,
     entries,
     is_whole,
     last_used,
@@ -39,22 +33,19 @@ from orchdata.loaders.storage.entries import (
 )
 from orchdata.loaders.storage.local import LocalFile
 from orchdata.loaders.storage.remote.objects import Ahead, Objects, RemoteFile
-from orchdata.loaders.storage.remote.urls import identity, is_remote
+from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.storage import Extent, FileVersion, ReadBytes
 
 
 class CopiedFile(RemoteFile):
-    """An object of storage that the node may have a copy of. A copy that is removed or changed is read no more.
-
-    Args:
-        copies: of the node.
+    """An object of storage, read from the node's copy as soon as that is whole, and from the store without one. A copy
+    that is removed or changed is read no more.
     """
 
     def __init__(self, objects: Objects, url: str, file: FileVersion, reads: ReadBytes | None, copies: Copies) -> None:
         super().__init__(objects, url, file, reads)
         self._copies = copies
-        self._copy: LocalFile | None = None
-        self._lock = threading.Lock()
+        self._copy: LocalFile | None = None  # closed with the last reference
 
     def read(self, offset: int, size: int) -> bytes:
         copy = self._found()
@@ -70,19 +61,12 @@ class CopiedFile(RemoteFile):
         return super().expect(extents if self._found() is None else ())
 
     def close(self) -> None:
-        with self._lock:
-            copy, self._copy = self._copy, None
-        if copy is not None:
-            copy.close()
+        self._copy = None
 
     def _found(self) -> LocalFile | None:
         """Return the copy; one that has just been made too."""
-        copy = self._copy
-        if copy is None and (copy := self._copies.find(self.url, self._file)) is not None:
-            with self._lock:
-                if self._copy is None:
-                    self._copy = copy
-                copy = self._copy
+        if (copy := self._copy) is None:
+            copy = self._copy = self._copies.find(self.url, self._file)
         return copy
 
     def _read_copy(self, copy: LocalFile, offset: int, size: int) -> bytes | None:
@@ -91,14 +75,9 @@ class CopiedFile(RemoteFile):
             data = copy.read(offset, size)
             if len(data) == max(0, min(offset + size, self.size) - offset) and copy.is_as_opened():
                 return data
-        except ValueError:  # another thread has just closed it
-            pass
         except (OSError, StorageError):
             self._copies.refuse(self.url, self._file)
-        with self._lock:
-            if self._copy is copy:
-                self._copy = None
-        copy.close()
+        self._copy = None
         return None
 
 
@@ -113,16 +92,13 @@ never ("too large")."""
 
 
 class Copies:
-    """Whole copies of shards in the folder of a `Cache`. Safe from many threads and processes.
-
-    A copy is named by the identity of the URL, the size and the version of the object. An object without a version is
-    not copied: nothing would tell the copy from its successor.
+    """Whole copies of shards in the folder of a `Cache`, named by URL, size and version of the object. One without a
+    version is not copied: nothing would tell the copy from its successor. Safe from many threads and processes.
     """
 
     def __init__(self, cache: Cache) -> None:
         self._cache = CacheFolder(cache.path, max_bytes=cache.max_bytes)
         self._folder = self._cache.root / FOLDER
-        self._paths: dict[tuple[str, FileVersion], Path] = {}
         self._verified: dict[Path, tuple[int, ...]] = {}
         self._refused: dict[Path, tuple[int, ...]] = {}
         self._sizes: dict[str, int] = {}
@@ -141,7 +117,7 @@ class Copies:
                 return None
             if self._verified.get(path) != _mark(status):
                 if not is_whole(path):
-                    self._remove_damaged(name_of(url, file), path)
+                    self._remove_damaged(copy_name(url, file), path)
                     self.refuse(url, file)
                     return None
                 self._verified[path] = _mark(status)
@@ -167,23 +143,18 @@ class Copies:
         return os.path.exists(path) and is_whole(path)
 
     def add(self, url: str, file: FileVersion, make: Callable[[IO[bytes]], None], stay: Container[str] = ()) -> Added:
-        """Make a copy of an object, if no other process is doing that.
-
-        Args:
-            make: writes its bytes, from start to end; called once its room is reserved. What it raises is passed on,
-                and nothing of the copy stays.
-            stay: names of copies that are not removed to make room, as of `name_of`.
-
-        Raises:
-            StorageError: the folder cannot be created.
-            OSError: it cannot be written, or the disk is full.
+        """Make a copy of an object, if no other process is doing that. `make` writes its bytes, from start to end, once
+        its room is reserved; what it raises passes, and nothing stays. Copies with names in `stay` are not removed to
+        make room. Raises StorageError: the folder cannot be created; OSError: it cannot be written, or the disk is
+        full.
         """
-        name = name_of(url, file)
+        name = copy_name(url, file)
         path = self._path(url, file)
         needed = file.size + _NEXT_TO_IT_BYTES
+        if self.has(url, file):
+            return "there"
         if needed > self.max_bytes:
             return "too large"
-        self._cache.make_root()
         self._cache.make(FOLDER)
         with self._cache.lock(name, waits=False) as is_mine:
             if not is_mine:
@@ -204,10 +175,7 @@ class Copies:
         return "added"
 
     def _path(self, url: str, file: FileVersion) -> Path:
-        path = self._paths.get((url, file))
-        if path is None:
-            path = self._paths[url, file] = self._folder / (name_of(url, file) + SUFFIX)
-        return path
+        return self._folder / (copy_name(url, file) + SUFFIX)
 
     def _remove_damaged(self, name: str, path: Path) -> None:
         """Remove a copy that is not whole, unless another process does, or makes it again; best effort."""
@@ -244,12 +212,6 @@ class Copies:
             sizes[name] = size
         self._sizes = sizes
         return sum(sizes.values())
-
-
-def name_of(url: str, file: FileVersion) -> str:
-    """Return the name of the copy of an object."""
-    words = "\0".join((identity(url), str(file.size), file.version))
-    return hashlib.blake2b(words.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
 def _is_unused(entry: Entry) -> bool:
@@ -300,9 +262,8 @@ class Cache:
 
 
 def cache_of_environment() -> Cache | None:
-    """Return the cache that the environment names; None if it names none.
-
-    Raises ValueError for one variable without the other, and for one that is no number of bytes.
+    """Return the cache that the environment names; None if it names none. Raises ValueError for one variable without
+    the other, and for one that is no number of bytes.
     """
     folder, most = os.environ.get(FOLDER_VARIABLE), os.environ.get(BYTES_VARIABLE)
     if not folder and not most:

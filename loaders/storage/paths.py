@@ -5,13 +5,13 @@ Kinds of shards by the suffix of a name, their compression, the folder of the me
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import glob
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import braceexpand
@@ -33,12 +33,8 @@ from orchdata.loaders.storage.retries import tried
 
 _STATE_BYTES = 16 << 20
 _MOST_PATHS = 1_000_000
-_MOST_CHARACTERS = 1 << 30
-_MOST_LEVELS = 8
 _MOST_DIGITS = 60
-# As in `braceexpand`, where `$` also matches before a final newline.
-_NUMBERS = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?\n?")
-_LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](\.\.-?\d+)?\n?")
+_RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?\n?\}")
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -54,7 +50,6 @@ def expand_paths(
     Paths may be `file:` URLs, and URLs of objects of storage, which are not looked at.
 
     Args:
-        paths: from the user; a list keeps its order.
         check: check that each shard exists. Without it, only globs touch the file system.
         own: whether a container of the user's claims a path; these are asked first.
         matching: lists the objects of a pattern; without it, there may be no such patterns.
@@ -62,9 +57,8 @@ def expand_paths(
     Raises:
         FileNotFoundError: a path does not exist, or a pattern matches nothing; it is named.
         StorageError: a folder cannot be listed, so the matches of a pattern are unknown.
-        ValueError: an unknown suffix, a folder that is neither a data set saved by Hugging Face's `datasets` nor a
-            media folder with a table, a command (`pipe:`), unbalanced braces, a shard given twice, or no
-            path at all.
+        ValueError: an unknown suffix, a folder without a list of shards, a command (`pipe:`), unbalanced braces, a
+            shard given twice, or no path at all.
     """
     given: list[str | os.PathLike[str]] = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not given:
@@ -186,62 +180,25 @@ def needs_listing(paths: Paths) -> bool:
 
 def _in_braces(pattern: str) -> list[str]:
     """Return the paths that braces stand for."""
-    count = _num_expanded(pattern)
-    if count > _MOST_PATHS or count * len(pattern) > _MOST_CHARACTERS:
+    expanded: list[str] | None = None
+    if not any(_is_long(*found) for found in _RANGE.findall(pattern)):
+        try:
+            expanded = list(islice(braceexpand.braceexpand(pattern), _MOST_PATHS + 1))
+        except (ValueError, RecursionError):  # which shows the pattern, and that may have a password
+            raise ValueError(f"{without_secrets(pattern)!r}: unbalanced braces") from None
+    if expanded is None or len(expanded) > _MOST_PATHS:
         raise ValueError(
-            f"{without_secrets(pattern)[:80]!r}: its braces stand for more than {_MOST_PATHS:,} paths, or "
-            f"{_MOST_CHARACTERS:,} characters of paths: give a glob, as in 'train-*.tar', or a list of patterns"
+            f"{without_secrets(pattern)[:80]!r}: its braces stand for more than {_MOST_PATHS:,} paths: give a glob, as "
+            "in 'train-*.tar', or a list of patterns"
         )
-    with contextlib.suppress(ValueError):  # which shows the pattern, and that may have a password
-        return list(braceexpand.braceexpand(pattern))
-    raise ValueError(f"{without_secrets(pattern)!r}: unbalanced braces")
+    return expanded
 
 
-def _num_expanded(pattern: str, levels: int = 0) -> int:
-    """Count the paths that braces stand for, up to _MOST_PATHS + 1. Parses as `braceexpand` does.
-
-    Raises ValueError if they are nested too deeply.
-    """
-    if levels > _MOST_LEVELS:
-        raise ValueError(f"{without_secrets(pattern)[:80]!r}: braces are nested deeper than {_MOST_LEVELS} levels")
-    count, start, depth = 1, 0, 0
-    for position, character in _outside_escapes(pattern):
-        if character == "{":
-            start = position if depth == 0 else start
-            depth += 1
-        elif character == "}":
-            depth -= 1
-            if depth == 0:
-                count = min(count * _num_in_braces(pattern[start + 1 : position], levels), _MOST_PATHS + 1)
-    return count
-
-
-def _num_in_braces(text: str, levels: int) -> int:
-    """Count the paths that the text between two braces stands for."""
-    if (numbers := _NUMBERS.fullmatch(text)) is not None:
-        if len(text) > _MOST_DIGITS:
-            return _MOST_PATHS + 1
-        first, last, step = (int(number or 1) for number in numbers.groups())
-        return abs(last - first) // (abs(step) or 1) + 1
-    if _LETTERS.fullmatch(text):
-        return 52
-    begins, depth = [0], 0
-    for position, character in _outside_escapes(text):
-        depth += {"{": 1, "}": -1}.get(character, 0)
-        if character == "," and depth == 0:
-            begins.append(position + 1)
-    ends = [*(begin - 1 for begin in begins[1:]), len(text)]
-    return sum(_num_expanded(text[begin:end], levels + 1) for begin, end in zip(begins, ends, strict=True))
-
-
-def _outside_escapes(text: str) -> Iterator[tuple[int, str]]:
-    position = 0
-    while position < len(text):
-        if text[position] == "\\":
-            position += 2
-            continue
-        yield position, text[position]
-        position += 1
+def _is_long(first: str, last: str, step: str) -> bool:
+    """Return whether a range has too many numbers: `braceexpand` makes all of them before it gives the first path."""
+    if max(len(first), len(last)) > _MOST_DIGITS:
+        return True
+    return abs(int(last) - int(first)) // (abs(int(step or 1)) or 1) >= _MOST_PATHS
 
 
 def _shards_of_folder(path: str, named: str) -> list[str]:
@@ -359,10 +316,8 @@ MEDIA_TABLES = ("metadata.jsonl", "metadata.csv")
 
 
 def suffix_of(path: str, *, own_too: bool = False) -> str:
-    """Return the suffix of a shard's path, in lower case. Raises ValueError for an unknown suffix.
-
-    Args:
-        own_too: whether containers of the user's were asked too, for the error.
+    """Return the suffix of a shard's path, in lower case. Raises ValueError for an unknown suffix (`own_too`:
+    containers of the user's were asked too).
     """
     name = path.lower()
     suffix = max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default=None)

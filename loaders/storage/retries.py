@@ -1,8 +1,7 @@
 """Retries after temporary errors: of a system call that failed, and of a shard that could not be read.
 
 A call is repeated after each of PAUSES_SECONDS. A build waits up to BUILD_SECONDS in total, and some seconds for a file
-that this user may not read. An error that lasts longer
-is a StorageError, and is never taken for bad data.
+that this user may not read. An error that lasts longer is a StorageError, and is never taken for bad data.
 """
 
 from __future__ import annotations
@@ -32,13 +31,8 @@ _LASTING: Final = OF_THE_FILE | {errno.EEXIST, errno.EROFS, errno.EFBIG, errno.E
 
 
 def tried(url: str, doing: str, call: Callable[[], T]) -> T:
-    """Return `call()`; after an OSError call it again after each of PAUSES_SECONDS.
-
-    Args:
-        url, doing: for the error: the file, and the failed action ("cannot be opened").
-
-    Raises:
-        StorageError: it failed every time, or for a permanent reason.
+    """Return `call()`; after an OSError call it again after each of PAUSES_SECONDS. Raises StorageError (of `url`, with
+    the failed action) if it failed every time, or for a permanent reason.
     """
     try:
         return call()
@@ -66,11 +60,8 @@ def storage_error(url: str, doing: str, error: OSError) -> StorageError:
 
 
 class Patience:
-    """The time that a build may wait: the seconds in which at least one of its shards waits for a retry.
-
-    Args:
-        seconds: in total, over the whole build.
-        on_trouble: called with the first error, before the first wait.
+    """The time that a build may wait, in total: the seconds in which at least one of its shards waits for a retry.
+    `on_trouble` gets the first error, before the first wait.
     """
 
     def __init__(self, seconds: float, on_trouble: Callable[[Exception], None]) -> None:
@@ -85,9 +76,8 @@ class Patience:
         self._over = threading.Event()
 
     def keep_trying(self, call: Callable[[], T], *errors: type[Exception], failed: Exception | None = None) -> T:
-        """Return `call()`; call it again while it raises one of `errors` and time is left.
-
-        `failed` is the error of an earlier call, if there was one.
+        """Return `call()`; call it again while it raises one of `errors` and time is left; `failed` is the error of an
+        earlier call.
         """
         pause = 0.25
         while True:

@@ -2,18 +2,11 @@
 
     magic, kind, format, lengths, crc32 of the head | head: JSON, crc32 of each MiB of the body | body
 
-Nothing is parsed before its checksum is verified: a file that was cut, zeroed, altered in any byte, or written in
-another format is `Damaged`, and its owner writes it again. So no file left by a crash is ever used, and files that are
-cheap to write again are not synced.
-
-crc32 detects every change within 32 neighbouring bits, and all but one in 4 billion other changes. In measurements it
-was faster than blake2b, sha256 and adler32, and it runs without the interpreter's lock.
-
-Notes that a large file was verified on this machine since it booted, so that it is read completely only once.
-The time of the note is that of the last use of the file.
-
-A note identifies the file by path, inode, size, mtime and ctime. It is a hidden file in the same folder, one per
-machine and boot; if it cannot be written, the file is verified each time.
+Nothing is parsed before its checksum is verified: a file that was cut, altered, or written in another format is
+`Damaged`, and its owner writes it again. So files that are cheap to write again are not synced. crc32 detects every
+change within 32 neighbouring bits, and all but one in 4 billion others, is fast, and runs without the interpreter's
+lock. A note says that a large file was verified on this machine since it booted, so that it is read completely only
+once: a hidden file in the same folder with path, inode, size, mtime and ctime; its own time is that of the last use.
 """
 
 from __future__ import annotations
@@ -27,7 +20,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -51,13 +44,8 @@ class Damaged(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The verified head of a sealed file.
-
-    Attributes:
-        values: the JSON.
-        start, size: offset and size of the body in bytes.
-        crcs: crc32 of each block of the body.
-        digest: of the head, hex, and so of the whole content: the head contains the checksums of the body.
+    """The verified head of a sealed file: its JSON; where its body is, and the crc32 of each block of it; and a digest
+    of the head, and so of the whole content.
     """
 
     values: dict[str, Any]
@@ -85,46 +73,56 @@ def body_start(values: Mapping[str, Any], size: int) -> int:
 
 
 def read_sealed(path: str | Path, kind: bytes, format: int) -> tuple[Head, memoryview]:
-    """Return head and body of a file, both verified; they are read, not mapped, so later changes do not reach them.
-
-    The use of the file is recorded.
-
-    Raises:
-        Damaged: as `head_of`, or the body has changed.
-        OSError: it cannot be read.
+    """Return head and body of a file, both verified and read, so that later changes do not reach them; records its use.
+    Raises Damaged; OSError if it cannot be read.
     """
     record_use(path)
     with opened(path) as fd:
-        first = os.pread(fd, _READ_BYTES, 0)
-        head = _read_head(fd, kind, format, first)
-        body = memoryview(_pread(fd, head.start, head.size, first))
+        head = head_of(fd, kind, format)
+        body = _pread(fd, head.start, head.size)
     if len(body) != head.size or _crcs_of(body) != list(head.crcs):
         raise Damaged("its content is not what was written")
     return head, body
 
 
 def head_of(fd: int, kind: bytes, format: int) -> Head:
-    """Return the verified head of an open file; of the body only the length is checked.
-
-    Raises:
-        Damaged: not a file of this kind and format, cut, or its head has changed.
-        OSError: it cannot be read.
+    """Return the verified head of an open file; of the body only the length is checked. Raises Damaged: of another kind
+    or format, cut, or changed; OSError if it cannot be read.
     """
-    return _read_head(fd, kind, format, os.pread(fd, _READ_BYTES, 0))
+    return head_by(partial(_pread, fd), os.fstat(fd).st_size, kind, format)
 
 
 def head_by(read: Callable[[int, int], Buffer], size: int, kind: bytes, format: int) -> Head:
-    """Return the verified head of a file of `size` bytes somewhere else. Raises as `head_of`, and what reading raises.
-
-    Args:
-        read: returns so many bytes from an offset on.
+    """Return the verified head of a file of `size` bytes, by a function that returns so many bytes from an offset on.
+    Raises as `head_of`, and what reading raises.
     """
     first = bytes(read(0, min(size, _READ_BYTES)))
-
-    def read_more(offset: int, count: int) -> Buffer:
-        return first[offset : offset + count] if offset + count <= len(first) else read(offset, count)
-
-    return _head_in(first, size, kind, format, read_more)
+    if not first:
+        raise Damaged("it is empty")
+    if len(first) < _PREFIX_BYTES or first[: len(_MAGIC)] != _MAGIC:
+        raise Damaged("it does not begin like such a file")
+    fixed = first[: _FIXED.size]
+    _, its_kind, its_format, json_bytes, head_bytes, body_bytes = _FIXED.unpack(fixed)
+    if (its_kind, its_format) != (kind, format):
+        raise Damaged(f"it is of kind {its_kind!r} and format {its_format}, not of {kind!r} and {format}")
+    start = _PREFIX_BYTES + head_bytes
+    # Checked before anything is read, so that no more memory is allocated than the file is long.
+    if start + body_bytes != size:
+        raise Damaged(f"it has {size} bytes, and should have {start + body_bytes}")
+    content = first[_PREFIX_BYTES:start] if start <= len(first) else bytes(read(_PREFIX_BYTES, head_bytes))
+    crc = _CRC.unpack_from(first, _FIXED.size)[0]
+    blocks = -(-body_bytes // BLOCK_BYTES)
+    if json_bytes + 4 * blocks != head_bytes or zlib.crc32(content, zlib.crc32(fixed)) != crc:
+        raise Damaged("its head is not what was written")
+    try:
+        values = json.loads(content[:json_bytes])
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"its head is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise Damaged("its head has no fields")
+    crcs = struct.unpack_from(f"<{blocks}I", content, json_bytes)
+    digest = blake2b(first[:_PREFIX_BYTES] + content, digest_size=16).hexdigest()
+    return Head(values, start, body_bytes, crcs, digest)
 
 
 def verify_body(fd: int, head: Head) -> None:
@@ -153,54 +151,8 @@ def _head(kind: bytes, format: int, values: Mapping[str, Any], size: int, crcs: 
     return head, blake2b(head, digest_size=16).hexdigest()
 
 
-def _read_head(fd: int, kind: bytes, format: int, first: bytes) -> Head:
-    def read(offset: int, size: int) -> Buffer:
-        return _pread(fd, offset, size, first)
-
-    return _head_in(first, os.fstat(fd).st_size, kind, format, read)
-
-
-def _head_in(first: bytes, file_bytes: int, kind: bytes, format: int, read: Callable[[int, int], Buffer]) -> Head:
-    if not first:
-        raise Damaged("it is empty")
-    if len(first) < _PREFIX_BYTES or first[: len(_MAGIC)] != _MAGIC:
-        raise Damaged("it does not begin like such a file")
-    fixed = first[: _FIXED.size]
-    _, its_kind, its_format, json_bytes, head_bytes, size = _FIXED.unpack(fixed)
-    if (its_kind, its_format) != (kind, format):
-        raise Damaged(f"it is of kind {its_kind!r} and format {its_format}, not of {kind!r} and {format}")
-    start = _PREFIX_BYTES + head_bytes
-    # Checked before anything is read, so that no more memory is allocated than the file is long.
-    if start + size != file_bytes:
-        raise Damaged(f"it has {file_bytes} bytes, and should have {start + size}")
-    content = bytes(read(_PREFIX_BYTES, head_bytes))
-    crc = _CRC.unpack_from(first, _FIXED.size)[0]
-    blocks = -(-size // BLOCK_BYTES)
-    if json_bytes + 4 * blocks != head_bytes or zlib.crc32(content, zlib.crc32(fixed)) != crc:
-        raise Damaged("its head is not what was written")
-    return Head(
-        values=_values(content[:json_bytes]),
-        start=start,
-        size=size,
-        crcs=struct.unpack_from(f"<{blocks}I", content, json_bytes),
-        digest=blake2b(first[:_PREFIX_BYTES] + content, digest_size=16).hexdigest(),
-    )
-
-
-def _values(text: bytes) -> dict[str, Any]:
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise Damaged(f"its head is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise Damaged("its head has no fields")
-    return values
-
-
-def _pread(fd: int, offset: int, size: int, first: bytes) -> Buffer:
-    """Read `size` bytes from `offset`, fewer at the end of the file; `first` are its first bytes."""
-    if offset + size <= len(first):
-        return first[offset : offset + size]  # a copy, which does not keep all of `first` in memory
+def _pread(fd: int, offset: int, size: int) -> memoryview:
+    """Read `size` bytes from `offset`, fewer at the end of the file."""
     try:
         view = memoryview(bytearray(size))
     except MemoryError:  # a sparse file may be longer than the memory

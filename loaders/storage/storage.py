@@ -1,19 +1,21 @@
-"""Where shards come from: open files with positional reads.
+"""Where shards come from: open files with positional reads; neighbouring members read with one call; counts of bytes.
 
 Size, version and name of everything that is kept in the cache come from here. Files of this machine are in `local`,
 objects of storage in `remote`, and `files` chooses by the URL.
-
-Reading neighbouring members of a file with one call: reading over a small gap costs less than another call.
-
-Counting bytes: those read, by any thread, and those that samples needed; and requests to object storage.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
+
+Bytes = bytes | memoryview
+Extent = tuple[int, int]
+"""Offset and size."""
 
 
 class Storage(Protocol):
@@ -29,14 +31,10 @@ class Storage(Protocol):
             it is not known.
     """
 
-    @property
-    def url(self) -> str: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def version(self) -> str: ...
-    @property
-    def changed_ns(self) -> int: ...
+    url: str
+    size: int
+    version: str
+    changed_ns: int = 0
 
     def read(self, offset: int, size: int) -> bytes:
         """Read `size` bytes from `offset`; fewer only at the end of the file."""
@@ -44,24 +42,56 @@ class Storage(Protocol):
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
         """Fill `buffer` from `offset`. Return the number of bytes read, fewer only at the end of the file."""
-        ...
+        data = self.read(offset, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
-    def expect(self, extents: Sequence[tuple[int, int]]) -> object:
-        """Begin to read ranges (offset, size) that are read soon, if that saves time. Keep the result until they were
-        read.
-        """
-        ...
+    def expect(self, extents: Sequence[Extent]) -> object:
+        """Begin to read ranges that are read soon, if that saves time. Keep the result until they were read."""
+        return None
 
     def check_unchanged(self) -> None:
-        """Raise StaleIndexError if the content may have changed since it was opened.
-
-        Call it after reading: bytes read before may then differ from the indexed ones.
-        """
-        ...
+        """Raise StaleIndexError if the content may have changed since it was opened. Call it after reading."""
+        return
 
     def close(self) -> None:
         """Release the resources after running reads have finished."""
-        ...
+        return
+
+
+class StorageFile(io.RawIOBase):
+    """A storage as a file with a position, for packages that read files. Closing it leaves the storage open."""
+
+    before_start = "position {} is before the start of the file"
+
+    def __init__(self, storage: Storage, position: int = 0) -> None:
+        self._storage = storage
+        self._position = position
+        self.name = storage.url
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._storage.size - self._position)
+        data = self._storage.read(self._position, left if size < 0 else min(size, left)) if left else b""
+        self._position += len(data)
+        return data
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        got = self._storage.read_into(self._position, memoryview(buffer).cast("B"))
+        self._position += got
+        return got
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        position = (0, self._position, self._storage.size)[whence] + offset
+        if position < 0:  # as of a cut file, which has no such end
+            raise ValueError(self.before_start.format(position))
+        self._position = position
+        return position
 
 
 class FileVersion(NamedTuple):
@@ -71,9 +101,27 @@ class FileVersion(NamedTuple):
     version: str
 
 
-Bytes = bytes | memoryview
-Extent = tuple[int, int]
-"""Offset and size."""
+STAMP_BITS: Final = 23
+"""Bits of a version that an index keeps for each file that records name."""
+_STAMPED: Final = "stamp "
+
+
+def stamp_of_version(version: str) -> int:
+    """Return STAMP_BITS bits of a version: one change in 8 million keeps the stamp."""
+    digest = hashlib.blake2b(version.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> (32 - STAMP_BITS)
+
+
+def stamped(stamp: int) -> str:
+    """Return the version that stands for all versions with a stamp."""
+    return f"{_STAMPED}{stamp}"
+
+
+def fits(wanted: str, version: str) -> bool:
+    """Return whether a version is the one that is wanted, or has its stamp; "" is any."""
+    if wanted.startswith(_STAMPED):
+        return wanted == stamped(stamp_of_version(version))
+    return not wanted or wanted == version
 
 
 class Run(NamedTuple):
@@ -85,21 +133,15 @@ class Run(NamedTuple):
 
 
 def runs_of(extents: Sequence[Extent], *, gap_bytes: int, run_bytes: int | None = None) -> list[Run]:
-    """Group members into runs in order of offset.
-
-    Args:
-        extents: of the members; those that overlap are in different runs.
-        gap_bytes: largest gap between neighbours.
-        run_bytes: largest size of a run of several members.
-    """
+    """Group members, which may overlap, into runs in order of offset, with gaps and runs of so many bytes at most."""
     runs: list[Run] = []
     for index in sorted(range(len(extents)), key=extents.__getitem__):
         offset, size = extents[index]
         if runs:
             members, start, stop = runs[-1]
-            if 0 <= offset - stop <= gap_bytes and (run_bytes is None or offset + size - start <= run_bytes):
+            if offset - stop <= gap_bytes and (run_bytes is None or offset + size - start <= run_bytes):
                 members.append(index)
-                runs[-1] = Run(members, start, offset + size)
+                runs[-1] = Run(members, start, max(stop, offset + size))
                 continue
         runs.append(Run([index], offset, offset + size))
     return runs

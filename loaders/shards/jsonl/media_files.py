@@ -14,8 +14,8 @@ from unicodedata import normalize
 
 from orchdata.loaders.errors import DecodeError, StorageError
 from orchdata.loaders.storage.local import read_at
-from orchdata.loaders.storage.remote.stamps import stamp_of_version
 from orchdata.loaders.storage.retries import tried
+from orchdata.loaders.storage.storage import stamp_of_version
 
 _SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(//)?")
 MISSING: Final = "no such file"
@@ -35,11 +35,8 @@ MISSING_NAMES: Final = 10
 
 
 class MediaFile:
-    """An open file, with the size and stamp by which a change is noticed.
-
-    Attributes:
-        size: bytes, when it was opened.
-        stamp: of its modification time, STAMP_BITS bits.
+    """An open file, with its size, and a stamp of its modification time (STAMP_BITS bits), by which a change is
+    noticed.
     """
 
     def __init__(self, folder: MediaFolder, name: str) -> None:
@@ -51,9 +48,8 @@ class MediaFile:
         self.stamp = stamp_of(status)
 
     def read(self, size: int) -> bytes:
-        """Read the first `size` bytes; fewer if the file is shorter now.
-
-        Raises StorageError; DecodeError if it was replaced by another file.
+        """Read the first `size` bytes; fewer if the file is shorter now. Raises StorageError; DecodeError if it was
+        replaced.
         """
         return tried(self._path, "cannot be read", lambda: self._read(size))
 
@@ -79,9 +75,7 @@ class MediaFile:
 
 
 class MediaFolder:
-    """A folder in which names from data are looked up. Safe from many threads.
-
-    Links are followed as long as they stay inside it.
+    """A folder in which names from data are looked up; links are followed inside of it. Safe from many threads.
 
     Attributes:
         missing: some of the names without a file.
@@ -102,11 +96,8 @@ class MediaFolder:
 
     @contextmanager
     def open(self, name: str) -> Iterator[MediaFile]:
-        """Open the file with this name.
-
-        Raises:
-            DecodeError: there is no such file, it is outside the folder, or not a regular file.
-            StorageError: it cannot be opened now, or the folder does not exist.
+        """Open the file with this name. Raises DecodeError if there is none, it is outside the folder, or no regular
+        file; StorageError if it cannot be opened now, or the folder does not exist.
         """
         with closing(MediaFile(self, checked_name(self._relative(name)))) as file:
             yield file

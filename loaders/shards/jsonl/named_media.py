@@ -4,10 +4,8 @@ Supported are the keys of LLaVA, LLaMA-Factory, ms-swift and Qwen (`image`, `ima
 of names, {"path"} or {"bytes"}), items in the content of a turn ({"type": "image", "image": ...}, `image_url`,
 `input_audio`), and the `file_name` columns of a media folder with a table. Fields are `image.0`, `image.1`, ...
 
-Objects of storage by names that come from data: only objects below one URL are read.
-
-Sizes and etags come from a listing of the folders that records name, or from a look at each object: whichever takes
-fewer requests. The index keeps a few bits of each etag, which are compared with the etag of each answer.
+Of object storage, only objects below one URL are read. The index keeps a few bits of each etag, which are compared with
+the etag of each answer.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import base64
 import binascii
 import errno
 import re
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final, NamedTuple
@@ -36,11 +33,9 @@ from orchdata.loaders.shards.jsonl.media_files import (
     shown_name,
 )
 from orchdata.loaders.storage.files import Files
-from orchdata.loaders.storage.remote.objects import PIECE_BYTES, Ahead, ObjectRange, is_unlisted
-from orchdata.loaders.storage.remote.requests import Listed
-from orchdata.loaders.storage.remote.stamps import stamp_of_version, stamped
-from orchdata.loaders.storage.remote.urls import HTTP, check_key, identity, is_remote, parsed, scheme_of
-from orchdata.loaders.storage.storage import FileVersion, ReadBytes
+from orchdata.loaders.storage.remote.objects import PIECE_BYTES, Ahead, Looks, ObjectRange
+from orchdata.loaders.storage.remote.urls import HTTP, check_key, identity, is_remote, scheme_of
+from orchdata.loaders.storage.storage import FileVersion, ReadBytes, stamp_of_version, stamped
 from orchdata.loaders.text.chat_keys import Repeating, kind_of, says_nothing, shown
 from orchdata.loaders.text.template import NOT_DECODED, record_keys
 
@@ -70,16 +65,9 @@ _DATA_URL: Final = re.compile(r"data:[^,]{0,256};base64,", re.IGNORECASE)
 
 
 class NamedMedia(NamedTuple):
-    """One image or clip that a record names.
-
-    Attributes:
-        field: its name in the sample.
-        kind: code of its modality in the facts; OTHER if facts keep no header of that modality.
-        path: as written in the record; None if the content is in `encoded`.
-        encoded: base64.
-        error: why there is no path and no content.
-        files: the files that it is made of, as the frames of a video.
-        metadata: the other keys of the record about these files.
+    """One image or clip that a record names: by its path, in base64 (`encoded`), as a list of files (frames of a video)
+    with the other keys of the record about them (`metadata`), or an error.
+    `kind` is the code of its modality in the facts; OTHER if facts keep no header of it.
     """
 
     field: str
@@ -98,14 +86,11 @@ class NamedMedia(NamedTuple):
         """Join the contents of the listed files into one item of its modality."""
         return _CLASSES[self.field.partition(".")[0]].from_frames(contents, self.metadata)
 
-    def decoded_size(self) -> int:
-        """Return an upper bound of the decoded size in bytes."""
-        return 3 * (len(self.encoded or "") // 4) + 3
-
     def decoded(self, limits: Limits) -> bytes:
         """Decode the base64. Raises DecodeError."""
-        if self.decoded_size() - 3 > limits.member_bytes:
-            raise DecodeError(f"{self.decoded_size()} bytes in base64, above Limits.member_bytes={limits.member_bytes}")
+        size = 3 * (len(self.encoded or "") // 4)
+        if size > limits.member_bytes:
+            raise DecodeError(f"{size + 3} bytes in base64, above Limits.member_bytes={limits.member_bytes}")
         try:
             return base64.b64decode("".join((self.encoded or "").split()), validate=True)
         except (binascii.Error, ValueError) as error:
@@ -113,14 +98,9 @@ class NamedMedia(NamedTuple):
 
 
 def media_of(value: Any, *, file_names: bool) -> list[NamedMedia]:
-    """Return the media of a record, by modality, in the order in which they are named.
-
-    Args:
-        value: JSON.
-        file_names: whether its `file_name` columns name media, as in the table of a media folder.
-
-    Raises:
-        DecodeError: the record names media in two ways that differ, or in tags of its text.
+    """Return the media of a record, by modality, in the order in which they are named. Raises DecodeError if it names
+    media in two ways that differ, or in tags of its text.
+    `file_names`: whether its `file_name` columns name media, as in the table of a media folder.
     """
     if not file_names and isinstance(value, dict) and _names_none(value):
         return _unread_name(value)
@@ -181,11 +161,9 @@ def _not_read(key: str, name: str, modality: str, kind: int) -> NamedMedia:
 
 
 def _unread_key_error(value: Mapping[str, Any], modality: str, kind: int, keys: re.Pattern[str]) -> list[NamedMedia]:
-    """Return an error if a record names a file of this modality under a key that is not read.
-
-    Args:
-        keys: what follows the modality in such a key. A record that names files under a key that is read may have paths
-            of others; a numbered key is one more of the same.
+    """Return an error if a record names a file of this modality under a key that is not read; `keys`: what follows the
+    modality in such a key. A record that names files under a key that is read may have paths of others; a numbered key
+    is one more of the same.
     """
     for key in value:
         if key.startswith(modality) and keys.fullmatch(key, len(modality)):
@@ -308,17 +286,10 @@ def _is_base64(text: str, modality: str) -> bool:
 
 _HEAD_BYTES: Final = 32 << 10
 """Bytes that are read to find a header; more if they do not suffice."""
-_MOST_LISTED: Final = 2_000_000
-"""Objects of listings that are kept; of others each is looked at."""
 
 
 class MediaObject:
-    """An object, with the size and stamp by which a change is noticed.
-
-    Attributes:
-        size: bytes.
-        stamp: of its etag, STAMP_BITS bits.
-    """
+    """An object, with its size, and a stamp of its etag (STAMP_BITS bits), by which a change is noticed."""
 
     def __init__(self, folder: ObjectFolder, name: str, file: FileVersion) -> None:
         self.size = file.size
@@ -340,11 +311,6 @@ class MediaObject:
 class ObjectFolder:
     """The objects below one URL. Safe from many threads.
 
-    Args:
-        root: the URL.
-        files: reads it.
-        reads: counts bytes and requests.
-
     Attributes:
         missing: some of the names without an object.
         has_files: whether any name had an object.
@@ -359,64 +325,24 @@ class ObjectFolder:
         self._files = files
         self._reads = reads
         self._is_http = scheme_of(root) in HTTP
-        self._start = len(parsed(f"{self.root}/").key)
-        self._versions: dict[str, FileVersion | None] = {}
-        self._pages: dict[str, Iterator[list[Listed]]] = {}
-        self._allowed: dict[str, int] = {}
+        self._looks = Looks(files.objects)
         self._is_checked = False
-        self._lock = threading.Lock()
 
     def prepare(self, names: Sequence[str]) -> None:
         """Find sizes and versions of these names together. Names that cannot be read are left out. Raises
         StorageError.
         """
-        wanted: dict[str, dict[str, None]] = {}
+        urls = []
         for name in names:
             with suppress(DecodeError):
-                name = self._checked(name)
-                if name not in self._versions:
-                    wanted.setdefault(name.rpartition("/")[0], {})[name] = None
-        with self._lock:
-            for folder, some in wanted.items():
-                self._find(folder, [name for name in some if name not in self._versions])
-
-    def _find(self, folder: str, names: Sequence[str]) -> None:
-        """Find versions of names in one folder. Each name allows for one more page of the folder's listing: that is
-        what a look at the object would cost.
-        """
-        url = "/".join(filter(None, (self.root, folder)))
-        if folder not in self._pages and not self._is_http and len(names) > 1:
-            self._pages[folder] = self._files.objects.pages(f"{url}/")
-        self._allowed[folder] = self._allowed.get(folder, 0) + len(names)
-        left = set(names)
-        while left and self._allowed[folder] > 0 and (page := self._next_page(folder)):
-            self._allowed[folder] -= 1
-            listed = {key[self._start :]: file for key, file in page}
-            self._versions |= listed
-            left -= listed.keys()
-        urls = {self._url(name): name for name in left}
-        found = self._files.objects.versions(list(urls))
-        self._versions |= {name: found.get(url) for url, name in urls.items()}
-
-    def _next_page(self, folder: str) -> list[Listed]:
-        """Return the next page of a folder's listing; nothing at its end, or where listing is not allowed."""
-        if folder not in self._pages or len(self._versions) >= _MOST_LISTED:
-            return []
-        try:
-            return next(self._pages[folder], [])
-        except StorageError as error:
-            if not is_unlisted(error):
-                raise
-            self._pages[folder] = iter(())
-            return []
+                urls.append(self._url(self._checked(name)))
+        self._looks.find(urls)
 
     @contextmanager
     def open(self, name: str) -> Iterator[MediaObject]:
         """Open the object with this name, as `MediaFolder.open`."""
         name = self._checked(name)
-        if name not in self._versions:
-            self.prepare([name])
-        file = self._versions[name]
+        file = self._looked(name)
         if file is None:
             self._check_root()
             if len(self.missing) < MISSING_NAMES:
@@ -426,9 +352,8 @@ class ObjectFolder:
         yield MediaObject(self, name, file)
 
     def indexed(self, name: str, size: int, stamp: int | None) -> bytes:
-        """Return the content of an object that was indexed with this size and stamp; None: in another place.
-
-        Raises StorageError; DecodeError if it is another one now, or there is none.
+        """Return the content of an object that was indexed with this size and stamp; None: in another place. Raises
+        StorageError; DecodeError if it is another one now, or there is none.
         """
         name = self._checked(name)
         return self.content(name, self._version(name, size, stamp), size)
@@ -439,9 +364,12 @@ class ObjectFolder:
             return FileVersion(size, stamped(stamp))
         if size <= PIECE_BYTES:
             return FileVersion(size, "")
-        if name not in self._versions:
-            self._versions[name] = self._files.objects.version(self._url(name))
-        return FileVersion(size, "" if (found := self._versions[name]) is None else found.version)
+        return FileVersion(size, "" if (found := self._looked(name)) is None else found.version)
+
+    def _looked(self, name: str) -> FileVersion | None:
+        url = self._url(name)
+        self._looks.find([url])
+        return self._looks.known[url]
 
     def content(self, name: str, file: FileVersion, stop: int) -> bytes:
         """Return the first bytes of an object. Raises StorageError, DecodeError."""

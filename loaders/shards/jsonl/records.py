@@ -1,11 +1,9 @@
 """Files of records: JSON Lines, a JSON array, CSV, TSV, plain text -> offsets of records, and one record at a time.
 
+    stored bytes --JSON--> value --columns=--> with its new names --Recipe.record--> record as it is read
+
 Lines and rows that cannot be read are records with an error. If the start of the next record is unknown (a broken
 element of an array, a quote that is never closed), the rest of the file is one record with an error.
-
-Reading a file of records: how they are stored, their values, and the folder of the files that they name.
-
-stored bytes --JSON--> value --columns=--> with its new names --Recipe.record--> record as it is read
 """
 
 from __future__ import annotations
@@ -14,9 +12,10 @@ import codecs
 import csv
 import io
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError, PackageError
 from orchdata.loaders.limits import Limits
@@ -40,14 +39,7 @@ _END_FINDER: Final = json.JSONDecoder(parse_int=len, parse_float=len, parse_cons
 
 
 class Record(NamedTuple):
-    """One record of a file.
-
-    Attributes:
-        offset, size: of its bytes.
-        data: its bytes; empty if it has an error.
-        error: why it cannot be read.
-        lost_bytes: number of bytes after it that cannot be read because of it.
-    """
+    """One record of a file: its bytes, or why it cannot be read; and how many bytes after it are lost because of it."""
 
     offset: int
     size: int
@@ -56,30 +48,12 @@ class Record(NamedTuple):
     lost_bytes: int = 0
 
 
-class Records(Protocol):
+class Records(ABC):
     """A file of records. `at` and `as_json` are safe from many threads.
 
     Attributes:
         encoding: of its records, as an argument of `Shard.read`.
     """
-
-    encoding: int
-
-    def all(self) -> Iterator[Record]:
-        """Yield every record, in one pass."""
-        ...
-
-    def at(self, offset: int) -> bytes:
-        """Return the stored bytes of the record that begins at `offset`. Raises DecodeError."""
-        ...
-
-    def as_json(self, data: bytes) -> bytes:
-        """Convert the stored bytes of a record to JSON. Raises DecodeError."""
-        ...
-
-
-class _JsonFile:
-    """A file with its records stored as JSON."""
 
     encoding = RAW
 
@@ -87,7 +61,16 @@ class _JsonFile:
         self._file = file
         self._most_bytes = most_bytes
 
+    @abstractmethod
+    def all(self) -> Iterator[Record]:
+        """Yield every record, in one pass."""
+
+    @abstractmethod
+    def at(self, offset: int) -> bytes:
+        """Return the stored bytes of the record that begins at `offset`. Raises DecodeError."""
+
     def as_json(self, data: bytes) -> bytes:
+        """Convert the stored bytes of a record to JSON. Raises DecodeError."""
         return data
 
     def _start(self) -> int:
@@ -95,7 +78,7 @@ class _JsonFile:
         return len(_BOM) if self._file.read(0, len(_BOM)) == _BOM else 0
 
 
-class Lines(_JsonFile):
+class Lines(Records):
     """JSON Lines; empty lines are skipped."""
 
     def all(self) -> Iterator[Record]:
@@ -137,9 +120,7 @@ class TextLines(Lines):
 class TabLines(TextLines):
     """TSV with a header line: cells between tabs, without quotes, as IANA registers text/tab-separated-values."""
 
-    def __init__(self, file: Storage, most_bytes: int) -> None:
-        super().__init__(file, most_bytes)
-        self._names: list[str] | None = None
+    _names: list[str] | None = None
 
     def all(self) -> Iterator[Record]:
         yield from islice(super().all(), 1, None)
@@ -150,7 +131,7 @@ class TabLines(TextLines):
         return _as_object(self._names, decode_utf8(data).split("\t"))
 
 
-class Array(_JsonFile):
+class Array(Records):
     """One JSON array of any length: elements are found one after another, with one in memory at a time."""
 
     def all(self) -> Iterator[Record]:
@@ -210,14 +191,11 @@ class Array(_JsonFile):
         return Record(window.offset, 0, error=reason, lost_bytes=max(1, self._file.size - window.offset))
 
 
-class Table(_JsonFile):
+class Table(Records):
     """CSV with a header line; a record is a row, in JSON an object of strings."""
 
     encoding = TABLE_ROW
-
-    def __init__(self, file: Storage, most_bytes: int) -> None:
-        super().__init__(file, most_bytes)
-        self._names: list[str] | None = None
+    _names: list[str] | None = None
 
     def all(self) -> Iterator[Record]:
         rows = _rows(_lines(self._file, self._most_bytes))
@@ -246,10 +224,8 @@ class Table(_JsonFile):
 
 
 def _checked_names(names: list[str], others: str) -> list[str]:
-    """Return the names of columns. Raises DecodeError if two are equal, or if one name has all of them.
-
-    Args:
-        others: what separates cells in other kinds of files.
+    """Return the names of columns. Raises DecodeError if two are equal, or if one has all, between `others`: separators
+    of other kinds of files.
     """
     separator = next((each for each in others if each in names[0]), "") if len(names) == 1 else ""
     if separator:
@@ -400,14 +376,7 @@ class _Window:
         return data
 
 
-def records_of(suffix: str, file: Storage, most_bytes: int) -> Records:
-    """Return the reader for files with this suffix."""
-    form = suffix.removesuffix(".gz").removesuffix(".zst")
-    records: Records = (_of_json(file) if form == ".json" else _FORMS[form])(file, most_bytes)
-    return records
-
-
-_FORMS: Final[dict[str, Any]] = {
+_FORMS: Final[dict[str, type[Lines | Table]]] = {
     ".jsonl": Lines,
     ".ndjson": Lines,
     ".csv": Table,
@@ -436,9 +405,7 @@ class RecordReader:
     """The records of a file, and the media that they name. Safe from many threads.
 
     Attributes:
-        url, size: of the file.
-        encoding: of its records, as in the facts.
-        field: of its records, as in the facts.
+        encoding, field: of its records, as in the facts.
         folder: of the files that they name; None if it is not known.
         met: counts the names of renamed fields.
     """
@@ -448,7 +415,8 @@ class RecordReader:
     ) -> None:
         self.url = url
         self.size = file.size
-        self._records = records_of(suffix_of(url), file, limits.text_bytes)
+        form = suffix_of(url).removesuffix(".gz").removesuffix(".zst")
+        self._records: Records = (_of_json(file) if form == ".json" else _FORMS[form])(file, limits.text_bytes)
         self._is_table = is_media_table(url)
         self._names = dict(rules.columns)
         self.met = Met(rules.columns)
@@ -465,10 +433,8 @@ class RecordReader:
         return self.as_json(self._records.at(offset))
 
     def as_json(self, data: bytes, *, is_made: bool = True) -> bytes:
-        """Convert the stored bytes of a record to JSON, as it is read. Raises DecodeError.
-
-        Args:
-            is_made: whether the user's function makes it; otherwise it is the record that the function gets.
+        """Convert the stored bytes of a record to JSON, as it is read; as the user's function gets it, unless
+        `is_made`. Raises DecodeError.
         """
         if not self._names and (self._function is None or not is_made):
             return self._records.as_json(data)
@@ -480,10 +446,8 @@ class RecordReader:
         return json.dumps(record).encode()
 
     def value(self, data: bytes, *, counts: bool = False) -> Any:
-        """Return the value of a record's stored bytes, with the new names of its fields. Raises DecodeError.
-
-        Args:
-            counts: whether its names count in `met`.
+        """Return the value of a record's stored bytes, with the new names of its fields, which may count in `met`.
+        Raises DecodeError.
         """
         value = parse_json(self._records.as_json(data))
         if not self._names or not isinstance(value, dict):

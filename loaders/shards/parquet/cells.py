@@ -165,11 +165,8 @@ class Column:
 
 
 class Columns(list[Column]):
-    """Columns that are read, in the order of the file.
-
-    Attributes:
-        names: of all columns of the file.
-        are_whole: whether they are read as a whole: the facts of the file then have its keys alone.
+    """Columns that are read, in the order of the file; `names` has all of the file. If they are read as a whole, the
+    facts have its keys alone.
     """
 
     names: frozenset[str] = frozenset()
@@ -181,11 +178,8 @@ class Columns(list[Column]):
 
 
 def read_cell(cell: Callable[[int, str], bytes | None], file: Storage, row: int, size: int, field: str) -> bytes:
-    """Return `cell(row, field)`, and check that it has the size in the index.
-
-    Raises:
-        FieldError: the cell cannot be read.
-        ShardError: the file cannot be read at all; StaleIndexError: it changed.
+    """Return `cell(row, field)`, and check that it has the size in the index. Raises FieldError if it cannot be read;
+    ShardError if the file cannot be read at all; StaleIndexError if it changed.
     """
     if not size and field.endswith((NULL, EMPTY)):
         return b""
@@ -207,10 +201,8 @@ def read_cell(cell: Callable[[int, str], bytes | None], file: Storage, row: int,
 
 
 def locate_cell(columns: Columns, starts: NDArray[np.int64], row: int, field: str) -> tuple[Column, int, int, int]:
-    """Return the column of a cell, the item in its list, its row group, and its row in the group. Raises FieldError.
-
-    Args:
-        starts: the first row of each group, and the end.
+    """Return the column of a cell, the item in its list, its row group, and its row in the group; `starts` as of a
+    RowReader. Raises FieldError.
     """
     column_item = column_of(columns, field)
     if column_item is None or not 0 <= row < starts[-1]:
@@ -260,11 +252,8 @@ def renamed(schema: pa.Schema, rules: ColumnRules) -> pa.Schema:
 
 
 def plan_columns(schema: pa.Schema, rules: ColumnRules = ALL_AS_NAMED) -> tuple[Columns, list[str], str | None]:
-    """Return (columns to read, names of the ignored columns, name of the key column). The name of an ignored column
-    with strings ends in WORDS_SUFFIX.
-
-    Args:
-        schema: with the new names of its columns.
+    """Return (columns to read, names of the ignored columns, name of the key column) of a schema with the new names.
+    The name of an ignored column with strings ends in WORDS_SUFFIX.
     """
     names = frozenset(schema.names)
     key = "__key__" if "__key__" in names else ("id" if "id" in names else None)
@@ -343,18 +332,6 @@ def column_of(columns: Columns, field: str) -> tuple[Column, int] | None:
     if column is not None and column.form == "chat":
         column = replace(column, form="turns", listed=True, kind=OTHER)
     return (column, item) if column is not None and column.listed and item >= 0 else None
-
-
-def is_text_field(columns: Columns, field: str) -> bool:
-    """Return whether the column of a field has text: strings, names of classes, or lists and structs as JSON."""
-    found = column_of(columns, field)
-    return found is not None and found[0].form not in ("binary", "struct", "turns")
-
-
-def is_json_field(columns: Columns, field: str) -> bool:
-    """Return whether the cells of a field are JSON of a list, struct, number or the like."""
-    found = column_of(columns, field)
-    return found is not None and found[0].is_json
 
 
 def sniff(data: bytes | memoryview) -> int:
@@ -451,13 +428,9 @@ def _huggingface_features(schema: pa.Schema) -> Mapping[str, object]:
 
 
 def _is_list(type_: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_list(type_)
-        or pa.types.is_large_list(type_)
-        or pa.types.is_fixed_size_list(type_)
-        or pa.types.is_list_view(type_)
-        or pa.types.is_large_list_view(type_)
-    )
+    kinds = pa.types
+    is_plain = kinds.is_list(type_) or kinds.is_large_list(type_) or kinds.is_fixed_size_list(type_)
+    return bool(is_plain or kinds.is_list_view(type_) or kinds.is_large_list_view(type_))
 
 
 def is_text(type_: pa.DataType) -> bool:
@@ -465,12 +438,9 @@ def is_text(type_: pa.DataType) -> bool:
 
 
 def _is_binary(type_: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_binary(type_)
-        or pa.types.is_large_binary(type_)
-        or pa.types.is_fixed_size_binary(type_)
-        or pa.types.is_binary_view(type_)
-    )
+    kinds = pa.types
+    is_plain = kinds.is_binary(type_) or kinds.is_large_binary(type_) or kinds.is_fixed_size_binary(type_)
+    return bool(is_plain or kinds.is_binary_view(type_))
 
 
 def _field_names(type_: pa.DataType) -> frozenset[str]:

@@ -4,16 +4,15 @@
 
 Both measuring and reading use this reader, so that a file is decoded the same way each time. An exception of the
 storage during a call of pyarrow is raised unchanged, even if pyarrow hides or replaces it.
-
-Whole columns of a Parquet or Arrow file, with the keys of its rows.
 """
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
@@ -22,9 +21,8 @@ import pyarrow.parquet as pq
 from orchdata.loaders.errors import NOT_DATA
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules, Met
-from orchdata.loaders.shards.parquet.cells import Columns, field_clash, plan_columns, renamed
-from orchdata.loaders.shards.shard import FactsTable
-from orchdata.loaders.storage.storage import Storage
+from orchdata.loaders.shards.parquet.cells import field_clash, plan_columns, renamed
+from orchdata.loaders.storage.storage import Storage, StorageFile
 
 _STREAM_BYTES = 1 << 20
 _SCAN_ROWS = 64
@@ -42,28 +40,72 @@ class Refused(Exception):
     """The file can be read, but cannot be used as a shard; the message is the reason."""
 
 
-def most_rows(limits: Limits, size: int) -> float:
-    """Return how many rows a file of so many bytes may have."""
-    return max(_FREE_ROWS, limits.decompression_ratio * size / INDEX_BYTES_OF_A_ROW)
-
-
-class ParquetReader:
-    """A Parquet file with a valid footer. Not safe from several threads.
+class RowReader(ABC):
+    """A file of columns whose description was read: its rows, in groups.
 
     Attributes:
-        schema: of all columns.
+        kind: what messages call such a file.
         columns: those with media or text; `ignored` names the others, `key` is the name of the key column.
         starts: first row of each row group, and the end, int64 (num_row_groups + 1,).
-        promised_rows: number of rows in the whole file according to the footer.
-        met: rows of the columns with names of `rules`, as stored.
+        promised_rows: number of rows in the whole file, as it says.
+        met: `rows` of the columns with names of `rules`, as stored.
     """
 
-    kind: ClassVar = "Parquet file"
+    kind: ClassVar[str]
+
+    def __init__(
+        self, file: Storage, limits: Limits, rules: ColumnRules, stored: pa.Schema, counts: Sequence[int], rows: int
+    ) -> None:
+        self._limits = limits
+        self._size = file.size
+        self.schema = renamed(stored, rules)
+        self._stored_names = {new: old for old, new in rules.names if old in stored.names}
+        self.columns, self.ignored, self.key = plan_columns(self.schema, rules)
+        self.starts = np.array([0, *_running_sums(counts)], np.int64)
+        self.promised_rows = int(self.starts[-1])
+        met = Met(rules.names)
+        met.add(stored.names, rows)
+        self.met = met.counts
+
+    def check(self) -> None:
+        """Check what the file says of itself against its size and the limits. Raises Refused."""
+        rows, limits = self.promised_rows, self._limits
+        if rows == 0:
+            raise Refused("no samples: the file has no rows")
+        if rows > limits.shard_rows:
+            raise Refused(f"{rows} rows, above Limits.shard_rows={limits.shard_rows}")
+        if (clash := field_clash(self.columns)) is not None:
+            raise Refused(clash)
+
+    @property
+    def most_rows(self) -> float:
+        """How many rows a file of its size may have."""
+        return max(_FREE_ROWS, self._limits.decompression_ratio * self._size / INDEX_BYTES_OF_A_ROW)
+
+    def plausible_rows(self) -> int:
+        """Return the number of rows as the file says it; 0 if it is too small for them."""
+        return self.promised_rows if 0 <= self.promised_rows <= self.most_rows else 0
+
+    def nulls(self, name: str) -> int:
+        """Return how many rows of a column are null, as far as the file states it; nothing is decoded."""
+        is_null = any(field.name == name and pa.types.is_null(field.type) for field in self.schema)
+        return self.promised_rows if is_null else 0
+
+    @abstractmethod
+    def batches(self, group: int, names: Sequence[str], *, scan: bool = False) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of a row group, in batches of bounded size: small ones for one pass over several columns
+        (`scan`), otherwise as large as memory allows. Raises Refused: a column takes more memory than allowed, or is
+        damaged.
+        """
+
+
+class ParquetReader(RowReader):
+    """A Parquet file with a valid footer. Not safe from several threads."""
+
+    kind = "Parquet file"
 
     def __init__(self, file: Storage, limits: Limits, rules: ColumnRules = ALL_AS_NAMED) -> None:
         """Read the footer. Raises the errors of the storage, and pyarrow's errors for a damaged file."""
-        self._limits = limits
-        self._size = file.size
         self._stream = _Stream(file)
         with self._stream.surfacing():
             source = pa.PythonFile(cast(Any, self._stream), mode="r")
@@ -71,23 +113,17 @@ class ParquetReader:
                 source, pre_buffer=False, buffer_size=_STREAM_BYTES, page_checksum_verification=True
             )
             self._footer_bytes = int.from_bytes(file.read(file.size - 8, 4), "little")
-        metadata = self._metadata = self._parquet.metadata
-        self.schema: pa.Schema = renamed(self._parquet.schema_arrow, rules)
-        stored = set(self._parquet.schema_arrow.names)
-        self._stored_names = {new: old for old, new in rules.names if old in stored}
-        self.columns, self.ignored, self.key = plan_columns(self.schema, rules)
-        self.promised_rows: int = metadata.num_rows
-        met = Met(rules.names)
-        met.add(self._parquet.schema_arrow.names, max(1, self.promised_rows))
-        self.met = met.counts
+        metadata, stored = self._parquet.metadata, self._parquet.schema_arrow
         counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         if min(counts, default=0) < 0:
             raise Refused(f"the footer counts {min(counts)} rows in a row group")
-        self.starts = np.array([0, *running_sums(counts)], np.int64)
+        super().__init__(file, limits, rules, stored, counts, max(1, metadata.num_rows))
+        self._metadata = metadata
+        self.promised_rows = metadata.num_rows
         self._leaves: dict[str, list[int]] = {}
-        new_names = dict(rules.names)
+        names, new_names = set(stored.names), dict(rules.names)
         for leaf in range(metadata.num_columns):
-            name = _column_of(metadata.schema.column(leaf).path, stored)
+            name = _column_of(metadata.schema.column(leaf).path, names)
             name = new_names.get(name, name)
             self._leaves.setdefault(name, []).append(leaf)
             if (path := re.sub(r"\.list\.(element|item)", "[]", metadata.schema.column(leaf).path)) != name:
@@ -95,19 +131,14 @@ class ParquetReader:
 
     def check(self) -> None:
         """Check that the footer agrees with itself, the file's size and the limits. Raises Refused."""
-        limits, rows, group_rows = self._limits, self.promised_rows, int(self.starts[-1])
+        rows, group_rows = self.promised_rows, int(self.starts[-1])
         if rows != group_rows:
             raise Refused(f"the footer counts {rows} rows, its row groups {group_rows}")
         if self._footer_bytes - self._metadata.serialized_size == _SIGNATURE_BYTES:
             raise Refused(
                 "it is encrypted, with a plain footer, and no keys are given to the library: decrypt it first"
             )
-        if rows == 0:
-            raise Refused("no samples: the file has no rows")
-        if rows > limits.shard_rows:
-            raise Refused(f"{rows} rows, above Limits.shard_rows={limits.shard_rows}")
-        if (clash := field_clash(self.columns)) is not None:
-            raise Refused(clash)
+        super().check()
         self._check_density("rows", rows)
         for group in range(len(self.starts) - 1):
             for column in self.columns:
@@ -128,13 +159,9 @@ class ParquetReader:
             values = sum(max(0, self._metadata.row_group(group).column(leaf).num_values) for group in groups)
             self._check_density(f"values in column {self._metadata.schema.column(leaf).path!r}", values)
 
-    def plausible_rows(self) -> int:
-        """Return the number of rows according to the footer; 0 if the file is too small for them."""
-        return self.promised_rows if 0 <= self.promised_rows <= most_rows(self._limits, self._size) else 0
-
     def _check_density(self, what: str, count: int) -> None:
         ratio = self._limits.decompression_ratio
-        if count > most_rows(self._limits, self._size):
+        if count > self.most_rows:
             raise Refused(
                 f"{count} {what} in a file of {self._size} bytes, above Limits.decompression_ratio={ratio:g} "
                 f"at {INDEX_BYTES_OF_A_ROW} bytes of memory each"
@@ -153,9 +180,8 @@ class ParquetReader:
         )
 
     def nulls(self, name: str) -> int:
-        """Return how many rows of a column are null, as far as the file's statistics state it; nothing is decoded."""
-        if any(field.name == name and pa.types.is_null(field.type) for field in self.schema):
-            return self.promised_rows
+        if nulls := super().nulls(name):
+            return nulls
         stated = []
         try:
             for leaf in self._leaves.get(name, ()):
@@ -178,15 +204,6 @@ class ParquetReader:
         ]
 
     def batches(self, group: int, names: Sequence[str], *, scan: bool = False) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a row group, in batches of bounded size.
-
-        Args:
-            scan: small batches, for one pass over several columns; otherwise batches as large as memory allows.
-
-        Raises:
-            Refused: a decoded column takes more memory than the limits allow, or has another number of rows than in the
-                footer.
-        """
         rows = int(self.starts[group + 1] - self.starts[group])
         if not rows:
             return
@@ -248,7 +265,7 @@ def _column_of(leaf: str, columns: Collection[str]) -> str:
     return next((path for path in paths if path in columns), parts[0])
 
 
-def running_sums(counts: Sequence[int]) -> list[int]:
+def _running_sums(counts: Sequence[int]) -> list[int]:
     """Sum in Python's integers: a footer can claim more rows than fit in an int64."""
     total, sums = 0, []
     for count in counts:
@@ -259,14 +276,11 @@ def running_sums(counts: Sequence[int]) -> list[int]:
     return sums
 
 
-class _Stream:
-    """A storage as the seekable binary file that pyarrow expects."""
+class _Stream(StorageFile):
+    """A file as pyarrow reads it."""
 
-    def __init__(self, file: Storage) -> None:
-        self._file = file
-        self._position = 0
-        self._error: BaseException | None = None
-        self.closed = False
+    before_start = "the footer points to byte {}"
+    _error: BaseException | None = None
 
     @contextmanager
     def surfacing(self) -> Iterator[None]:
@@ -279,93 +293,18 @@ class _Stream:
                 raise error
 
     def read(self, size: int = -1) -> bytes:
-        left = max(0, self._file.size - self._position)
         try:
-            data = self._file.read(self._position, left if size < 0 else min(size, left)) if left else b""
+            return super().read(size)
         except NOT_DATA as error:
             self._error = self._error or error
             raise
-        self._position += len(data)
-        return data
-
-    def seek(self, position: int, whence: int = 0) -> int:
-        position += (0, self._position, self._file.size)[whence]
-        if position < 0:
-            raise ValueError(f"the footer points to byte {position}")
-        self._position = position
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def size(self) -> int:
-        return self._file.size
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return False
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None:
-        """Leave the storage open: its owner closes it."""
-        self.closed = True
-
-
-class RowReader(Protocol):
-    """A reader of rows in groups: a ParquetReader, or one of another format.
-
-    Attributes:
-        kind: what messages call such a file.
-    """
-
-    kind: ClassVar[str]
-    schema: pa.Schema
-    columns: Columns
-    ignored: list[str]
-    key: str | None
-    starts: Any
-    promised_rows: int
-    met: dict[str, int]
-
-    def check(self) -> None: ...
-    def plausible_rows(self) -> int: ...
-    def batches(self, group: int, names: Sequence[str], *, scan: bool = False) -> Iterator[pa.RecordBatch]: ...
-    def nulls(self, name: str) -> int: ...
 
 
 class ColumnValues(NamedTuple):
-    """Columns of a file.
-
-    Attributes:
-        keys: of its rows; empty if it has none of the columns.
-        columns: name -> the values of all rows.
-        labels: name -> names of the classes that a column has the numbers of.
+    """Columns of a file: keys of its rows (empty without columns), name -> values of all rows, and name -> names of the
+    classes that a column has the numbers of.
     """
 
     keys: list[str]
     columns: Mapping[str, pa.ChunkedArray]
     labels: Mapping[str, tuple[str, ...]]
-
-
-def read_columns(reader: RowReader, table: FactsTable) -> ColumnValues:
-    """Read all columns of a reader.
-
-    Args:
-        table: the facts of the same reader, which have the keys.
-    """
-    names = [column.name for column in reader.columns]
-    pieces: dict[str, list[pa.Array]] = {name: [] for name in names}
-    for group in range(len(reader.starts) - 1):
-        for batch in reader.batches(group, names):
-            for name in names:
-                pieces[name].append(batch.column(name))
-    first = [row for row, sample in enumerate(table.sample) if not row or sample != table.sample[row - 1]]
-    columns = {name: pa.chunked_array(pieces[name], reader.schema.field(name).type) for name in names}
-    labels = {column.name: column.labels for column in reader.columns if column.labels}
-    return ColumnValues([table.key[row] for row in first], columns, labels)

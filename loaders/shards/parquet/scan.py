@@ -38,10 +38,8 @@ class ScannedRows(NamedTuple):
 
 
 def scan(reader: RowReader, limits: Limits) -> ScannedRows:
-    """Scan a file. Bad cells are rows with an error.
-
-    Raises:
-        Refused: the file as a whole cannot be a shard, or is above the limits.
+    """Scan a file. Bad cells are rows with an error. Raises Refused: the file as a whole cannot be a shard, or is above
+    the limits.
     """
     if not reader.columns and reader.promised_rows:
         raise Refused(f"no column has text or media (columns: {', '.join(map(str, reader.schema.names))[:200]})")

@@ -19,9 +19,9 @@ from orchdata.loaders.errors import ShardError
 from orchdata.loaders.failures import as_failure
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules
-from orchdata.loaders.shards.parquet.cells import column_of, is_json_field, is_text_field, locate_cell, read_cell
+from orchdata.loaders.shards.parquet.cells import column_of, locate_cell, read_cell
 from orchdata.loaders.shards.parquet.children import measure
-from orchdata.loaders.shards.parquet.file import ColumnValues, ParquetReader, read_columns
+from orchdata.loaders.shards.parquet.file import ColumnValues, ParquetReader
 from orchdata.loaders.shards.shard import Facts, Member, Recent, Shard, facts_of, shard_failure
 from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.storage import Storage
@@ -96,12 +96,14 @@ class ColumnShard(Shard):
         return [self.read(*member) for member in members]
 
     def is_text(self, field: str) -> bool:
-        """Return whether the column of a field has text, and not bytes."""
-        return is_text_field(self._open().columns, field)
+        """Return whether its column has text: strings, names of classes, or lists and structs as JSON."""
+        found = column_of(self._open().columns, field)
+        return found is not None and found[0].form not in ("binary", "struct", "turns")
 
     def is_json(self, field: str) -> bool:
-        """Return whether the cells of a field are JSON."""
-        return is_json_field(self._open().columns, field)
+        """Return whether the cells of a field are JSON of a list, struct, number or the like."""
+        found = column_of(self._open().columns, field)
+        return found is not None and found[0].is_json
 
     def columns(self, names: Sequence[str]) -> ColumnValues:
         """Read whole columns, which are measured first. Raises ShardError, and as `facts`."""
@@ -113,9 +115,18 @@ class ColumnShard(Shard):
             measured = measure(self._file, self._limits, rules, self.reader)
             if measured.failed:
                 raise ShardError(self.url, measured.table.errors[0])
-            columns = read_columns(reader, measured.table)
+            names = [column.name for column in reader.columns]
+            pieces: dict[str, list[pa.Array]] = {name: [] for name in names}
+            for group in range(len(reader.starts) - 1):
+                for batch in reader.batches(group, names):
+                    for name in names:
+                        pieces[name].append(batch.column(name))
             self._file.check_unchanged()
-            return columns
+        table = measured.table
+        first = [row for row, sample in enumerate(table.sample) if not row or sample != table.sample[row - 1]]
+        values = {name: pa.chunked_array(pieces[name], reader.schema.field(name).type) for name in names}
+        labels = {column.name: column.labels for column in reader.columns if column.labels}
+        return ColumnValues([table.key[row] for row in first], values, labels)
 
     def close(self) -> None:
         with self._lock:
@@ -147,9 +158,8 @@ class ParquetShard(ColumnShard):
     reader = ParquetReader
 
     def chunk_bytes(self, fields: Sequence[str]) -> list[tuple[int, int]]:
-        """Return the rows of each row group, and the stored bytes of the column chunks of these fields in it.
-
-        Raises ShardError.
+        """Return the rows of each row group, and the stored bytes of the column chunks of these fields in it. Raises
+        ShardError.
         """
         reader: ParquetReader = self._open()
         found = [column_of(reader.columns, field) for field in fields]

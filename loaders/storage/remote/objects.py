@@ -1,10 +1,6 @@
-"""Objects of storage: reads by range, looks, listings and writes; and ranges that are read ahead.
+"""Objects of storage: reads by range, looks, listings and writes; ranges that are read ahead; an object as a file.
 
 expect(ranges) --merged--> runs under way, in pieces --read--> a sample's bytes, out of the run that has them
-
-Listings: a pattern -> the objects that match it; many URLs -> their sizes and versions, from few requests.
-
-An object as a file: positional reads of what was indexed, without a request to open it.
 """
 
 from __future__ import annotations
@@ -12,11 +8,10 @@ from __future__ import annotations
 import errno
 import threading
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any, Final, NamedTuple, TypeVar
 
 from orchdata.loaders.errors import StorageError
@@ -33,9 +28,8 @@ from orchdata.loaders.storage.remote.requests import (
     Request,
     Trouble,
 )
-from orchdata.loaders.storage.remote.stamps import fits
 from orchdata.loaders.storage.remote.urls import HTTP, MAGIC, check_key, is_match, parsed, scheme_of
-from orchdata.loaders.storage.storage import Extent, FileVersion, ReadBytes, Storage, runs_of
+from orchdata.loaders.storage.storage import Extent, FileVersion, ReadBytes, Storage, fits, runs_of
 
 T = TypeVar("T")
 
@@ -43,20 +37,14 @@ GAP_BYTES: Final = 32 << 10
 """A gap that is read, rather than making another request: about what a connection carries in a millisecond."""
 PIECE_BYTES: Final = 8 << 20
 """Most bytes of a request; larger ranges are read in pieces, at the same time."""
-_PIECES_AHEAD: Final = 4
-"""Pieces of an object that is read whole which are under way at a time."""
-_ENDED_SECONDS: Final = 0.2
+_MOST_LISTED: Final = 2_000_000
+"""Objects of listings that are kept; of others each is looked at."""
 _SIGNED_CLIENTS: Final = 32
 """Clients that stay open for URLs with queries: each of them has its own."""
 
 
 class ObjectRange(NamedTuple):
-    """Bytes of one object.
-
-    Attributes:
-        url: without secrets.
-        file: size and version that it must have.
-    """
+    """Bytes of one object, by its URL without secrets, with the size and version that it must have."""
 
     url: str
     file: FileVersion
@@ -78,24 +66,12 @@ class _Run:
         return not any(each.done() and each.exception() is not None for _, each in self.pieces)
 
 
-class Ahead:
-    """Ranges that are fetched before they are read; they are dropped with this object."""
-
-    def __init__(self, runs: list[_Run]) -> None:
-        self._runs = runs
-
-    def close(self) -> None:
-        self._runs = []
+Ahead = list[_Run]
+"""Ranges that are fetched before they are read, as long as they are held."""
 
 
 class Objects:
-    """What a process has open of object storage. Safe from many threads; does not pickle.
-
-    Args:
-        options: `storage_options`.
-        store: of the user's, for all URLs.
-        given: URL without secrets -> the URL as it was given, if that differs.
-    """
+    """What a process has open of object storage, as `Files`. Safe from many threads; does not pickle."""
 
     def __init__(self, options: Mapping[str, Any], store: Any, given: Mapping[str, str]) -> None:
         self._options = options
@@ -117,7 +93,8 @@ class Objects:
         for url in wanted:
             client, key = self._client_of(url)
             if key and not key.endswith("/"):
-                begun.append((url, self._begin(url, "cannot be looked at", "head", client, partial(client.head, key))))
+                request = self._request(url, "cannot be looked at", "head", client, partial(client.head, key))
+                begun.append((url, requests.HERE.begin(request)))
         found = {}
         for url, pending in begun:
             try:
@@ -150,7 +127,7 @@ class Objects:
         begun = [
             self._run(ObjectRange(url, file, run.start, run.stop), reads)
             for (url, file), extents in by_object.items()
-            for run in runs_of(_apart(extents), gap_bytes=GAP_BYTES)
+            for run in runs_of(extents, gap_bytes=GAP_BYTES)
         ]
         with self._lock:
             for name in {(url, file.version) for url, file in by_object}:  # without what is gone
@@ -161,14 +138,11 @@ class Objects:
                 alive = {name: [each for each in known if each()] for name, known in self._ahead.items()}
                 self._ahead = {name: known for name, known in alive.items() if known}
                 self._full = 2 * len(self._ahead) + 1000
-        return Ahead(begun)
+        return begun
 
     def pages(self, folder: str, *, deep: bool = True) -> Iterator[list[Listed]]:
-        """Yield the objects whose URLs begin with that of a folder, by key, some at a time. Raises StorageError.
-
-        Args:
-            folder: URL that ends in "/".
-            deep: with those in folders below it; otherwise they may come, or not.
+        """Yield the objects whose URLs begin with that of a folder ("/" at its end), by key, some at a time. Without
+        `deep`, those in folders below it may come, or not. Raises StorageError.
         """
         client, key = self._client_of(folder)
         after = ""
@@ -193,53 +167,28 @@ class Objects:
         client, key = self._client_of(url)
         self._called(url, "cannot be written", "put", client, partial(client.put, key, data))
 
-    def pieces(
-        self, url: str, file: FileVersion, reads: ReadBytes, ended: Callable[[], bool] = lambda: False
-    ) -> Iterator[Buffer]:
-        """Yield all bytes of an object in order. Some pieces are under way at a time, after all other requests.
-
-        Args:
-            ended: whether no more of them are wanted; looked at several times a second.
-
-        Raises StorageError, and StaleIndexError for another object than is wanted.
-        """
-        left = iter(range(0, file.size, PIECE_BYTES))
-        under_way: deque[Pending[Buffer]] = deque()
-        while True:
-            for start in islice(left, _PIECES_AHEAD - len(under_way)):
-                wanted = ObjectRange(url, file, start, min(file.size, start + PIECE_BYTES))
-                under_way.append(requests.HERE.begin(self._piece(wanted, reads, ended), later=True))
-            if not under_way:
-                return
-            while not under_way[0].done():
-                if ended():
-                    return
-                try:
-                    under_way[0].exception(_ENDED_SECONDS)
-                except TimeoutError:
-                    continue
-            yield under_way.popleft().result()
-
     def _called(self, url: str, doing: str, kind: str, client: Client, call: Callable[[], T]) -> T:
         """Have a thread of the pool make a request, with retries, and wait for it."""
-        return requests.HERE.wait(self._begin(url, doing, kind, client, call))
+        return requests.HERE.wait(requests.HERE.begin(self._request(url, doing, kind, client, call)))
 
-    def _begin(self, url: str, doing: str, kind: str, client: Client, call: Callable[[], T]) -> Pending[T]:
-        counts = requests.HERE.counts
+    def _request(
+        self,
+        url: str,
+        doing: str,
+        kind: str,
+        client: Client,
+        call: Callable[[], T],
+        reads: ReadBytes | None = None,
+        num_bytes: int = 0,
+    ) -> Request[T]:
+        counts = requests.HERE.counts if reads is None else reads.requests
 
         def counted() -> T:
             counts.add(kind)
             return call()
 
-        request = Request(
-            call=counted,
-            url=url,
-            doing=doing,
-            retry_seconds=self._retry_seconds,
-            counts=counts,
-            refresh=client.refresh,
-        )
-        return requests.HERE.begin(request)
+        how: dict[str, Any] = {"retry_seconds": self._retry_seconds, "counts": counts, "refresh": client.refresh}
+        return Request(call=counted, url=url, doing=doing, num_bytes=num_bytes, **how)
 
     def _run(self, wanted: ObjectRange, reads: ReadBytes | None) -> _Run:
         """Begin to read a range, in pieces."""
@@ -250,31 +199,19 @@ class Objects:
             pieces.append((start, requests.HERE.begin(self._piece(piece, reads))))
         return _Run(wanted, pieces)
 
-    def _piece(
-        self, wanted: ObjectRange, reads: ReadBytes | None, ended: Callable[[], bool] = lambda: False
-    ) -> Request[Buffer]:
+    def _piece(self, wanted: ObjectRange, reads: ReadBytes | None) -> Request[Buffer]:
         client, key = self._client_of(wanted.url)
-        counts = requests.HERE.counts if reads is None else reads.requests
 
         def get() -> Buffer:
             _check_room(wanted)
-            counts.add("get")
             answer = client.get(key, wanted.start, wanted.stop, wanted.file.version)
             if reads is not None:
                 reads.storage.add(len(answer.data))
             check(answer, wanted)
             return answer.data
 
-        return Request(
-            call=get,
-            url=wanted.url,
-            doing=f"cannot be read at {wanted.start}",
-            retry_seconds=self._retry_seconds,
-            counts=counts,
-            refresh=client.refresh,
-            ended=ended,
-            num_bytes=wanted.stop - wanted.start,
-        )
+        doing, num_bytes = f"cannot be read at {wanted.start}", wanted.stop - wanted.start
+        return self._request(wanted.url, doing, "get", client, get, reads, num_bytes)
 
     def _client_of(self, url: str) -> tuple[Client, str]:
         """Return the client of an object, and its key. Raises StorageError in a process where no client works."""
@@ -332,24 +269,10 @@ def _check_room(wanted: ObjectRange) -> None:
         )
 
 
-def _apart(extents: Sequence[Extent]) -> list[Extent]:
-    """Return ranges without overlaps, that have the same bytes."""
-    apart: list[Extent] = []
-    for start, size in sorted(extents):
-        if apart and start < sum(apart[-1]):
-            begin, before = apart[-1]
-            apart[-1] = begin, max(before, start + size - begin)
-        else:
-            apart.append((start, size))
-    return apart
-
-
 def matches(objects: Objects, pattern: str) -> dict[str, FileVersion]:
-    """Return the objects that a pattern matches, sorted by URL, with sizes and versions.
-
-    It matches as `urls.is_match`. A key that is equal to the pattern is the only match.
-
-    Raises StorageError, and ValueError for a match with a key that cannot be read.
+    """Return the objects that a pattern matches as `urls.is_match`, sorted by URL, with sizes and versions. A key that
+    is equal to the pattern is the only match. Raises StorageError, and ValueError for a match with a key that cannot be
+    read.
     """
     url = parsed(pattern)
     magic = MAGIC.search(url.key)
@@ -370,44 +293,57 @@ def matches(objects: Objects, pattern: str) -> dict[str, FileVersion]:
     return dict(sorted(found.items()))
 
 
-def versions_of(objects: Objects, urls: Sequence[str]) -> dict[str, FileVersion]:
-    """Return size and version of each object that exists: from a listing of its folder, if that takes fewer requests
-    than to look at each. Raises StorageError.
+class Looks:
+    """Sizes and versions of objects: from listings of their folders, where these take fewer requests than to look at
+    each. Safe from many threads.
+
+    Attributes:
+        known: by URL; None for no object.
     """
-    found: dict[str, FileVersion] = {}
-    folders: dict[str, list[str]] = {}
-    for url in urls:
-        folders.setdefault(url.rpartition("/")[0] + "/", []).append(url)
-    for folder, wanted in folders.items():
-        if len(wanted) > 1 and scheme_of(folder) not in HTTP:
-            found |= _listed(objects, folder, wanted)
-    return found | objects.versions([url for url in urls if url not in found])
 
+    def __init__(self, objects: Objects) -> None:
+        self.known: dict[str, FileVersion | None] = {}
+        self._objects = objects
+        self._pages: dict[str, Iterator[list[Listed]]] = {}
+        self._allowed: Counter[str] = Counter()
+        self._lock = threading.Lock()
 
-def is_unlisted(error: StorageError) -> bool:
-    """Return whether objects may be there that no listing gives: these credentials may not list, or a key of another
-    object is none that the client can have.
-    """
-    return error.is_refused or error.errno == errno.EILSEQ
+    def find(self, urls: Iterable[str]) -> None:
+        """Find objects that are not known yet. Raises StorageError."""
+        folders: dict[str, dict[str, None]] = {}
+        for url in urls:
+            if url not in self.known:
+                folders.setdefault(url.rpartition("/")[0] + "/", {})[url] = None
+        if not folders:
+            return
+        with self._lock:
+            left = [url for folder, wanted in folders.items() for url in self._unlisted(folder, wanted)]
+            found = self._objects.versions(left)
+            self.known |= {url: found.get(url) for url in left}
 
-
-def _listed(objects: Objects, folder: str, wanted: Sequence[str]) -> Mapping[str, FileVersion]:
-    """List a folder, for at most as many pages as there are objects that are wanted."""
-    root = parsed(folder).root
-    left = set(wanted)
-    found: dict[str, FileVersion] = {}
-    try:
-        for page in islice(objects.pages(folder), len(wanted)):
-            for key, file in page:
-                if (url := f"{root}/{key}") in left:
-                    found[url] = file
-                    left.discard(url)
-            if not left:
-                break
-    except StorageError as error:
-        if not is_unlisted(error):
-            raise
-    return found
+    def _unlisted(self, folder: str, wanted: Iterable[str]) -> list[str]:
+        """Read on in the listing of a folder, and return what is not in it. Each object that is wanted allows for one
+        more page: that is what a look at the object would cost.
+        """
+        left = {url: None for url in wanted if url not in self.known}
+        if folder not in self._pages and scheme_of(folder) not in HTTP and len(left) > 1:
+            self._pages[folder] = self._objects.pages(folder)
+        self._allowed[folder] += len(left)
+        root = parsed(folder).root
+        try:
+            while left and self._allowed[folder] > 0 and len(self.known) < _MOST_LISTED:
+                if not (page := next(self._pages.get(folder, iter(())), None)):
+                    break
+                self._allowed[folder] -= 1
+                for key, file in page:
+                    self.known[f"{root}/{key}"] = file
+                    left.pop(f"{root}/{key}", None)
+        except StorageError as error:
+            # These credentials may not list, or a key of another object is none that the client can have.
+            if not error.is_refused and error.errno != errno.EILSEQ:
+                raise
+            self._pages[folder] = iter(())
+        return list(left)
 
 
 BLOCK_BYTES: Final = 4 << 20
@@ -415,15 +351,10 @@ _MOST_BLOCKS: Final = 12
 _BLOCKS_AHEAD: Final = 2
 
 
-class RemoteFile:
-    """An object of storage. Each read says which version it must have, and gets bytes of no other.
-
-    Args:
-        file: size and version; of the index, so that no request is made to open it.
-        reads: counts bytes and requests.
+class RemoteFile(Storage):
+    """An object of storage. Each read says which version it must have, as the index has it, and gets bytes of no other.
+    No request is made to open it.
     """
-
-    changed_ns: Final = 0
 
     def __init__(self, objects: Objects, url: str, file: FileVersion, reads: ReadBytes | None = None) -> None:
         self.url = url
@@ -442,11 +373,6 @@ class RemoteFile:
             return b""
         return self._objects.read(ObjectRange(self.url, self._file, offset, stop), self._reads)
 
-    def read_into(self, offset: int, buffer: memoryview) -> int:
-        data = self.read(offset, len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
     def expect(self, extents: Sequence[Extent]) -> Ahead:
         ranges = [
             ObjectRange(self.url, self._file, offset, stop)
@@ -455,42 +381,25 @@ class RemoteFile:
         ]
         return self._objects.expect(ranges, self._reads)
 
-    def check_unchanged(self) -> None:
-        """Each answer was checked."""
 
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-class Blocks:
-    """A file that is read from its start to its end, in parts: it reads large blocks, and the next ones ahead.
+class Blocks(RemoteFile):
+    """An object that is read from its start to its end: it reads large blocks, and the next ones ahead.
 
     A block is kept for a while: an index reads headers first, and texts between them after that. Blocks inside of a
     large member are left out.
     """
 
     def __init__(self, file: RemoteFile) -> None:
-        self.url, self.size, self.version, self.changed_ns = file.url, file.size, file.version, file.changed_ns
-        self._file = file
+        super().__init__(file._objects, file.url, file._file, file._reads)
         self._blocks: OrderedDict[int, Ahead] = OrderedDict()
         self._last = -1
         self._current: tuple[int, Buffer] = (-1, b"")  # a block's number and content: most reads are of the last one
         self._lock = threading.Lock()
 
-    def read(self, offset: int, size: int) -> bytes:
-        return bytes(self._view(offset, size))
-
-    def read_into(self, offset: int, buffer: memoryview) -> int:
-        data = self._view(offset, len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def _view(self, offset: int, size: int) -> Buffer:
+    def view(self, offset: int, size: int) -> Buffer:
         stop = min(offset + size, self.size)
-        if stop <= offset:
-            return b""
-        if size > BLOCK_BYTES:
-            return self._file.view(offset, size)
+        if stop <= offset or size > BLOCK_BYTES:
+            return super().view(offset, size)
         first, last = offset // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES
         if first == last:
             return memoryview(self._block(first))[offset % BLOCK_BYTES :][: stop - offset]
@@ -502,23 +411,16 @@ class Blocks:
         current, content = self._current
         if current != number:
             self._begin(number, number)
-            content = self._file.view(number * BLOCK_BYTES, BLOCK_BYTES)
+            content = super().view(number * BLOCK_BYTES, BLOCK_BYTES)
             self._current = number, content
         return content
-
-    def expect(self, extents: Sequence[Extent]) -> Ahead:
-        return self._file.expect(extents)
-
-    def check_unchanged(self) -> None:
-        self._file.check_unchanged()
 
     def close(self) -> None:
         with self._lock:
             blocks, self._blocks = list(self._blocks.values()), OrderedDict()
             self._current = -1, b""
         for block in blocks:
-            block.close()
-        self._file.close()
+            block.clear()
 
     def _begin(self, first: int, last: int) -> None:
         """Begin to read blocks, and those after them if the file is read in order."""
@@ -531,12 +433,12 @@ class Blocks:
                 if number in self._blocks:
                     self._blocks.move_to_end(number)
                 elif start < self.size:
-                    self._blocks[number] = self._file.expect([(start, BLOCK_BYTES)])
+                    self._blocks[number] = self.expect([(start, BLOCK_BYTES)])
             dropped = [self._blocks.popitem(last=False)[1] for _ in range(max(0, len(self._blocks) - _MOST_BLOCKS))]
         for block in dropped:
-            block.close()
+            block.clear()
 
 
 def in_order(file: Storage) -> Storage:
     """Return a file for reading from start to end: of object storage in blocks, ahead."""
-    return Blocks(file) if isinstance(file, RemoteFile) else file
+    return Blocks(file) if isinstance(file, RemoteFile) and not isinstance(file, Blocks) else file

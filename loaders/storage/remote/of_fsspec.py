@@ -9,32 +9,25 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from urllib.parse import unquote
 
 from orchdata.loaders.environment import way_out
 from orchdata.loaders.errors import PackageError
-from orchdata.loaders.storage.remote.requests import Answer, Buffer, Listed, Trouble, trouble_of
-from orchdata.loaders.storage.remote.stamps import fits
+from orchdata.loaders.storage.remote.requests import Answer, Buffer, Client, Listed, Trouble, trouble_of
 from orchdata.loaders.storage.remote.urls import ObjectUrl, without_secrets
-from orchdata.loaders.storage.storage import FileVersion
-
-T = TypeVar("T")
+from orchdata.loaders.storage.storage import FileVersion, fits
 
 _LOOK_SECONDS: Final = 60.0
 _PAGE: Final = 1000
 _MARKS: Final = ("ETag", "etag", "e_tag", "blob_id", "sha", "md5Hash", "generation", "version_aware_id", "mtime")
 
 
-class FsspecClient:
-    """Requests through a filesystem of fsspec.
-
-    Args:
-        url: of an object in it.
-        options: `storage_options`, as the filesystem names them.
-        store: a filesystem of the user's, used as it is.
+class FsspecClient(Client):
+    """Requests through a filesystem of fsspec, which `storage_options` open, or one of the user's (`store`), used as it
+    is.
     """
 
     _details: Mapping[str, Any] = {}  # arguments for all that is known of a file
@@ -90,7 +83,7 @@ class FsspecClient:
                 else:
                     found = self._files.ls(path, detail=True, **self._details)
             except FileNotFoundError as error:
-                if self._trouble(error).kind != "absent":
+                if trouble_of(error, self._url.root, self._words(error)).kind != "absent":
                     raise
                 return []
             files = [each for each in found if each["type"] != "directory"]
@@ -108,9 +101,6 @@ class FsspecClient:
             self._files.pipe_file(path, bytes(data))
 
         self._called(write)
-
-    def refresh(self) -> bool:
-        return False
 
     def _raising(self) -> dict[str, Any]:
         """Return arguments with which `find` fails where a folder does: that of fsspec leaves the folder out."""
@@ -143,19 +133,8 @@ class FsspecClient:
             mark = self._files.ukey(info["name"])
         return FileVersion(int(info["size"]), str(mark))
 
-    def _called(self, call: Callable[[], T]) -> T:
-        """Return `call()`. Raises Trouble, which does not refer to the exception: that may have secrets."""
-        try:
-            return call()
-        except Exception as error:  # noqa: BLE001 - each kind is mapped
-            trouble = self._trouble(error)
-        raise trouble
-
-    def _trouble(self, error: Exception) -> Trouble:
-        if isinstance(error, Trouble):
-            return error
-        words = without_secrets(" ".join(f"{type(error).__name__}: {error}".split()), self._secrets)[:300]
-        return trouble_of(error, self._url.root, words)
+    def _words(self, error: BaseException) -> str:
+        return without_secrets(" ".join(f"{type(error).__name__}: {error}".split()), self._secrets)[:300]
 
 
 class HubClient(FsspecClient):

@@ -1,13 +1,8 @@
 """S3, Google Cloud Storage, Azure and HTTP through obstore, with what AWS tools find by themselves.
 
-What AWS tools find by themselves: credentials, region and endpoint of a profile; boto3 reads them.
-
-obstore finds credentials in the environment and on machines of AWS. It reads no profiles, and takes a session token of
-the environment for keys that were given.
-
-S3, Google Cloud Storage, Azure and HTTP through obstore.
-
-obstore's own retries are off: those of `requests` are the same for all clients.
+obstore finds credentials in the environment and on machines of AWS. It reads no profiles (boto3 reads their
+credentials, region and endpoint), and takes a session token of the environment for keys that were given. Its own
+retries are off: those of `requests` are the same for all clients.
 """
 
 from __future__ import annotations
@@ -15,14 +10,14 @@ from __future__ import annotations
 import base64
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from urllib.parse import unquote
 
 from orchdata.loaders.environment import way_out
 from orchdata.loaders.errors import PackageError
-from orchdata.loaders.storage.remote.requests import Answer, Buffer, Listed, Trouble, trouble_of
+from orchdata.loaders.storage.remote.requests import Answer, Buffer, Client, Listed
 from orchdata.loaders.storage.remote.urls import HTTP, ObjectUrl, without_secrets
 from orchdata.loaders.storage.storage import FileVersion
 
@@ -33,15 +28,9 @@ _FILES: Final = (("SHARED_CREDENTIALS", "credentials"), ("CONFIG", "config"))
 
 
 def with_aws_settings(config: Mapping[str, Any], profile: str | None) -> dict[str, Any]:
-    """Return the settings of a store of S3, with what a profile of AWS adds to them.
-
-    Args:
-        config: settings that were given; these count first, then the environment.
-        profile: name of a profile; None: AWS_PROFILE, or the default one.
-
-    Raises:
-        ValueError: there is no such profile.
-        PackageError: a profile is needed, and boto3 is missing or broken.
+    """Return the settings of a store of S3, with what a profile of AWS adds to them (None: AWS_PROFILE, or the default
+    one). Given settings count first, then the environment. Raises ValueError for no such profile; PackageError without
+    boto3.
     """
     settings = dict(config)
     given = {name.lower().removeprefix("aws_"): name for name in settings}
@@ -87,8 +76,6 @@ def with_aws_settings(config: Mapping[str, Any], profile: str | None) -> dict[st
     return settings
 
 
-T = TypeVar("T")
-
 SCHEMES: Final = ("s3", "gs", "az", *HTTP)
 """Schemes of URLs that obstore reads."""
 
@@ -108,14 +95,8 @@ _PUBLIC: Final = {*_OURS, *("endpoint", "region", "account_name", "container_nam
 """Options with values that may be shown."""
 
 
-class ObstoreClient:
-    """Requests to a bucket, container or host through obstore.
-
-    Args:
-        url: of an object in it.
-        options: `storage_options`.
-        store: a store of the user's, used as it is.
-    """
+class ObstoreClient(Client):
+    """Requests to a bucket, container or host through obstore, or through a store of the user's, used as it is."""
 
     def __init__(self, url: ObjectUrl, options: Mapping[str, Any], store: Any = None) -> None:
         self._url = url
@@ -203,7 +184,7 @@ class ObstoreClient:
                 return HTTPStore.from_url(f"{url.root}/{url.query}", **settings)
             return from_url(f"{url.root}/", **config, **settings)
         except BaseException as error:  # obstore panics for some values, which is no Exception
-            if not isinstance(error, Exception) and not _is_panic(error):
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             words = self._words(error)
         way = ' (storage_options={"account_name": ...}, or AZURE_STORAGE_ACCOUNT_NAME)' if url.scheme == "az" else ""
@@ -219,28 +200,9 @@ class ObstoreClient:
                     f"storage_options {name} must be a URL such as https://storage.example.com, with its scheme"
                 )
 
-    def _called(self, call: Callable[[], T]) -> T:
-        """Return `call()`. Raises Trouble, which does not refer to an exception of obstore: these have secrets."""
-        try:
-            return call()
-        except (MemoryError, Trouble):
-            raise
-        except Exception as error:  # noqa: BLE001 - each kind is mapped
-            trouble = trouble_of(error, self._url.root, self._words(error))
-        except BaseException as error:
-            if not _is_panic(error):
-                raise
-            trouble = Trouble("final", f"obstore failed: {self._words(error)}")
-        raise trouble
-
     def _words(self, error: BaseException) -> str:
         first = str(error).split("\n\nDebug source", 1)[0]
         return without_secrets(" ".join(first.split()), self._secrets)[:300]
-
-
-def _is_panic(error: BaseException) -> bool:
-    """Return whether obstore itself failed, which raises no Exception."""
-    return type(error).__name__ == "PanicException"
 
 
 def library() -> Any:

@@ -1,22 +1,13 @@
 """Requests of a process: made by threads of their own, a limited number at a time, and again after trouble that passes.
 
     Pending --queue--> a thread of the pool: keep_trying(client.get) --> bytes, checked --> whoever waits
+    exception of a client --trouble_of--> Trouble(kind, reason) --> another try, a StorageError, or a StaleIndexError
 
 A client's call does not hear Ctrl-C, but waiting for another thread does. The pool refers weakly to what it makes: a
-request that no one holds any more is not made, and not tried again.
-
-No client works in a child that was forked after one was used, because its threads do not exist there. A child knows
-that the process that it was forked from used one through this library, and refuses at once. If only the user's own code
-had used one, its first request is given up after `FORKED_SECONDS`.
-
-What can go wrong with a request, in a few kinds, the same for all clients.
-
-exception of a client --trouble_of--> Trouble(kind, reason) --> another try, a StorageError, or a StaleIndexError
-
-A status of HTTP decides, where there is one: obstore says it in its text, packages of fsspec have it in attributes.
-Without one, what no list here names is taken for something that may pass.
-
-Clients: one attempt of each request to a bucket, container or host. Errors are `Trouble`, without secrets.
+request that no one holds any more is not made, and not tried again. No client works in a child that was forked after
+one was used, because its threads do not exist there. A child knows that the process that it was forked from used one
+through this library, and refuses at once. If only the user's own code had used one, its first request is given up after
+`FORKED_SECONDS`.
 """
 
 from __future__ import annotations
@@ -30,16 +21,18 @@ import re
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 from orchdata.loaders import watch as waits
 from orchdata.loaders.errors import StaleIndexError, StorageError, pass_trouble
 from orchdata.loaders.memory import room
+from orchdata.loaders.storage.remote.urls import ObjectUrl
 from orchdata.loaders.storage.storage import FileVersion, RequestCounts
 from orchdata.loaders.watch import here
 
@@ -79,7 +72,6 @@ class Request(Generic[T]):
         retry_seconds: for how long after the first failure it is made again.
         counts: gets the attempts after the first.
         refresh: reads credentials again; called once.
-        ended: whether the result is wanted no more, though someone may hold it.
         num_bytes: memory that the result takes.
     """
 
@@ -89,7 +81,6 @@ class Request(Generic[T]):
     retry_seconds: float
     counts: RequestCounts
     refresh: Callable[[], bool]
-    ended: Callable[[], bool] = lambda: False
     num_bytes: int = 0
 
 
@@ -102,22 +93,16 @@ class Pending(Future[T]):
 
 
 class Requests:
-    """The threads of this process that make requests. They start when they are needed, and end with the process.
-
-    Args:
-        parent: those of the process that this one was forked from.
-
-    Attributes:
-        most: number under way at the same time.
+    """The threads of this process that make requests, `most` at a time. They start when they are needed, and end with
+    the process. `parent`: those of the process that this one was forked from.
     """
 
     def __init__(self, parent: Requests | None = None) -> None:
         self.counts = RequestCounts()
         self.most = _MOST_IN_FLIGHT
-        self._urgent: deque[weakref.ref[Pending[Any]]] = deque()
-        self._later: deque[weakref.ref[Pending[Any]]] = deque()
+        self._queue: deque[weakref.ref[Pending[Any]]] = deque()
         self._changed = threading.Condition()
-        self._threads = self._idle = self._running = self._running_late = self._running_bytes = 0
+        self._threads = self._idle = self._running = self._running_bytes = 0
         self._said = -_SAID_EVERY
         self._is_used = self._has_answer = False
         self._is_forked = parent is not None
@@ -133,12 +118,12 @@ class Requests:
         """Divide the number in flight among so many processes of the rank."""
         self.most = max(_LEAST_IN_FLIGHT, _MOST_IN_FLIGHT // max(1, processes))
 
-    def begin(self, request: Request[T], *, later: bool = False) -> Pending[T]:
-        """Have a thread make a request, `later` after all others. Return its result, which the caller must hold."""
+    def begin(self, request: Request[T]) -> Pending[T]:
+        """Have a thread make a request. Return its result, which the caller must hold."""
         pending = Pending(request)
         with self._changed:
-            (self._later if later else self._urgent).append(weakref.ref(pending))
-            if len(self._urgent) + len(self._later) > self._idle and self._threads < self.most:
+            self._queue.append(weakref.ref(pending))
+            if len(self._queue) > self._idle and self._threads < self.most:
                 try:
                     threading.Thread(target=self._serve, name="orchdata-requests", daemon=True).start()
                     self._threads += 1
@@ -165,15 +150,12 @@ class Requests:
     def bytes_in_flight(self) -> int:
         """Memory that the results of all requests will take which are queued or under way."""
         with self._changed:
-            queued = [each() for queue in (self._urgent, self._later) for each in queue]
+            queued = [each() for each in self._queue]
             return sum(each.request.num_bytes for each in queued if each is not None) + self._running_bytes
 
     def keep_trying(self, request: Request[T], is_wanted: Callable[[], bool] = lambda: True) -> T:
-        """Make a request; make it again after trouble that may pass.
-
-        Raises:
-            StorageError: it failed for a lasting reason, or for too long.
-            StaleIndexError: the object is another one than was indexed.
+        """Make a request; make it again after trouble that may pass. Raises StorageError if it failed for a lasting
+        reason, or for too long; StaleIndexError if the object is another one than was indexed.
         """
         pause, attempts, num_odd, is_refreshed, until = _FIRST_PAUSE, 1, 0, False, None
         while True:
@@ -193,7 +175,7 @@ class Requests:
                 until = now + request.retry_seconds if until is None else until
                 num_odd += trouble.kind == "odd"
                 may_pass = trouble.kind == "passing" or (trouble.kind == "odd" and num_odd < _MOST_ODD)
-                if not may_pass or now >= until or request.ended() or not is_wanted():
+                if not may_pass or now >= until or not is_wanted():
                     raise trouble.as_error(request.url, request.doing, attempts)
                 if attempts > 5 and now - self._said >= _SAID_EVERY:
                     self._said = now
@@ -209,19 +191,16 @@ class Requests:
         while True:
             with self._changed:
                 self._idle += 1
-                while (taken := self._taken()) is None:
+                while (pending := self._taken()) is None:
                     self._changed.wait()
                 self._idle -= 1
-                pending, is_late = taken
                 request, reference = pending.request, weakref.ref(pending)
                 self._running += 1
-                self._running_late += is_late
                 self._running_bytes += request.num_bytes
-            del pending, taken  # others decide how long it is wanted
+            del pending  # others decide how long it is wanted
             self._make(request, reference)
             with self._changed:
                 self._running -= 1
-                self._running_late -= is_late
                 self._running_bytes -= request.num_bytes
                 self._changed.notify()
 
@@ -237,24 +216,20 @@ class Requests:
             if (pending := reference()) is not None:
                 pending.set_result(result)
 
-    def _taken(self) -> tuple[Pending[Any], bool] | None:
-        """Return the next request, and whether it is one of those after all others; None if none may begin now.
-
-        These have half of the requests in flight at most: they are large, and an urgent one would wait for their end.
-        """
-        for queue, may_begin in ((self._urgent, True), (self._later, self._running_late < max(1, self.most // 2))):
-            while queue and may_begin and self._running < self.most:
-                if (pending := queue[0]()) is None:  # no one wants it
-                    queue.popleft()
-                    continue
-                try:
-                    left = room() if self._running else None
-                except (OSError, MemoryError):  # no file or memory is left to look: as if there were no room
-                    return None
-                if left is not None and left.left_bytes < needed_bytes(self._running_bytes + pending.request.num_bytes):
-                    return None
-                queue.popleft()
-                return pending, queue is self._later
+    def _taken(self) -> Pending[Any] | None:
+        """Return the next request; None if none may begin now."""
+        while self._queue and self._running < self.most:
+            if (pending := self._queue[0]()) is None:  # no one wants it
+                self._queue.popleft()
+                continue
+            try:
+                left = room() if self._running else None
+            except (OSError, MemoryError):  # no file or memory is left to look: as if there were no room
+                return None
+            if left is not None and left.left_bytes < needed_bytes(self._running_bytes + pending.request.num_bytes):
+                return None
+            self._queue.popleft()
+            return pending
         return None
 
 
@@ -331,13 +306,7 @@ class Trouble(Exception):
         self.reason = reason
 
     def as_error(self, url: str, doing: str, attempts: int) -> StorageError | StaleIndexError:
-        """Return the error to raise.
-
-        Args:
-            url: of the object, without secrets.
-            doing: what failed, such as "cannot be read".
-            attempts: number of requests.
-        """
+        """Return the error to raise, of an object without secrets, with what failed ("cannot be read")."""
         if self.kind == "changed":
             way_out = "run `orchdata index` again, with --out if it is an index_file"
             return StaleIndexError(url, f"{self.reason}: {way_out}")
@@ -347,11 +316,9 @@ class Trouble(Exception):
 
 
 def trouble_of(error: Exception, name: str, words: str) -> Trouble:
-    """Return what an exception of a client means. Raises as `pass_trouble` for a mistake of a program.
-
-    Args:
-        name: of the bucket, container or host.
-        words: the exception on one line, without secrets.
+    """Return what an exception of a client means. A status of HTTP decides, where there is one: obstore says it in its
+    text, packages of fsspec have it in attributes. Without one, what no list here names is taken for something that may
+    pass. `words`: the exception without secrets. Raises as `pass_trouble` for a mistake of a program.
     """
     text = _URL.sub("", str(error))  # words of a key say nothing
     status = next(filter(None, map(_status, _came_from(error, "__cause__"))), 0)
@@ -466,33 +433,51 @@ class Listed(NamedTuple):
     file: FileVersion
 
 
-class Client(Protocol):
-    """Requests to one bucket, container or host. Safe from many threads; each call is one attempt."""
+class Client(ABC):
+    """Requests to one bucket, container or host. Safe from many threads; each call is one attempt, and raises Trouble,
+    without secrets.
+    """
 
+    _url: ObjectUrl
+
+    def _called(self, call: Callable[[], T]) -> T:
+        """Return `call()`. Raises Trouble, which does not refer to an exception of the client: these have secrets."""
+        try:
+            return call()
+        except (MemoryError, Trouble):
+            raise
+        except Exception as error:  # noqa: BLE001 - each kind is mapped
+            trouble = trouble_of(error, self._url.root, self._words(error))
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of obstore
+                raise
+            trouble = Trouble("final", f"obstore failed: {self._words(error)}")
+        raise trouble
+
+    @abstractmethod
+    def _words(self, error: BaseException) -> str:
+        """Return an exception on one line, without secrets."""
+
+    @abstractmethod
     def get(self, key: str, start: int, stop: int, version: str) -> Answer:
         """Read bytes of an object, which must have this version if the server can be asked for it; "" is any. The
         version in the answer is compared by the caller.
         """
-        ...
 
+    @abstractmethod
     def head(self, key: str) -> FileVersion:
         """Return size and version of an object."""
-        ...
 
+    @abstractmethod
     def pages(self, folder: str, after: str, *, deep: bool = True) -> Iterator[list[Listed]]:
-        """Yield the objects whose keys begin with `folder`, by key, about 1,000 at a time.
-
-        Args:
-            folder: ends in "/", or is empty for all.
-            after: begin after this key; "" for the first.
-            deep: with those in folders below it; otherwise the server passes over them, and may make one page of all.
+        """Yield the objects whose keys begin with `folder` (with "/" at its end, or empty), by key, after one, about
+        1,000 at a time. Without `deep`, the server passes over those in folders below it, and may make one page of all.
         """
-        ...
 
+    @abstractmethod
     def put(self, key: str, data: Buffer) -> None:
         """Write an object."""
-        ...
 
     def refresh(self) -> bool:
         """Read credentials again; return False if that cannot help."""
-        ...
+        return False

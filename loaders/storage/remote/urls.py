@@ -23,14 +23,8 @@ _IN_TEXT: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)([^\s/\"'?]*@)?([^\s?
 
 
 class ObjectUrl(NamedTuple):
-    """The parts of an object's URL.
-
-    Attributes:
-        scheme: in lower case.
-        place: the bucket, container or host (with its port).
-        key: of the object, decoded for HTTP.
-        query: with its "?", or empty; of HTTP alone.
-        user: "name:password", or empty.
+    """The parts of an object's URL: scheme in lower case; bucket, container or host with its port; key, decoded for
+    HTTP; query of HTTP with its "?"; "name:password".
     """
 
     scheme: str
@@ -121,9 +115,8 @@ def without_secrets(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def has_magic(url: str) -> bool:
-    """Return whether a URL is a pattern, so that objects must be listed. A "?" of an HTTP URL begins its query.
-
-    Raises ValueError for a pattern of HTTP, which has no listings.
+    """Return whether a URL is a pattern, so that objects must be listed. A "?" of an HTTP URL begins its query. Raises
+    ValueError for a pattern of HTTP, which has no listings.
     """
     if scheme_of(url) in HTTP:
         if MAGIC.search(identity(url)):

@@ -20,7 +20,7 @@ from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.shards.arrow import Columns, read_layout
+from orchdata.loaders.shards.arrow import ArrowReader, read_layout
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.local import LocalFile
@@ -149,16 +149,16 @@ def test_rows_of_every_type_are_those_that_pyarrow_reads(tmp_path: Path, nulls: 
     file = LocalFile(write_stream(tmp_path / "a.arrow", table, rows=25))
     layout = read_layout(file)
     assert layout.schema.equals(table.schema) and [batch.num_rows for batch in layout.batches] == [25, 25, 10]
-    stored_columns = Columns(file, layout, 1 << 20)
+    reader = ArrowReader(file, Limits(column_bytes=1 << 20))
     for number, batch in enumerate(layout.batches):
         for name in table.column_names:
             wanted = table.column(name).slice(25 * number, batch.num_rows).to_pylist()
             for start, length in ((0, batch.num_rows), (3, 1), (7, 2), (batch.num_rows - 1, 1), (5, 0)):
-                taken = stored_columns.take(number, name, start, length)
+                taken = reader._take(number, name, start, length)
                 taken.validate(full=True)
                 assert taken.to_pylist() == wanted[start : start + length], name
     with pytest.raises(ValueError, match="values 9 to 11 of 10"):
-        stored_columns.take(2, "string", 9, 2)
+        reader._take(2, "string", 9, 2)
 
 
 def cells(url: str) -> list[dict[str, bytes]]:

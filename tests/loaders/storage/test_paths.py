@@ -7,12 +7,11 @@ import glob
 import os
 from pathlib import Path
 
-import braceexpand
 import pytest
 from webdataset.shardlists import expand_urls
 
 from orchdata.loaders.errors import StorageError
-from orchdata.loaders.storage.paths import _matches, _num_expanded, expand_paths
+from orchdata.loaders.storage.paths import _matches, expand_paths
 
 
 @pytest.fixture
@@ -56,8 +55,7 @@ def test_what_does_not_exist_is_named(folder: Path, name: str) -> None:
         ("{a,b}" * 40 + ".tar", "more than 1,000,000 paths.*give a glob"),
         ("{0..1000000}.tar", "more than 1,000,000 paths"),
         ("{x,{a,b}{0..9999}}{c,{d,{e,f}}}{0..99}.tar", "more than 1,000,000 paths"),
-        ("{" * 100_000 + "a" + "}" * 100_000, "nested deeper than 8 levels"),
-        ("x" * 20_000 + "{0..99999}.tar", "characters of paths"),
+        ("{0.." + "9" * 5000 + "}.tar", "more than 1,000,000 paths"),
         ("", "empty"),
     ],
 )
@@ -65,26 +63,6 @@ def test_what_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, paths: s
     monkeypatch.chdir(folder)
     with pytest.raises(ValueError, match=message):
         expand_paths(paths)
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        *("{a,b}", "{a,b}{c,d}", "{0..9}", "{09..1}", "{1..10..3}", "{3..-3..2}", "{1..3..0}", "{5..5}", "{a}", "{}"),
-        *("{a,{b,c}}", "{a,{b,{0..3}}}{x,}", "{,}", "a{b}c", r"\\{a,b}{c,d}", r"{a\\,b,c}", "{{a,b}}", "{{a,b},{c}}"),
-        *("}{", "{a,b}}{", "{1..2}{", "{a..c}", "{a..z}{0..4}"),
-    ],
-)
-def test_braces_are_counted_before_they_are_expanded(pattern: str) -> None:
-    try:
-        expanded = list(braceexpand.braceexpand(pattern))
-    except ValueError:
-        return
-    count = _num_expanded(pattern)
-    if ".." in pattern and pattern[pattern.index("..") - 1].isalpha():
-        assert count >= len(expanded)  # of letters as many as there are, at most
-    else:
-        assert count == len(expanded)
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error(

@@ -11,7 +11,8 @@ import pytest
 
 import orchdata as od
 from orchdata.loaders.storage.cache import CacheFolder, kept_files, prune
-from orchdata.loaders.storage.node import FOLDER, Copies, name_of
+from orchdata.loaders.storage.entries import copy_name
+from orchdata.loaders.storage.node import FOLDER, Copies
 from orchdata.loaders.storage.storage import FileVersion
 
 URL = "s3://bucket/train-0.tar"
@@ -78,7 +79,7 @@ def test_one_that_another_makes_is_left_to_it(copies: Copies, cache: od.Cache) -
 @pytest.mark.parametrize("damage", [b"", CONTENT[:-1], CONTENT[1:] + b"x", CONTENT + b"x"])
 def test_a_damaged_copy_is_refused_and_made_again(copies: Copies, cache: od.Cache, damage: bytes) -> None:
     copies.add(URL, FILE, writing())
-    path = Path(cache.path) / FOLDER / f"{name_of(URL, FILE)}.copy"
+    path = Path(cache.path) / FOLDER / f"{copy_name(URL, FILE)}.copy"
     before = path.stat()
     while path.stat().st_mtime_ns == before.st_mtime_ns:
         path.write_bytes(damage)
@@ -93,11 +94,11 @@ def test_room_is_made_of_other_data_alone_the_least_recently_used_first(cache: o
     urls = [f"s3://bucket/{number}.tar" for number in range(4)]
     for number, url in enumerate(urls[:3]):
         copies.add(url, FILE, writing())
-        os.utime(Path(cache.path) / FOLDER / f"{name_of(url, FILE)}.copy", (1, 1_000 + number))
-    own = {name_of(urls[0], FILE)}
+        os.utime(Path(cache.path) / FOLDER / f"{copy_name(url, FILE)}.copy", (1, 1_000 + number))
+    own = {copy_name(urls[0], FILE)}
     assert copies.add(urls[3], FILE, writing(), own) == "added"
     assert [content_of(copies, url=url) is not None for url in urls] == [True, False, True, True]
-    everything = {name_of(url, FILE) for url in urls}
+    everything = {copy_name(url, FILE) for url in urls}
     assert copies.add(urls[1], FILE, never, everything) == "full"
 
 
@@ -105,7 +106,7 @@ def test_what_a_killed_process_left_takes_no_room(cache: od.Cache) -> None:
     copies = Copies(od.Cache(cache.path, max_bytes=len(CONTENT) + 4096))
     folder = Path(cache.path) / FOLDER
     folder.mkdir(parents=True)
-    (folder / f".{name_of(URL, FILE)}.copy.0123.part").write_bytes(CONTENT)
+    (folder / f".{copy_name(URL, FILE)}.copy.0123.part").write_bytes(CONTENT)
     assert copies.add(URL, FILE, writing()) == "added"
 
 

@@ -122,7 +122,7 @@ class TestReadingAhead:
             assert bytes(objects.read(each)) == client.content[each.start : each.stop]
         assert sorted(client.asked) == [(0, 200 + GAP_BYTES // 2), (500_000, 500_100)]
         assert far < 500_000
-        ahead.close()
+        ahead.clear()
 
     def test_large_ranges_are_pieces(
         self, objects: Objects, client: FakeClient, monkeypatch: pytest.MonkeyPatch
@@ -140,7 +140,7 @@ class TestReadingAhead:
             for stop in range(start + 50, 1701, 150):
                 assert read(objects, client, start, stop) == client.content[start:stop]
         for ahead in aheads:
-            ahead.close()
+            ahead.clear()
 
     def test_what_no_one_reads_is_not_asked_for(self, objects: Objects, client: FakeClient, pool: Requests) -> None:
         gate = client.before = Gate()
@@ -148,7 +148,7 @@ class TestReadingAhead:
         wanted = [ObjectRange(URL, whole(client), start, start + 10) for start in range(0, 900_000, 90_000)]
         ahead = objects.expect(wanted)
         gate.wait_for(4)
-        ahead.close()
+        ahead.clear()
         gate.opened.set()
         assert read(objects, client, 7, 9) == client.content[7:9]
         assert len(client.asked) == 5  # the six that had not begun were dropped
@@ -168,7 +168,7 @@ class TestReadingAhead:
         ]
         for reader in readers:
             reader.start()
-        ahead.close()
+        ahead.clear()
         gate.opened.set()
         for reader in readers:
             reader.join()
@@ -184,7 +184,7 @@ class TestReadingAhead:
             read(objects, client, 0, 100)
         client.before = lambda start, stop: None
         assert read(objects, client, 0, 100) == client.content[:100]
-        ahead.close()
+        ahead.clear()
 
     def test_retries_end_with_the_last_reader(self, objects: Objects, client: FakeClient) -> None:
         objects = Objects({"retry_seconds": 1e9}, None, {})
@@ -197,7 +197,7 @@ class TestReadingAhead:
         client.before = fails
         ahead = objects.expect([ObjectRange(URL, whole(client), 0, 100)])
         failed.wait()
-        ahead.close()
+        ahead.clear()
         while requests_module.HERE._running:
             threading.Event().wait(0.01)
         asked = len(client.asked)
@@ -221,7 +221,7 @@ class TestMemory:
         ahead = objects.expect([ObjectRange(URL, whole(client), 0, 100)])
         data = read(objects, client, 0, 100)
         assert client.alive == 1
-        ahead.close()
+        ahead.clear()
         assert client.alive == 0
         assert len(data) == 100
         assert not any(each() for known in objects._ahead.values() for each in known)
@@ -238,21 +238,7 @@ class TestThePool:
         for each in wanted:
             objects.read(each)
         assert gate.most == 8
-        ahead.close()
-
-    def test_urgent_calls_come_first(self, pool: Requests) -> None:
-        gate, order = Gate(), []
-        pool.most = 1
-        first = pool.begin(made(lambda: gate(0, 0)))
-        gate.wait_for(1)
-        pending = [
-            pool.begin(made(lambda: order.append("later")), later=True),
-            pool.begin(made(lambda: order.append("now"))),
-        ]
-        gate.opened.set()
-        for each in (first, *pending):
-            pool.wait(each)
-        assert order == ["now", "later"]
+        ahead.clear()
 
     def test_a_forked_process_waits_for_no_lock_of_its_parent(
         self, objects: Objects, client: FakeClient, pool: Requests, monkeypatch: pytest.MonkeyPatch
@@ -274,7 +260,7 @@ class TestThePool:
                     if bytes(objects.read(each)) != client.content[each.start : each.stop]:
                         wrong.append(each.start)
                 if number % 3:
-                    ahead.close()
+                    ahead.clear()
                 del ahead
 
         threads = [threading.Thread(target=work, args=(seed,)) for seed in range(12)]
