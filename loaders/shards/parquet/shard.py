@@ -121,17 +121,12 @@ class ColumnShard:
     def facts(self) -> Facts:
         """Read all cells of the columns with media or text, in a child process. Bad data become rows with an error."""
         if self.size == 0:
-            table, ignored, checksum, lost, failed = shard_failure("empty file"), {}, self.checksum(), 0, True
-            met: dict[str, int] = {}
+            table = shard_failure("empty file")
+            found: dict[str, Any] = {"checksum": self.checksum(), "lost_bytes": 1}
         else:
-            measured = measure(self._file, self._limits, self._rules, self.reader)
-            table, ignored, checksum = measured.table, measured.ignored, measured.checksum
-            failed, met = measured.failed, measured.met
-            lost = measured.promised_rows if failed else 0
+            table, found = measure(self._file, self._limits, self._rules, self.reader)
         self._file.check_unchanged()
-        lost_bytes = max(1, self.size) if failed else 0
-        lost_data = {"lost_samples": lost, "lost_bytes": lost_bytes}
-        return facts_of(self, table, checksum, ignored=ignored, met=met, **lost_data)
+        return facts_of(self, table, **found)
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
         """Read `field` ("images.0": an item of a list) of row `offset`. Raises FieldError; ShardError for the file."""
@@ -158,10 +153,10 @@ class ColumnShard:
             reader = self.reader(self._file, self._limits, rules)
             if not reader.columns:
                 return ColumnValues([], {}, {})
-            measured = measure(self._file, self._limits, rules, self.reader)
-            if measured.failed:
-                raise ShardError(self.url, measured.table.errors[0])
-            columns = read_columns(reader, measured.table)
+            table, found = measure(self._file, self._limits, rules, self.reader)
+            if found.get("lost_bytes"):
+                raise ShardError(self.url, table.errors[0])
+            columns = read_columns(reader, table)
             self._file.check_unchanged()
             return columns
 
