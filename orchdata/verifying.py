@@ -28,10 +28,11 @@ from orchdata.building.memory import Memory
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import BuiltStep
 from orchdata.dataset.index_costs import IndexCosts
-from orchdata.engines.engine import WorkerEngine, Workers
+from orchdata.engines.engine import Workers
 from orchdata.engines.kernel_families import kernel_families
-from orchdata.engines.on_ray.value import RayEngine
+from orchdata.engines.on_ray.cluster import RayEngine
 from orchdata.engines.processes.engine import ProcessEngine
+from orchdata.engines.supervisor import WorkerEngine
 from orchdata.engines.threads import passed_on
 from orchdata.engines.warm import Warming
 from orchdata.loaders.errors import DataError, StaleIndexError

@@ -1,12 +1,4 @@
-"""Child processes that measure shards, or chunks of one, for a build: both sides.
-
-What a child of a build measures, one task at a time: a shard, or a chunk of one.
-
-A child that measures shards, or chunks of one, for a build: the child's own side.
-
-A child that measures shards, or chunks of one, for a build: the parent's side.
-
-Processes that measure shards for a build: its children.
+"""Processes that measure shards for a build: both sides.
 
     thread of the build --shard--> a child: scans it, measures its samples, stores its costs --> done, or its error
     a shard that is too large for one child: scanned by the thread --chunks of samples--> children --> their outcomes
@@ -21,23 +13,23 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import select
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final, Protocol
 
+from orchdata.loaders.child_process import Channel, Child
 from orchdata.loaders.claims import Claims
 from orchdata.loaders.collector import leave_out_what_is_loaded
 from orchdata.loaders.errors import OrchdataError, ProcessError
 from orchdata.loaders.index.measuring import Chunk, Progress, Result, measure_chunk
-from orchdata.loaders.limited_process import die_with_parent
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_for_scanning
 from orchdata.loaders.shards.jsonl.media_files import Found, MissingMedia
@@ -134,45 +126,33 @@ def packed(message: Any) -> bytes:
 
 
 _SHOWN_SECONDS: Final = 0.5
+ATTEMPTS: Final = 3
+"""How many children try the same task if they end."""
+_UNGUARDED: Final = 78
+_POLL_SECONDS: Final = 0.1
+_END_SECONDS: Final = 5.0
 
 
-def run_child(channel: Connection[Any, Any], life: Connection[Any, Any]) -> None:
+def run_child(channel: Channel, _fds: list[int]) -> None:
     """Serve tasks until the parent ends this process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    die_with_parent(life.fileno())
     os.dup2(2, 1)  # printed text is not part of a report
     sending = threading.Lock()
 
     def send(*message: Any) -> None:
         with sending, contextlib.suppress(OSError):
-            channel.send_bytes(packed(message))
+            channel.send(packed(message))
 
     def show() -> None:
         while True:
             time.sleep(_SHOWN_SECONDS)
             send("at", shards_under_way())
 
-    send("started")
-    given = channel.recv_bytes()
-    with measuring():
-        measurer = Measurer(given)
+    with measuring(), contextlib.suppress(OSError):
+        given = channel.receive()
+        measurer = Measurer(b"" if given is None else given[0])
         threading.Thread(target=show, daemon=True).start()
-        for task in _received(channel):
-            send("result", measurer.run(*task))
-
-
-def _received(channel: Connection[Any, Any]) -> Iterator[tuple[Any, ...]]:
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            yield channel.recv()
-
-
-ATTEMPTS: Final = 3
-"""How many children try the same task if they end."""
-_UNGUARDED: Final = 78
-_POLL_SECONDS: Final = 0.1
-_END_SECONDS: Final = 5.0
+        while (task := channel.receive()) is not None:
+            send("result", measurer.run(*pickle.loads(task[0])))  # noqa: S301 - of the build
 
 
 def check_may_have_children() -> None:
@@ -201,44 +181,35 @@ class ChildProcess:
     """One child process; used by one thread at a time."""
 
     def __init__(self, given: bytes) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._channel, theirs = context.Pipe()
-        life, self._life = context.Pipe(duplex=False)
-        self._process = context.Process(target=run_child, args=(theirs, life), daemon=True)
+        self._child = Child(multiprocessing.get_context("spawn"), run_child, (), "orchdata measuring")
         self._given: bytes | None = given
-        # Ctrl-C is for this process alone, also while the child starts: it inherits the signals that are blocked.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            theirs.close()
-            life.close()
 
     def run(self, task: tuple[Any, ...], shown: ThreadProgress) -> Any:
         """Return the result of a task, or its exception. Raises Ended if the build ends meanwhile, and Died."""
+        channel = self._child.channel
         try:
             if self._given is not None:
-                self._received(shown)  # it has started, and reads
-                self._channel.send_bytes(self._given)
+                channel.send(self._given)
                 self._given = None
-            self._channel.send(task)
+            channel.send(bytes(ForkingPickler.dumps(task)))
+            answers = select.poll()
+            answers.register(channel.socket, select.POLLIN)
             while True:
-                kind, *values = self._received(shown)
+                while not answers.poll(_POLL_SECONDS * 1000):
+                    shown.check()
+                received = channel.receive()
+                if received is None:
+                    raise self._death()
+                kind, value = pickle.loads(received[0])  # noqa: S301 - of this process's child
                 if kind == "result":
-                    return values[0]
-                shown.fraction = values[0]
-        except (EOFError, OSError):
+                    return value
+                shown.fraction = value
+        except OSError:
             raise self._death() from None
 
-    def _received(self, shown: ThreadProgress) -> Any:
-        while not self._channel.poll(_POLL_SECONDS):
-            shown.check()
-        return pickle.loads(self._channel.recv_bytes())  # noqa: S301 - of this process's child
-
     def _death(self) -> Died:
-        self._process.join(_END_SECONDS)
-        status = self._process.exitcode
+        self._child.process.join(_END_SECONDS)
+        status = self._child.process.exitcode
         if status == _UNGUARDED:
             return Died(
                 "processes that measure shards import the script that starts them: call it below "
@@ -258,10 +229,7 @@ class ChildProcess:
 
     def close(self) -> None:
         """End it now."""
-        self._process.kill()
-        self._process.join(_END_SECONDS)
-        self._channel.close()
-        self._life.close()
+        self._child.end()
 
 
 class Jobs:

@@ -1,7 +1,7 @@
 """Engine: runs the tasks of steps. All engines build the same batches.
 
 Engines of this process run tasks themselves (`PlainEngine`). Engines with workers hand jobs to a thread, which gives
-them to workers (`jobs.JobEngine`).
+them to workers (`supervisor.WorkerEngine`).
 
 Names the members of a BuildSpec, or of a batch, that do not pickle and so cannot be sent to another process.
 """
@@ -18,7 +18,7 @@ from types import FunctionType, MethodType
 from typing import Any, Final, Protocol
 
 from orchdata.building.spec import BuildSpec
-from orchdata.building.step import Builder, BuiltStep
+from orchdata.building.step import BuiltStep
 from orchdata.loaders.errors import ContainerError, OrchdataError
 from orchdata.loaders.storage.storage import ReadBytes
 from orchdata.order.steps import StepTask
@@ -49,13 +49,6 @@ class Engine(Protocol):
         """Stop: wait a moment for tasks that run, and abandon those that hang. A second call does nothing."""
 
 
-class WorkerEngine(Engine, Protocol):
-    """An engine with workers that the caller may choose from."""
-
-    def submit(self, task: StepTask, worker: int | None = None) -> Future[BuiltStep]:
-        """Have a step built, by this worker if one is given."""
-
-
 class PlainEngine:
     """Base of engines that run in this process, without supervision."""
 
@@ -69,30 +62,6 @@ class PlainEngine:
 
     def close(self) -> None:
         pass
-
-
-class InlineEngine(PlainEngine):
-    """Builds a step in the calling thread, when it is requested."""
-
-    def __init__(self, builder: Builder) -> None:
-        self.depth = 0
-        self._builder = builder
-
-    def submit(self, task: StepTask) -> Future[BuiltStep]:
-        try:
-            built = self._builder.build(task)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is passed on
-            return _failed(error)
-        future: Future[BuiltStep] = Future()
-        future.set_result(built)
-        return future
-
-
-def _failed(error: BaseException) -> Future[BuiltStep]:
-    """Return a future of an error. No frame of the error's traceback has it: a cycle would keep the caller's frames."""
-    future: Future[BuiltStep] = Future()
-    future.set_exception(error)
-    return future
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Building in threads of this process, several steps at a time; and pinning, in a thread of its own.
+"""Building in this process: in the thread that asks, or in others, several steps at a time; and pinning, in a thread.
 
 A pool of threads never keeps its process from ending. When the interpreter ends, it joins threads of
 `concurrent.futures` for ever, so that one that hangs (a lock never released, a dead mount) makes a failed job look as
@@ -8,8 +8,6 @@ if it were running. These are daemon threads, and are joined with a time limit:
     exit:   the same for pools still open; then SystemExit is raised in threads that run Python: END_SECONDS together
 
 A thread that then remains is stuck outside Python, in a call that does not return.
-
-Base of engines with workers: a thread, the dispatcher, hands jobs to workers and takes their results.
 """
 
 from __future__ import annotations
@@ -22,20 +20,18 @@ import queue
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from itertools import count
-from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from orchdata.building.assembler import Task
 from orchdata.building.step import Builder, BuiltStep, StartedStep
-from orchdata.engines.engine import Engine, PlainEngine, Workers
+from orchdata.engines.engine import Engine, PlainEngine
 from orchdata.notices import warn_user
 from orchdata.order.steps import StepTask
 
@@ -201,6 +197,30 @@ def _end_without_destructors() -> None:
         libc = ctypes.CDLL(None)
         libc.on_exit(libc._exit, None)
         libc.__cxa_atexit(libc.fflush, None, None)  # registered last, so called first: flushes what C wrote
+
+
+class InlineEngine(PlainEngine):
+    """Builds a step in the calling thread, when it is requested."""
+
+    def __init__(self, builder: Builder) -> None:
+        self.depth = 0
+        self._builder = builder
+
+    def submit(self, task: StepTask) -> Future[BuiltStep]:
+        try:
+            built = self._builder.build(task)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is passed on
+            return _failed(error)
+        future: Future[BuiltStep] = Future()
+        future.set_result(built)
+        return future
+
+
+def _failed(error: BaseException) -> Future[BuiltStep]:
+    """Return a future of an error. No frame of the error's traceback has it: a cycle would keep the caller's frames."""
+    future: Future[BuiltStep] = Future()
+    future.set_exception(error)
+    return future
 
 
 class ThreadEngine(PlainEngine):
@@ -391,78 +411,3 @@ def _pin(device: int, built: Future[BuiltStep], pinned: Future[BuiltStep]) -> No
         pinned.set_result(replace(step, batches=[pin_memory(batch) for batch in step.batches]))
     except BaseException as error:  # noqa: BLE001 - it is passed on
         pinned.set_exception(passed_on(error))
-
-
-@dataclass(eq=False)
-class Job:
-    """A step to build, from its request until its future is set.
-
-    Attributes:
-        worker: the worker that must build it; None for any.
-        losses: how often a worker was lost with it, by kind.
-        awaited: since when the caller waits for it; None if he does not.
-    """
-
-    number: int
-    task: StepTask
-    future: Future[BuiltStep]
-    worker: int | None = None
-    losses: Counter[str] = field(default_factory=Counter)
-    awaited: float | None = None
-
-    @property
-    def name(self) -> str:
-        return f"step {self.task.step} of epoch {self.task.epoch}"
-
-
-class Dispatcher(Protocol):
-    """A thread that has workers build jobs.
-
-    Attributes:
-        notes: warnings for the user.
-    """
-
-    notes: deque[str]
-
-    def submit(self, job: Job) -> None: ...
-
-    def expect(self, job: Job) -> None:
-        """The caller waits for a job from now on."""
-
-
-D = TypeVar("D", bound=Dispatcher)
-
-
-class JobEngine(Generic[D]):
-    """Base of engines with workers, each of which builds a whole step.
-
-    The thread refers to its dispatcher, not to the engine, so that an engine that nothing refers to ends its workers.
-    """
-
-    keeps_time = True
-
-    def __init__(self, dispatcher: D, workers: Workers) -> None:
-        self.depth = workers.num_workers * workers.prefetch_factor
-        self._dispatcher = dispatcher
-        self._workers = workers
-        self._numbers = count()
-        self._jobs: dict[Future[BuiltStep], Job] = {}  # until they are done
-
-    def submit(self, task: StepTask, worker: int | None = None) -> Future[BuiltStep]:
-        """Have a step built, by this worker if one is given."""
-        if worker is None and self._workers.in_turn:
-            worker = task.step % self._workers.num_workers
-        job = Job(next(self._numbers), task, Future(), worker)
-        self._jobs[job.future] = job
-        job.future.add_done_callback(self._jobs.pop)
-        self._dispatcher.submit(job)
-        return job.future
-
-    def expect(self, future: Future[BuiltStep]) -> None:
-        job = self._jobs.get(future)
-        if job is not None:
-            self._dispatcher.expect(job)
-
-    def take_notes(self) -> list[str]:
-        notes = self._dispatcher.notes
-        return [notes.popleft() for _ in range(len(notes))]

@@ -13,17 +13,18 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
 from orchdata.building.memory import Memory
+from orchdata.building.spec import BuildSpec
 from orchdata.building.step import Builder
-from orchdata.engines.engine import Engine, InlineEngine, Workers
+from orchdata.engines.engine import Engine, Workers
 from orchdata.engines.processes.message import Unit, describe_value, read_value
-from orchdata.engines.threads import ThreadEngine, passed_on
+from orchdata.engines.threads import InlineEngine, ThreadEngine, passed_on
 from orchdata.loaders.limited_process import lower_limit, taken_bytes
 from orchdata.loaders.storage.remote import requests
 from orchdata.loaders.storage.storage import ReadBytes
@@ -31,12 +32,6 @@ from orchdata.loaders.tokenizer_threads import share_cores
 from orchdata.loaders.watch import Watch
 from orchdata.native.jit import load_numba
 from orchdata.order.steps import StepTask
-
-
-class Opens(Protocol):
-    """The part of a `BuildSpec` that a worker uses."""
-
-    def open(self, *, watch: Watch, allocate: Callable[[StepTask], Memory] | None) -> Builder: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +45,7 @@ class WorkerSpec:
         environ: variables that it sets: those of the training process, if it runs on the same machine.
     """
 
-    spec: Opens
+    spec: BuildSpec
     number: int
     workers: Workers
     base_seed: int
@@ -170,7 +165,7 @@ def error_of(unit: Unit) -> Any:
     return value
 
 
-def alone(worker: WorkerSpec) -> WorkerSpec:
+def alone_of(worker: WorkerSpec) -> WorkerSpec:
     """Return the spec of a worker that loads single samples."""
     return replace(worker, workers=replace(worker.workers, num_threads=0, prefetch_factor=1))
 

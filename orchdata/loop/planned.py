@@ -17,9 +17,9 @@ from orchdata.building.collate import STOP_ITERATION
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import Builder, BuiltStep
 from orchdata.delivery.delivery import Delivery
-from orchdata.engines.engine import Engine, InlineEngine, Workers
+from orchdata.engines.engine import Engine, Workers
 from orchdata.engines.processes.engine import ProcessEngine
-from orchdata.engines.threads import PinningEngine, ThreadEngine
+from orchdata.engines.threads import InlineEngine, PinningEngine, ThreadEngine
 from orchdata.engines.warm import Warming
 from orchdata.finalizers import Ending
 from orchdata.loop.loop import EpochLoop, Position

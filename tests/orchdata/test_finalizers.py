@@ -14,9 +14,9 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import orchdata as od
-from orchdata.engines.engine import InlineEngine, PlainEngine
-from orchdata.engines.processes.engine import Supervisor
-from orchdata.engines.threads import ThreadPool
+from orchdata.engines.engine import PlainEngine
+from orchdata.engines.supervisor import Supervisor
+from orchdata.engines.threads import InlineEngine, ThreadPool
 from orchdata.finalizers import wait_for_finalizers
 
 OURS = "orchdata finalizers"

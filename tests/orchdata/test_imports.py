@@ -36,7 +36,7 @@ balancers: __init__
 loaders: environment limited_process collector
 loaders: memory
 loaders: errors versions amounts compact locks scratch watch pace interrupts first_calls tokenizer_threads
-loaders: failures limits resampling functions generators spread
+loaders: failures limits resampling functions generators spread child_process
 loaders: records
 loaders: storage
 loaders: claims

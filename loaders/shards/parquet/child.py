@@ -7,33 +7,37 @@ file that kills or hangs this process, or takes too much memory, only loses its 
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import mmap
 import os
 import resource
-import signal
+import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
 
+from orchdata.loaders.child_process import Channel, begin
 from orchdata.loaders.environment import failed_import
 from orchdata.loaders.errors import one_line, package_error
-from orchdata.loaders.limited_process import die_with_parent, lower_limit
+from orchdata.loaders.limited_process import lower_limit
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.memory import is_limited_below, measured_at
 from orchdata.loaders.shards.fields import ColumnRules
 from orchdata.loaders.shards.parquet.file import Refused
-from orchdata.loaders.shards.parquet.framing import Ended, receive, send, send_bytes
 from orchdata.loaders.shards.parquet.scan import scan
 from orchdata.loaders.storage.content_digest import BLOCK_BYTES
 
 CPU_SECONDS = 60.0
 _KEPT_BLOCKS = 48
 _sending = threading.Lock()
+
+
+class Ended(Exception):
+    """The other side closed its end."""
 
 
 def cpu_seconds(size: int, rows: int) -> float:
@@ -46,35 +50,44 @@ def memory_bytes(limits: Limits) -> int:
     return (2 << 30) + 4 * limits.member_bytes
 
 
-def main(window: int, life: int) -> None:
-    """Serve requests until the parent closes its end.
+def main(end: int) -> None:
+    """Serve requests until the parent closes its end of this channel. The first has a block of shared memory."""
+    begin(socket.socket(fileno=end), _serve_all)
 
-    Args:
-        window: descriptor of a block of shared memory, which the parent fills.
-        life: reading end of a pipe; the parent has the other end.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    die_with_parent(life)
+
+def _serve_all(channel: Channel, fds: list[int]) -> None:
     lower_limit(resource.RLIMIT_CORE, 0)
-    replies = os.dup(1)
     os.dup2(2, 1)  # printed text is not a message
+    (window,) = fds
     shared = mmap.mmap(window, BLOCK_BYTES, access=mmap.ACCESS_READ)
-    _send(replies, {"ready": True})
-
-    with suppress(Ended):
+    try:
+        _send(channel, {"ready": True})
         while True:
-            _serve(receive(0), replies, shared)
+            _serve(_receive(channel), channel, shared)
+    except Ended:
+        return
 
 
-def _send(replies: int, message: dict[str, Any], content: memoryview | None = None) -> None:
-    """Send a message, and bytes that follow it. Threads send one after another. Raises Ended."""
-    with _sending:
-        send(replies, message)
-        if content is not None:
-            send_bytes(replies, content)
+def _send(channel: Channel, message: dict[str, Any], *contents: memoryview) -> None:
+    """Send a message, and what follows it. Threads send one after another. Raises Ended."""
+    try:
+        with _sending:
+            channel.send(json.dumps(message).encode())
+            for content in contents:
+                channel.send(content)
+    except OSError as error:
+        raise Ended from error
 
 
-def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
+def _receive(channel: Channel) -> dict[str, Any]:
+    received = channel.receive()
+    if received is None:
+        raise Ended
+    message: dict[str, Any] = json.loads(received[0])
+    return message
+
+
+def _serve(request: dict[str, Any], channel: Channel, shared: mmap.mmap) -> None:
     limits = Limits(**request["limits"])
     size = int(request["size"])
     lower_limit(resource.RLIMIT_DATA, memory_bytes(limits))
@@ -85,8 +98,8 @@ def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
     try:
         names = tuple((old, new) for old, new in request["names"])
         rules = ColumnRules(names, bool(request["all"]), tuple(request["kept"]), tuple(request["only"]))
-        reader = reading(_ParentFile(size, replies, shared), limits, rules)
-        _send(replies, {"rows": reader.plausible_rows()})
+        reader = reading(_ParentFile(size, channel, shared), limits, rules)
+        _send(channel, {"rows": reader.plausible_rows()})
         _allow_cpu(cpu_seconds(size, min(reader.plausible_rows(), limits.shard_rows)))
         table, ignored = scan(reader, limits)
         facts = _serialized(table.arrow())
@@ -94,26 +107,26 @@ def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
         raise
     except MemoryError as error:
         if is_limited_below(memory_bytes(limits)):
-            _send(replies, {"short": measured_at(error, "").args})
+            _send(channel, {"short": measured_at(error, "").args})
             raise Ended from None
         reason = (
             f"takes more than {memory_bytes(limits)} bytes of memory to read "
             f"(four times Limits.member_bytes={limits.member_bytes} and 2 GiB)"
         )
-        _send(replies, {"failure": reason})
+        _send(channel, {"failure": reason})
         raise Ended from None  # this process may have little memory left
     except Refused as error:
-        _send(replies, {"failure": str(error)})
+        _send(channel, {"failure": str(error)})
     except Exception as error:  # noqa: BLE001 - pyarrow raises many kinds for damaged files
         broken = failed_import(error)
         if broken is None:
-            _send(replies, {"failure": f"not a readable {reading.kind}: {one_line(error)}"})
+            _send(channel, {"failure": f"not a readable {reading.kind}: {one_line(error)}"})
         else:
             doing = f"reading {reading.kind.split()[0]}"
-            _send(replies, {"broken": package_error(broken.cause, doing, broken.package).args})
+            _send(channel, {"broken": package_error(broken.cause, doing, broken.package).args})
     else:
         more = {"ignored": ignored, "met": reader.met}
-        _send(replies, {"facts": {"bytes": len(facts), **more}}, memoryview(facts))
+        _send(channel, {"facts": more}, memoryview(facts))
 
 
 def _serialized(table: pa.Table) -> pa.Buffer:
@@ -128,9 +141,9 @@ class _ParentFile:
 
     url, version, changed_ns = "", "", 0
 
-    def __init__(self, size: int, replies: int, shared: mmap.mmap) -> None:
+    def __init__(self, size: int, channel: Channel, shared: mmap.mmap) -> None:
         self.size = size
-        self._replies = replies
+        self._channel = channel
         self._shared = shared
         self._blocks: OrderedDict[int, bytes] = OrderedDict()
 
@@ -162,8 +175,8 @@ class _ParentFile:
     def _block(self, number: int) -> bytes:
         block = self._blocks.get(number)
         if block is None:
-            _send(self._replies, {"block": number})
-            block = self._shared[: int(receive(0)["got"])]
+            _send(self._channel, {"block": number})
+            block = self._shared[: int(_receive(self._channel)["got"])]
             self._blocks[number] = block
             if len(self._blocks) > _KEPT_BLOCKS:
                 self._blocks.popitem(last=False)

@@ -1,15 +1,12 @@
 """Measuring Parquet and Arrow files in child processes, so that a file that crashes their library ends no build.
 
     build --measuring()--> children, started when they are needed, reused, ended with the block
-    file --measure()--> facts or the reason why there are none, and the checksum of its content
+    file --measure()--> a child, which wants blocks; the parent reads them into memory that both map --> facts, or why
+                        there are none, and the checksum of the file's content
 
 A child that dies is replaced. A file that ends two children has failed; a child that was killed from outside says
-nothing about the file. A file that takes far too long ends the build, and is not marked bad. `process` is the parent's
-side of one child, `child` its own side.
-
-The parent's side of a child process that measures files: start it, serve it, notice how it ends.
-
-parent --request--> child --block wanted--> parent --reads it into memory that both map--> child --facts--> parent
+nothing about the file. A file that takes far too long ends the build, and is not marked bad. What a child sends is
+JSON, and the facts: nothing in them is executed. `child.py` is its own side.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ import errno
 import json
 import mmap
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -25,43 +23,22 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from orchdata.loaders.child_process import begun, open_channel
 from orchdata.loaders.errors import PackageError, StorageError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.memory import UnmeasuredError, is_limited_below, measured_at
 from orchdata.loaders.shards.fields import ColumnRules
 from orchdata.loaders.shards.parquet.child import cpu_seconds, memory_bytes
 from orchdata.loaders.shards.parquet.file import RowReader
-from orchdata.loaders.shards.parquet.framing import Ended, Silent, receive, receive_bytes, send
 from orchdata.loaders.shards.shard import SCHEMA, FactsTable, shard_failure
 from orchdata.loaders.storage.content_digest import BLOCK_BYTES, ContentDigest
 from orchdata.loaders.storage.storage import Storage
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measurement:
-    """The result of measuring a file.
-
-    Attributes:
-        table: its facts; one row with the reason if it failed.
-        ignored: rows of each ignored column.
-        checksum: of size and content, hex.
-        failed: whether the file as a whole failed.
-        promised_rows: number of rows in its footer; 0 if the footer could not be read.
-        met: as of FactsMeta.
-    """
-
-    table: FactsTable
-    ignored: dict[str, int]
-    checksum: str
-    failed: bool
-    promised_rows: int
-    met: dict[str, int]
 
 
 @contextmanager
@@ -77,8 +54,13 @@ def measuring() -> Iterator[None]:
         _pool.leave()
 
 
-def measure(file: Storage, limits: Limits, rules: ColumnRules, reader: type[RowReader]) -> Measurement:
+def measure(
+    file: Storage, limits: Limits, rules: ColumnRules, reader: type[RowReader]
+) -> tuple[FactsTable, dict[str, Any]]:
     """Measure a file by a reader, in a child process; outside a `measuring` block, in a new one.
+
+    Returns its facts, one row with the reason if it failed as a whole, and fields of their FactsMeta: then `lost_bytes`
+    is above 0, and `lost_samples` the number of rows in its footer; 0 if the footer could not be read.
 
     Raises:
         StorageError: no child can be started, children are killed from outside, or the file takes far too long. Also
@@ -104,27 +86,24 @@ def measure(file: Storage, limits: Limits, rules: ColumnRules, reader: type[RowR
             if attempt == 2 and not death.of_the_file and is_limited_below(memory_bytes(limits)):
                 raise measured_at(MemoryError(f"the process that measures it {death}"), file.url) from None
             if attempt == 2 and not death.external:
-                return _measurement(f"{library} {death}", child.promised_rows, digest)
+                return _measured(f"{library} {death}", child.promised_rows, file, digest)
         except BaseException:
             _pool.discard(child)  # it still waits for an answer
             raise
         else:
             _pool.give_back(child)
-            return _measurement(scanned, child.promised_rows, digest)
+            return _measured(scanned, child.promised_rows, file, digest)
     raise AssertionError("the second attempt returns or raises")
 
 
-def _measurement(scanned: Scanned | str, promised_rows: int, digest: ContentDigest) -> Measurement:
-    failed = isinstance(scanned, str)
-    table, ignored, met = (shard_failure(scanned), {}, {}) if isinstance(scanned, str) else scanned
-    return Measurement(
-        table=table,
-        ignored=ignored,
-        checksum=digest.hexdigest(),
-        failed=failed,
-        promised_rows=promised_rows,
-        met=met,
-    )
+def _measured(
+    scanned: Scanned | str, promised_rows: int, file: Storage, digest: ContentDigest
+) -> tuple[FactsTable, dict[str, Any]]:
+    if isinstance(scanned, str):
+        lost = {"lost_samples": promised_rows, "lost_bytes": max(1, file.size)}
+        return shard_failure(scanned), {"checksum": digest.hexdigest()} | lost
+    table, ignored, met = scanned
+    return table, {"checksum": digest.hexdigest(), "ignored": ignored, "met": met}
 
 
 class _Pool:
@@ -198,7 +177,7 @@ _CRASH_SIGNALS = tuple(map(signal.Signals.__getitem__, "SIGSEGV SIGABRT SIGILL S
 _NOT_STARTED = "the process that measures shards cannot be started"
 _PROGRAM = (
     "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given['path']; "
-    "from orchdata.loaders.shards.parquet.child import main; main(given['window'], given['life'])"
+    "from orchdata.loaders.shards.parquet.child import main; main(given['end'])"
 )
 # One thread, and an allocator that returns memory to the system: the limits of the child count its private memory.
 _ENVIRONMENT = {
@@ -230,7 +209,7 @@ class MeasuringProcess:
 
     Attributes:
         unwanted: whether it was ended because it is no longer needed.
-        promised_rows: of its last file, as in `Measurement`.
+        promised_rows: rows in the footer of its last file; 0 if it could not be read.
     """
 
     def __init__(self, url: str) -> None:
@@ -243,8 +222,8 @@ class MeasuringProcess:
             except OSError as error:
                 raise StorageError(url, f"{_NOT_STARTED}: {error.strerror}", error.errno) from error
             try:
-                receive(self._replies, timeout=_START_SECONDS)
-            except (Ended, Silent):
+                self._receive(_START_SECONDS)
+            except Died:
                 self._errors.seek(0)
                 lines = self._errors.read().decode(errors="replace").strip().splitlines() or ["it ends immediately"]
                 raise StorageError(url, f"{_NOT_STARTED}: {lines[-1][:300]}") from None
@@ -252,29 +231,46 @@ class MeasuringProcess:
 
     def _start(self, resources: ExitStack) -> None:
         self._errors = resources.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - `resources` closes it
-        with ExitStack() as inherited:
+        ours, theirs = open_channel()
+        resources.callback(ours.close)
+        with theirs, ExitStack() as inherited:
             window = os.memfd_create("orchdata-block", os.MFD_CLOEXEC)
             inherited.callback(os.close, window)
             os.ftruncate(window, BLOCK_BYTES)
             self._window = resources.enter_context(mmap.mmap(window, BLOCK_BYTES))
-            life, parent_end = os.pipe()
-            inherited.callback(os.close, life)
-            resources.callback(os.close, parent_end)
-            path = [entry for entry in sys.path if isinstance(entry, str)]
+            given = {"path": [entry for entry in sys.path if isinstance(entry, str)], "end": theirs.fileno()}
             self._process = resources.enter_context(
                 subprocess.Popen(
-                    [sys.executable, "-P", "-c", _PROGRAM, json.dumps({"path": path, "window": window, "life": life})],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
+                    [sys.executable, "-P", "-c", _PROGRAM, json.dumps(given)],
+                    stdin=subprocess.DEVNULL,
                     stderr=self._errors,
-                    pass_fds=(window, life),
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
                     env={**os.environ, **_ENVIRONMENT},
-                    bufsize=0,
                 )
             )
-        resources.callback(self._process.kill)
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._requests, self._replies = self._process.stdin.fileno(), self._process.stdout.fileno()
+            resources.callback(self._process.kill)
+            self._channel = begun(ours, [window])
+        self._answers = select.poll()
+        self._answers.register(ours, select.POLLIN)
+
+    def _receive(self, timeout: float) -> bytes:
+        """Return the next message. Raises Died."""
+        if not self._answers.poll(timeout * 1000):
+            raise Died(f"gave no answer for {timeout:.0f} s", slow=True)
+        try:
+            received = self._channel.receive()
+        except ConnectionError:
+            received = None
+        if received is None:
+            raise self._death()
+        return received[0]
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            self._channel.send(json.dumps(message).encode())
+        except OSError:
+            raise self._death() from None
 
     @property
     def alive(self) -> bool:
@@ -289,36 +285,33 @@ class MeasuringProcess:
         Raises Died, PackageError, MemoryError, and the errors of `file`.
         """
         self.promised_rows = 0
-        try:
-            by = reader.__module__, reader.__qualname__
-            send(self._requests, {"size": file.size, "limits": asdict(limits), "reader": by, **rules._asdict()})
-            while True:
-                patience = _SILENT_SECONDS + 10 * cpu_seconds(file.size, min(self.promised_rows, limits.shard_rows))
-                kind, value = next(iter(receive(self._replies, timeout=patience).items()), ("nothing", None))
-                if kind == "block" and isinstance(value, int):
-                    self._send_block(file, value, digest)
-                elif kind == "rows" and isinstance(value, int):
-                    self.promised_rows = value
-                elif kind == "broken" and isinstance(value, list):
-                    raise PackageError(*map(str, value))
-                elif kind == "short" and isinstance(value, list):
-                    raise measured_at(UnmeasuredError(*map(str, value)), file.url)
-                elif kind == "failure" and isinstance(value, str):
-                    return value
-                elif kind == "facts" and isinstance(value, dict):
-                    facts = receive_bytes(self._replies, int(value["bytes"]), timeout=patience)
-                    return _checked(facts), _counts(value["ignored"]), _counts(value["met"])
-                else:
-                    raise Died(f"sent an unknown message {kind!r}")
-        except Silent:
-            raise Died(f"gave no answer for {patience:.0f} s", slow=True) from None
-        except Ended:
-            raise self._death() from None
+        by = reader.__module__, reader.__qualname__
+        self._send({"size": file.size, "limits": asdict(limits), "reader": by, **rules._asdict()})
+        while True:
+            patience = _SILENT_SECONDS + 10 * cpu_seconds(file.size, min(self.promised_rows, limits.shard_rows))
+            try:
+                kind, value = next(iter(json.loads(self._receive(patience)).items()))
+            except (ValueError, AttributeError, StopIteration):
+                raise Died("sent what is no message") from None
+            if kind == "block" and isinstance(value, int):
+                self._send_block(file, value, digest)
+            elif kind == "rows" and isinstance(value, int):
+                self.promised_rows = value
+            elif kind == "broken" and isinstance(value, list):
+                raise PackageError(*map(str, value))
+            elif kind == "short" and isinstance(value, list):
+                raise measured_at(UnmeasuredError(*map(str, value)), file.url)
+            elif kind == "failure" and isinstance(value, str):
+                return value
+            elif kind == "facts" and isinstance(value, dict):
+                return _checked(self._receive(patience)), _counts(value["ignored"]), _counts(value["met"])
+            else:
+                raise Died(f"sent an unknown message {kind!r}")
 
     def _send_block(self, file: Storage, block: int, digest: ContentDigest) -> None:
         with memoryview(self._window) as view:
             got = file.read_into(block * BLOCK_BYTES, view) if 0 <= block < digest.num_blocks else 0
-            send(self._requests, {"got": got})
+            self._send({"got": got})
             if got:
                 digest.note(block, view[:got])  # while the child continues
 

@@ -73,17 +73,12 @@ class ColumnShard(Shard):
     def facts(self) -> Facts:
         """Read all cells of the columns with media or text, in a child process. Bad data become rows with an error."""
         if self.size == 0:
-            table, ignored, checksum, lost, failed = shard_failure("empty file"), {}, self.checksum(), 0, True
-            met: dict[str, int] = {}
+            table = shard_failure("empty file")
+            found: dict[str, Any] = {"checksum": self.checksum(), "lost_bytes": 1}
         else:
-            measured = measure(self._file, self._limits, self._rules, self.reader)
-            table, ignored, checksum = measured.table, measured.ignored, measured.checksum
-            failed, met = measured.failed, measured.met
-            lost = measured.promised_rows if failed else 0
+            table, found = measure(self._file, self._limits, self._rules, self.reader)
         self._file.check_unchanged()
-        lost_bytes = max(1, self.size) if failed else 0
-        lost_data = {"lost_samples": lost, "lost_bytes": lost_bytes}
-        return facts_of(self, table, checksum, ignored=ignored, met=met, **lost_data)
+        return facts_of(self, table, **found)
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
         """Read `field` ("images.0": an item of a list) of row `offset`. Raises FieldError; ShardError for the file."""
@@ -112,9 +107,9 @@ class ColumnShard(Shard):
             reader = self.reader(self._file, self._limits, rules)
             if not reader.columns:
                 return ColumnValues([], {}, {})
-            measured = measure(self._file, self._limits, rules, self.reader)
-            if measured.failed:
-                raise ShardError(self.url, measured.table.errors[0])
+            table, found = measure(self._file, self._limits, rules, self.reader)
+            if found.get("lost_bytes"):
+                raise ShardError(self.url, table.errors[0])
             names = [column.name for column in reader.columns]
             pieces: dict[str, list[pa.Array]] = {name: [] for name in names}
             for group in range(len(reader.starts) - 1):
@@ -122,7 +117,6 @@ class ColumnShard(Shard):
                     for name in names:
                         pieces[name].append(batch.column(name))
             self._file.check_unchanged()
-        table = measured.table
         first = [row for row, sample in enumerate(table.sample) if not row or sample != table.sample[row - 1]]
         values = {name: pa.chunked_array(pieces[name], reader.schema.field(name).type) for name in names}
         labels = {column.name: column.labels for column in reader.columns if column.labels}

@@ -1,4 +1,6 @@
-"""The Ray cluster that this process uses: the one it is in already, one at an address, or a local one."""
+"""RayEngine: builds steps in actors of a Ray cluster, the one that this process is in already, one at an address, or a
+local one. Ray is imported when an engine is opened, and not before.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,12 @@ import os
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Final
 
+from orchdata.building.spec import BuildSpec
+from orchdata.engines.engine import Workers
+from orchdata.engines.supervisor import WorkerEngine
 from orchdata.loaders.errors import PackageError, one_line
 from orchdata.notices import warn_once
 
@@ -18,6 +24,80 @@ _START: Final = "`ray start --head`"
 _NO_CLUSTER: Final = "Could not find any running Ray instance"
 _ANSWER_SECONDS: Final = 10.0
 _CODE: Final = ("working_dir", "py_modules")
+START_SECONDS: Final = 600
+_OURS: Final = {
+    "max_restarts": "actors are restarted as often as needed",
+    "max_task_retries": "a step that is lost is built again",
+    "max_concurrency": "num_threads= and prefetch_factor= say how much an actor does at a time",
+    "concurrency_groups": "num_threads= and prefetch_factor= say how much an actor does at a time",
+    "lifetime": "actors end with the loader",
+    "name": "each loader has actors of its own",
+    "get_if_exists": "each loader has actors of its own",
+    "num_returns": "an actor returns steps",
+}
+"""Options of actors that the engine sets itself, and why."""
+
+
+@dataclass(frozen=True, init=False)
+class RayEngine:
+    """Builds steps in actors of a Ray cluster: `DataLoader(..., num_workers=8, engine=od.RayEngine())`.
+
+    Each rank that reads has `num_workers` actors, each with `num_threads` threads. Batches are those of the other
+    engines, to the bit. An actor that is lost is replaced, and its steps are built again. Machines that train must be
+    part of the cluster: docs/workers.md.
+
+    Args:
+        address: of the cluster, as for `ray.init`. Default: the Ray that this process uses already, else RAY_ADDRESS,
+            else the cluster of this machine. A loader with one rank starts a local Ray if there is none.
+        start_timeout: seconds that actors may wait for free CPUs. A warning says at once what is missing.
+        ray_options: options of each actor, with their names of `ray.remote`: `num_cpus` (default: `num_threads`),
+            `resources`, `memory`, `runtime_env`, `scheduling_strategy` and others.
+
+    Raises:
+        ValueError: the address is that of a Ray Client (ray://), an option is one that the engine sets, or
+            start_timeout is not above 0.
+    """
+
+    address: str | None
+    start_timeout: float
+    ray_options: Mapping[str, Any] = field(hash=False)
+
+    def __init__(self, address: str | None = None, *, start_timeout: float = START_SECONDS, **ray_options: Any) -> None:
+        check_address(address)
+        if isinstance(start_timeout, bool) or not start_timeout > 0:
+            raise ValueError(f"start_timeout is a number of seconds above 0, got {start_timeout!r}")
+        for name in ray_options:
+            if name in _OURS:
+                raise ValueError(f"RayEngine sets {name} itself, because {_OURS[name]}: leave it out")
+        for name, value in (("address", address), ("start_timeout", start_timeout), ("ray_options", ray_options)):
+            object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        given: dict[str, Any] = {} if self.address is None else {"address": self.address}
+        given |= {} if self.start_timeout == START_SECONDS else {"start_timeout": self.start_timeout}
+        return (
+            f"RayEngine({', '.join(f'{name}={value!r}' for name, value in (given | dict(self.ray_options)).items())})"
+        )
+
+    def open(self, spec: BuildSpec, workers: Workers) -> WorkerEngine:
+        """Connect to the cluster, and start the actors of a rank.
+
+        Raises:
+            PackageError: Ray is not installed.
+            ValueError: an option that Ray does not know, or `worker_memory`.
+            RuntimeError: there is no cluster, or it has another version of Ray or Python.
+        """
+        import_ray()
+        if workers.worker_memory is not None:
+            raise ValueError(
+                "worker_memory limits processes of this machine: leave it out. RayEngine(memory=...) reserves memory "
+                "of a node, and Ray's memory monitor ends what takes too much"
+            )
+        options, code = split_code(self.ray_options)
+        connect(self.address, num_ranks=workers.num_ranks, code=code)
+        from orchdata.engines.on_ray.actors import open_engine
+
+        return open_engine(spec, workers, options, float(self.start_timeout))
 
 
 def import_ray() -> Any:
@@ -71,28 +151,19 @@ def connect(address: str | None, *, num_ranks: int, code: Mapping[str, Any] | No
     if address is None:
         address = os.environ.get(_ADDRESS) or None
         check_address(address, _ADDRESS)
+    host, _, port = (address or "").rpartition(":")
     try:
-        _check_answers(address)
-    except OSError as error:
-        raise RuntimeError(
-            f"no Ray cluster answers at {address}: {one_line(error)}. Start one with {_START}, and let this machine "
-            f"join it with {_JOIN}"
-        ) from error
-    try:
+        if host and port.isdigit():  # for an address at which nothing listens, Ray would wait for minutes
+            socket.create_connection((host.strip("[]"), int(port)), _ANSWER_SECONDS).close()
         ray.init(address=address or "auto", runtime_env=dict(code or {}))
-    except ConnectionError as error:
+    except Exception as error:
         if address is None and _NO_CLUSTER in str(error):
             _start_local(num_ranks, error, code or {})
             return
-        raise RuntimeError(_not_connected(address, error)) from error
-    except Exception as error:
-        hint = (
-            "use one version of each on all machines"
-            if "ersion" in str(error)
-            else "`ray status` on this machine shows whether the cluster takes it"
-        )
         raise RuntimeError(
-            f"Ray cannot connect to {address or 'the cluster of this machine'}: {error}. {hint}"
+            f"Ray cannot connect to {address or 'the cluster of this machine'}: {one_line(error)}. Start a cluster "
+            f"with {_START}, let this machine join it with {_JOIN}, and use one version of Ray and Python on all "
+            "machines. If it asks for a token, RAY_AUTH_MODE and RAY_AUTH_TOKEN must be those of `ray start`"
         ) from error
 
 
@@ -111,34 +182,6 @@ def _check_running(address: str | None) -> None:
             f"address={address!r}: this process uses the Ray at {running} already. Leave the address out, or call "
             "ray.shutdown() first"
         )
-
-
-def _not_connected(address: str | None, error: ConnectionError) -> str:
-    cause = "" if error.__cause__ is None else f" ({one_line(error.__cause__)})"
-    start = f"Start a cluster with {_START}, and let this machine join it with {_JOIN}"
-    if _NO_CLUSTER not in str(error):
-        start = (
-            f"Either this machine has not joined the cluster: run {_JOIN}; or the cluster refuses the token of this "
-            "process: RAY_AUTH_MODE, and RAY_AUTH_TOKEN or the file ~/.ray/auth_token, must be those of `ray start`. "
-            "`ray status` says which"
-        )
-    return f"Ray cannot connect to {address or 'the cluster of this machine'}: {one_line(error)}{cause}. {start}"
-
-
-def _check_answers(address: str | None) -> None:
-    """Raise OSError if nothing listens at an address with a port, for which Ray would wait for minutes."""
-    host, _, port = (address or "").rpartition(":")
-    if host and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_SECONDS).close()
-
-
-def outside_of_groups() -> Any:
-    """Return the strategy of actors outside of a placement group: one that captures children, as that of a Ray Tune
-    trial, has no room for them.
-    """
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    return PlacementGroupSchedulingStrategy(placement_group=None)  # type: ignore[arg-type]
 
 
 def num_cpus() -> int:

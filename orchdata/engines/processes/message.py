@@ -33,7 +33,7 @@ from orchdata.planning.sharing.accumulated import FixedCost
 from orchdata.planning.sharing.packed import NoPadding, PaddedCost
 from orchdata.planning.teams import StepTeams
 from orchdata.planning.windows import TokenRanges, WindowCost
-from orchdata.ranks.wire import Buffer, WireError, describe, rebuild
+from orchdata.ranks.wire import Buffer, WireError, describe, read, rebuild
 
 Bytes = NDArray[np.uint8]
 
@@ -69,6 +69,19 @@ def packed(value: Any) -> bytes:
 def unpacked(data: bytes) -> Any:
     """Return the value that `packed` was given."""
     return pickle.loads(data)  # noqa: S301 - of this process's own workers, or its parent
+
+
+def packed_values(values: Any) -> bytes:
+    """Return small values that `wire` can describe as one message."""
+    message = describe(values)
+    data = np.empty(message.num_bytes, np.uint8)
+    message.write_to(data)
+    return data.tobytes()
+
+
+def unpacked_values(data: bytes) -> Any:
+    """Return the values that `packed_values` was given."""
+    return read(np.frombuffer(data, np.uint8))
 
 
 class Failed:

@@ -6,8 +6,6 @@ import contextlib
 import mmap
 import os
 import pickle
-import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,11 +21,18 @@ from torch.utils.data._utils import collate as torch_collate
 from orchdata.building.memory import Memory
 from orchdata.building.step import Builder, BuiltStep
 from orchdata.engines.engine import Engine
-from orchdata.engines.processes.channel import Channel, end_with
-from orchdata.engines.processes.message import Unit, describe_step, describe_value, unpack_rows
+from orchdata.engines.processes.message import (
+    Unit,
+    describe_step,
+    describe_value,
+    packed_values,
+    unpack_rows,
+    unpacked_values,
+)
 from orchdata.engines.processes.slabs import Slabs, StepMemory
 from orchdata.engines.threads import passed_on
 from orchdata.engines.work import Work, WorkerSpec, sendable
+from orchdata.loaders.child_process import Channel
 from orchdata.loaders.collector import leave_out_what_is_loaded
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.watch import Watch
@@ -59,16 +64,10 @@ class PickledWorkerSpec:
         return self._worker
 
 
-def run_worker(end: socket.socket, num_loading_threads: int, pickled_spec: PickledWorkerSpec) -> None:
+def run_worker(channel: Channel, fds: list[int], num_loading_threads: int, pickled_spec: PickledWorkerSpec) -> None:
     """Run a worker process until it is asked to stop, or its parent has ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process, which ends this one
     leave_out_what_is_loaded()  # a collection would write to all memory that is shared with the parent of a fork
-    channel = Channel(end)
-    first = channel.receive()
-    if first is None:
-        return
-    _, (life, rows) = first
-    end_with(life)
+    (rows,) = fds
     loading_rows = np.frombuffer(mmap.mmap(rows, num_loading_threads * 8), np.int64)
     os.close(rows)
     try:
@@ -76,7 +75,8 @@ def run_worker(end: socket.socket, num_loading_threads: int, pickled_spec: Pickl
     except Exception as error:  # noqa: BLE001 - unpickling a user's object may raise anything
         # A file that cannot be read now is a StorageError, not an object that does not pickle.
         trouble = list(error.args) if isinstance(error, StorageError) else []
-        channel.send({"kind": "unreadable", "why": f"{type(error).__name__}: {error}", "trouble": trouble})
+        why = {"kind": "unreadable", "why": f"{type(error).__name__}: {error}", "trouble": trouble}
+        channel.send(packed_values(why))
         return
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the parent no longer wants this worker
         WorkerLoop(channel, worker, loading_rows).run()
@@ -113,7 +113,7 @@ class WorkerLoop:
         # Build the steps that the parent sends, until it closes the channel.
         self._send({"kind": "ready"})
         while (received := self._channel.receive()) is not None:
-            message, _ = received
+            message = unpacked_values(received[0])
             self._watch.known_bad_rows.update(message["known_bad_rows"])
             self._slabs.take_back(message["returned"])
             if message["kind"] == "alone":
@@ -188,7 +188,7 @@ class WorkerLoop:
                 message["new"] = [(slab.number, len(slab.array)) for slab in new]
                 message["dropped"] = self._slabs.take_dropped()
                 fds = [slab.file for slab in new if slab.file is not None]
-            self._channel.send(message, fds)
+            self._channel.send(packed_values(message), fds)
             if memory is not None:
                 for slab in new:
                     slab.close_file()

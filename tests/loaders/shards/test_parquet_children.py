@@ -127,7 +127,7 @@ def patched(monkeypatch: pytest.MonkeyPatch, body: str) -> None:
         f"def scan(reader, limits):\n    {body}\n"
         "child.scan = scan\n"
         "child.CPU_SECONDS = 0\n"
-        "child.main(given['window'], given['life'])"
+        "child.main(given['end'])"
     )
     monkeypatch.setattr(measuring_process, "_PROGRAM", program)
 

@@ -19,7 +19,8 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,10 +31,10 @@ from map_dataset import Numbers
 from shard_factory import omni_shards
 
 import orchdata as od
-from orchdata.engines.processes import isolate
-from orchdata.engines.processes import process as process_module
-from orchdata.engines.processes.isolate import Trial
+from orchdata.engines import supervisor
+from orchdata.engines.processes import engine as process_module
 from orchdata.engines.processes.slabs import Slabs, StepMemory
+from orchdata.engines.supervisor import Trial
 
 JOB = Path(__file__).parents[2] / "support" / "workers_job.py"
 
@@ -191,17 +192,16 @@ def test_workers_killed_at_random_moments_change_nothing(omni: list[str], kills:
     ("killed", "verdict"), [((True,) * 4, "ended"), ((True,) * 3, None), ((False,), None), ((False, False), "ended")]
 )
 def test_a_sample_gets_more_trials_if_its_processes_are_killed(killed: tuple[bool, ...], verdict: str | None) -> None:
-    class Loading:
-        rows = (7,)
+    def start(*_: Any, **__: Any) -> Any:
+        return SimpleNamespace(rows=(7,), is_ready=True)
 
-        def end(self) -> None: ...
-
-    trial = Trial(7, lambda: cast("Any", Loading()), 0.0)
+    transport: Any = SimpleNamespace(num_spare=2, start=start, end=lambda worker: None)
+    trial = Trial(7, transport, 0.0)
     for is_killed in killed:
-        trial.ended(trial.processes[0], "ended", is_killed=is_killed)
+        trial.ended(trial.workers[0], "ended", is_killed=is_killed)
     assert trial.verdict == verdict
     if verdict is None:
-        trial.survived(trial.processes[0])
+        trial.survived(trial.workers[0])
         assert trial.verdict == ""
 
 
@@ -266,7 +266,7 @@ class Bad(Numbers):
 def test_a_sample_that_crashes_or_hangs_alone_is_marked_bad(
     what: Any, options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(isolate, "_FRESH_SECONDS", 1.0)
+    monkeypatch.setattr(supervisor, "_FRESH_SECONDS", 1.0)
     common: dict[str, Any] = {"batch_size": 5, "num_workers": 2} | options
     loader = od.DataLoader(Bad(20, what), on_error=od.ErrorPolicy("skip", max_failures=None), **common)
     for _ in range(2):  # the second time it is known

@@ -30,11 +30,11 @@ from spec_job import digest
 import orchdata as od
 from orchdata.engines.engine import Workers
 from orchdata.engines.on_ray import cluster as cluster_module
-from orchdata.engines.on_ray import fleet as node_files
+from orchdata.engines.on_ray import node_files
+from orchdata.engines.on_ray.actors import described, is_loss, is_own_end
+from orchdata.engines.on_ray.cluster import RayEngine
 from orchdata.engines.on_ray.compare import check_same, expected_by
-from orchdata.engines.on_ray.deaths import described, is_loss, is_own_end
-from orchdata.engines.on_ray.fleet import file_of_index, found, make_parcel, open_index, open_parcel
-from orchdata.engines.on_ray.value import RayEngine
+from orchdata.engines.on_ray.node_files import file_of_index, found, make_parcel, open_index, open_parcel
 from orchdata.engines.work import WorkerSpec
 from orchdata.loaders.index.index import Index
 
@@ -100,8 +100,7 @@ def test_map_style_batches_and_random_states_are_those_of_processes() -> None:
 
 
 def members(batches: Any) -> list[Any]:
-    engine = batches._stream._engine
-    return list(engine._dispatcher._fleet.members)
+    return list(batches._stream._engine._supervisor.transport.actors)
 
 
 def test_errors_arrive_with_the_traceback_of_the_actor() -> None:
@@ -113,11 +112,11 @@ def test_persistent_actors_stay_over_epochs_and_after_break() -> None:
     running = loader(Drawn(), persistent_workers=True)
     first = iter(running)
     next(first)
-    actors = {member.actor for member in members(first)}
+    actors = {member.handle for member in members(first)}
     del first
     second = iter(running)
     next(second)
-    assert {member.actor for member in members(second)} == actors
+    assert {member.handle for member in members(second)} == actors
     running.close()
 
 
@@ -359,13 +358,13 @@ def test_actors_and_a_node_that_are_killed_change_nothing(
         for batch in batches:
             got.append(_digest(batch))
             del batch
-            member = chance.choice(members(batches))
-            if member.actor is not None and killed < 20:
+            if (running := members(batches)) and killed < 20:
+                handle = chance.choice(running).handle
                 killed += 1
                 if chance.random() < 0.3:
-                    ray.kill(member.actor, no_restart=chance.random() < 0.5)
+                    ray.kill(handle, no_restart=chance.random() < 0.5)
                 else:
-                    kill_process(member.actor)
+                    kill_process(handle)
             if len(got) == 15:
                 ray_cluster.cluster.remove_node(leaving, allow_graceful=False)
     assert got == expected and len(got) == 30 and killed == 20

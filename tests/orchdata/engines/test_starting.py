@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lean_job
@@ -23,8 +24,8 @@ from children import in_a_child
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
-from orchdata.engines.processes import engine as supervisor
-from orchdata.engines.processes.isolate import Trial
+from orchdata.engines.processes import engine
+from orchdata.engines.supervisor import Trial
 from orchdata.loaders.interrupts import interrupts_deferred
 
 
@@ -102,13 +103,13 @@ def test_starts_that_fail_with_their_server_are_tried_again(monkeypatch: pytest.
     """As if a fork server ended during the start."""
     starts = itertools.count()
 
-    class Lost(supervisor.Process):
+    class Lost(engine.Process):
         def __init__(self, *arguments: Any) -> None:
             if next(starts) in (0, 2, 3):
                 raise EOFError("unexpected EOF")
             super().__init__(*arguments)
 
-    monkeypatch.setattr(supervisor, "Process", Lost)
+    monkeypatch.setattr(engine, "Process", Lost)
     loader = od.DataLoader(Plain(), 2, num_workers=2, multiprocessing_context="fork", **COSTS)
     assert [batch.tolist() for batch in loader] == [[first, first + 1] for first in range(0, 12, 2)]
     assert next(starts) == 3 + 2
@@ -119,14 +120,15 @@ def test_a_trial_outlives_the_loss_of_the_fork_server(fails: int, verdict: str |
     errors = [EOFError("unexpected EOF"), ConnectionRefusedError(111, "Connection refused")]
     starts = itertools.count()
 
-    def start() -> Any:
+    def start(*_: Any, **__: Any) -> Any:
         if (number := next(starts)) < fails:
             raise errors[number % 2]
         return object()
 
-    trial = Trial(7, start, 0.0)
+    transport: Any = SimpleNamespace(num_spare=2, start=start)
+    trial = Trial(7, transport, 0.0)
     assert trial.verdict == verdict  # none yet, or it cannot be known
-    assert len(trial.processes) == (2 if verdict is None else 0)
+    assert len(trial.workers) == (2 if verdict is None else 0)
     assert next(starts) < 20
 
 

@@ -1,0 +1,515 @@
+"""Building in actors of Ray, on any node: the supervisor's transport, one actor, and its own side.
+
+    trainer: Actors --parcel, then a call a step--> StepActor, in a process of Ray's: opens the spec, builds steps
+    units --pack--> [message, *buffers] --Ray--> read-only buffers --unpack--> units in writable memory of the trainer
+
+Ray calls back when an answer is here. What goes wrong in an actor is returned as a message, and never raised: what Ray
+raises is about processes and nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import queue
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.building.memory import BufferPool
+from orchdata.building.spec import BuildSpec
+from orchdata.building.step import BuiltStep
+from orchdata.engines.engine import Engine, Workers
+from orchdata.engines.on_ray.compare import check_same, expected_by
+from orchdata.engines.on_ray.node_files import make_parcel, open_parcel
+from orchdata.engines.processes.message import Unit, describe_step, describe_value
+from orchdata.engines.supervisor import WorkerEngine
+from orchdata.engines.threads import passed_on
+from orchdata.engines.work import Work, WorkerSpec, alone_of, error_of, sendable
+from orchdata.loaders.errors import one_line
+from orchdata.loaders.watch import IDLE, Watch, all_wait
+from orchdata.notices import warn_user
+from orchdata.order.steps import StepTask
+from orchdata.planning.make_plan import make_plan
+from orchdata.ranks.wire import flat_bytes
+
+OPENING_SECONDS: Final = 600.0
+_ASK_SECONDS: Final = 1.0
+"""How often an actor is asked whether it waits."""
+_ANSWER_SECONDS: Final = 10.0
+"""An actor that does not answer for so long hangs."""
+_ASKED: Final = "asked"
+"""Group of calls that an actor answers while it builds."""
+_SMALL_BYTES: Final = 64 << 10
+_ALIGNMENT: Final = 64
+_WARN_SECONDS: Final = 60.0
+_SETTLE_SECONDS: Final = 10.0
+"""In which a node takes an actor that it has room for, and those of an engine that has just closed give theirs back."""
+
+Bytes = NDArray[np.uint8]
+Reply = list[Any]
+
+
+def open_engine(spec: BuildSpec, workers: Workers, options: dict[str, Any], start_timeout: float) -> WorkerEngine:
+    """Return an engine over actors.
+
+    Args:
+        options: of each actor, with Ray's names.
+        start_timeout: seconds that actors may wait for room in the cluster.
+
+    Raises:
+        TypeError: the spec must be pickled, and cannot be.
+        ValueError: Ray does not know an option.
+    """
+    first = WorkerSpec(spec=spec, number=0, workers=workers.sent, base_seed=workers.base_seed, environ={})
+    return WorkerEngine(Actors(first, options, start_timeout, workers), workers)
+
+
+class Actors:
+    """Actors of one rank, as the supervisor's `Transport`. Arguments as of `open_engine`."""
+
+    num_spare = 0
+    forked = not_started = ""
+
+    def __init__(self, first: WorkerSpec, options: dict[str, Any], start_timeout: float, workers: Workers) -> None:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        # A placement group that captures children, as that of a Ray Tune trial, has no room for them.
+        outside: Any = PlacementGroupSchedulingStrategy(placement_group=None)  # type: ignore[arg-type]
+        self.options = {"num_cpus": first.num_loading_threads, "scheduling_strategy": outside} | options
+        self.spec: Any = first.spec
+        self.actors: list[Actor] = []
+        self.start_timeout = start_timeout
+        self._chooses_node = "scheduling_strategy" not in options
+        self._workers = workers
+        self._calls: queue.SimpleQueue[tuple[Actor, Any, Future[Any] | None] | None] = queue.SimpleQueue()
+        self._memory = BufferPool()
+        parcel = make_parcel(first, expected_by(first.spec))
+        self._parcel = parcel if len(parcel) <= _SMALL_BYTES else ray.put(parcel)  # large ones are sent once to a node
+        self._idle: Actor | None = None  # has loaded a sample alone, and may load the next
+        self._avoid = ""  # the node where an actor was lost that loaded a sample alone
+        self._last_loss = ""
+        self._begun: float | None = None  # since when actors are missing
+        self._warn_at = 0.0
+        self._were_ready = False
+
+    def start(self, number: int, *, alone: bool = False, fresh: bool = False) -> Actor:
+        idle, self._idle = self._idle, None
+        if alone and idle is not None:
+            idle.started = time.monotonic()
+            self.actors.append(idle)
+            self._calls.put((idle, "idle", None))
+            return idle
+        if idle is not None:
+            self._kill(idle)
+        options = self.options | {"max_restarts": 0, "max_task_retries": 0}
+        if alone and self._avoid and self._chooses_node and (other := _other_node(self._avoid)) is not None:
+            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+            there = NodeAffinitySchedulingStrategy(other, soft=True, _spill_on_unavailable=True)
+            options["scheduling_strategy"] = there
+        if not alone:
+            options["max_concurrency"] = self._workers.prefetch_factor if self._workers.num_threads else 1
+            if self._begun is None:
+                self._begun = time.monotonic()
+                self._warn_at = self._begun + (_SETTLE_SECONDS if self._fits() else 0.0)
+        import ray
+
+        # With a group of its own for questions, an actor does not run the others in its main thread.
+        remote: Any = ray.remote  # its types do not know all options
+        try:
+            made = remote(concurrency_groups={_ASKED: 1})(StepActor).options(**options)
+            handle = made.remote(number, self._parcel, alone=alone)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"RayEngine({', '.join(self.options)}): {one_line(error)}") from error
+        self.actors.append(actor := Actor(self, number, handle, is_alone=alone))
+        self.call(actor, "start", handle.start.remote())
+        return actor
+
+    def call(self, actor: Actor, what: Any, reference: Any) -> None:
+        """Have `wait` read the answer to a call."""
+        reference.future().add_done_callback(lambda done: self._calls.put((actor, what, done)))
+
+    def wait(self, seconds: float | None) -> Iterator[tuple[Actor, dict[str, Any]]]:
+        limits = [] if seconds is None else [seconds]
+        if self._begun is not None:
+            limits.append(max(0.0, min(self._warn_at, self._begun + self.start_timeout) - time.monotonic()))
+        with contextlib.suppress(queue.Empty):
+            answer = self._calls.get(timeout=min(limits, default=None))
+            while True:
+                if answer is not None and (message := self._read(*answer)) is not None:
+                    yield answer[0], message
+                answer = self._calls.get_nowait()
+        self._look_at_room()
+
+    def _read(self, actor: Actor, what: Any, done: Future[Any] | None) -> dict[str, Any] | None:
+        """Return the answer to a call as a message to the supervisor, if it is one."""
+        if actor not in self.actors:
+            return None  # it was ended meanwhile
+        if done is None:
+            return {"kind": "ready"}
+        error = done.exception()
+        if what == "waits":  # an actor that is lost answers nothing, and its calls say so
+            actor.hear(error is not None or bool(done.result()))
+            return None
+        if error is None:
+            return self._message(actor, what, done.result())
+        if is_loss(error) or actor.is_alone:
+            loss = "ended" if actor.is_ready and is_own_end(error) else "killed"
+            self._last_loss = how = f"was lost ({described(error)})"
+            self.end(actor)
+            return {"kind": "ended", "how": how, "loss": loss, "final": ""}
+        if what == "start":
+            raise RuntimeError(f"Ray actors of this loader do not start: {cause_of(error)}") from error
+        failed = partial(_not_returned, actor, error)
+        return {"kind": "failed", "job": what, "error": failed, "reads": [], "requests": {}}
+
+    def _message(self, actor: Actor, what: Any, reply: Reply) -> dict[str, Any]:
+        message, units = unpack(reply, self._memory.take)
+        message |= {"job": what, "units": units}
+        match message["kind"]:
+            case "ready":
+                actor.is_ready, actor.node, actor.address = True, message["node"], message["address"]
+                if all(each.is_ready for each in self.actors):
+                    self._begun, self._were_ready = None, True
+            case "survived":
+                actor.row, self._avoid = None, ""
+            case "built":  # clocks of nodes may differ
+                message["finished"] = time.monotonic() - max(0.0, time.time() - message["finished"])
+            case _:
+                message["error"] = partial(error_of, units[0])
+        return dict(message)
+
+    def wake(self) -> None:
+        self._calls.put(None)
+
+    def end(self, worker: Actor) -> None:
+        if worker not in self.actors:
+            return
+        self.actors.remove(worker)
+        if worker.is_alone and worker.is_ready and worker.row is None:
+            self._idle = worker
+            return
+        self._avoid = worker.node if worker.is_alone else self._avoid
+        self._kill(worker)
+
+    def _kill(self, actor: Actor) -> None:
+        import ray
+
+        if ray.is_initialized():
+            ray.kill(actor.handle, no_restart=True)
+
+    def close(self) -> None:
+        for actor in [*self.actors, *filter(None, [self._idle])]:
+            self._kill(actor)
+        self.actors.clear()
+        self._idle = None
+
+    # --- room in the cluster
+
+    def _look_at_room(self) -> None:
+        """Warn of actors that have not started, at once and each minute. Raises RuntimeError after `start_timeout`."""
+        now = time.monotonic()
+        if self._begun is None or now < min(self._warn_at, self._begun + self.start_timeout):
+            return
+        self._warn_at = now + _WARN_SECONDS
+        missing = [each for each in self.actors if not each.is_ready and not each.is_alone]
+        without_room, waited = sum(_waits_for_room(each.handle) for each in missing), now - self._begun
+        text = (
+            f"{without_room or len(missing)} of {self._workers.num_workers} Ray actors of this loader have not started"
+        )
+        text += f" (the last that was lost {self._last_loss})" if self._last_loss else ""
+        text += f": {self._missing()}" if without_room else ", and have a place on a node: is it slow to import?"
+        goes_on = self._were_ready and len(missing) < len(self.actors) and not self._workers.in_turn
+        if waited >= self.start_timeout and not goes_on:
+            raise RuntimeError(f"{text}. Nothing changed for {self.start_timeout:g} seconds (start_timeout=)")
+        if without_room or waited >= _WARN_SECONDS:
+            left = f"It waits for up to {self.start_timeout - waited:.0f} seconds more (start_timeout=)"
+            warn_user(f"{text}. {'The others go on' if goes_on else left}")
+
+    def _needs(self) -> dict[str, float]:
+        needs = {"CPU": self.options.get("num_cpus") or 0, "GPU": self.options.get("num_gpus") or 0}
+        return {name: each for name, each in (needs | (self.options.get("resources") or {})).items() if each}
+
+    def _fits(self) -> bool:
+        import ray
+
+        total = ray.cluster_resources()
+        return all(amount * self._workers.num_workers <= total.get(name, 0) for name, amount in self._needs().items())
+
+    def _missing(self) -> str:
+        """Return the sum of what the actors need, and what the cluster has, as text."""
+        import ray
+
+        total, free = ray.cluster_resources(), ray.available_resources()
+        num_ranks, count = self._workers.num_ranks, self._workers.num_workers
+        parts = []
+        for name, amount in self._needs().items():
+            is_threads = name == "CPU" and amount == max(1, self._workers.num_threads)
+            parts.append(
+                f"{f'{num_ranks} ranks x ' if num_ranks > 1 else ''}{count} actors x {amount:g} "
+                f"{'threads' if is_threads else name} = {amount * count * num_ranks:g} "
+                f"{'CPUs' if name == 'CPU' else name}, the cluster has {total.get(name, 0):g}, "
+                f"{free.get(name, 0):g} of them free"
+            )
+        ways = "Add nodes, or lower num_workers=, num_threads= or RayEngine(num_cpus=)"
+        return f"{'; '.join(parts) or 'no node can start them'}. {ways}"
+
+
+class Actor:
+    """An actor, as the supervisor's `Worker`.
+
+    Attributes:
+        row: that it loads alone; None if it loads none.
+        node, address: where it was ready.
+    """
+
+    def __init__(self, transport: Actors, number: int, handle: Any, *, is_alone: bool) -> None:
+        self.number = number
+        self.handle = handle
+        self.is_alone = is_alone
+        self.jobs: dict[int, StepTask] = {}
+        self.is_ready = False
+        self.started = time.monotonic()
+        self.start_seconds = transport.start_timeout if is_alone else math.inf  # the others wait for room
+        self.row: int | None = None
+        self.node = ""
+        self.address = "a node that is not known"
+        self.label = f"DataLoader worker {number}"
+        self._transport = transport
+        self._asked: float | None = None
+        self._heard = 0.0
+        self._waits = True
+
+    @property
+    def name(self) -> str:
+        return f"Ray actor {self.number} on {self.address}"
+
+    @property
+    def rows(self) -> list[int]:
+        """The row that it loads alone, or those of its steps: an actor that is lost does not say which of them."""
+        if self.is_alone:
+            return [] if self.row is None else [self.row]
+        rows: set[int] = set()
+        with contextlib.suppress(Exception):  # a step that cannot be planned has none
+            rows.update(*(_rows_of(self._transport.spec, task) for task in self.jobs.values()))
+        return sorted(rows)
+
+    def waits(self) -> bool | None:
+        """Ask once a second."""
+        now = time.monotonic()
+        if self._asked is None and now - self._heard >= _ASK_SECONDS:
+            self._asked = now
+            self._transport.call(self, "waits", self.handle.waits.options(concurrency_group=_ASKED).remote())
+        if self._asked is not None:
+            return None if now - self._asked < _ANSWER_SECONDS else False
+        return self._waits
+
+    def hear(self, waits: bool) -> None:
+        """Note an answer."""
+        self._asked, self._heard, self._waits = None, time.monotonic(), waits
+
+    def build(self, job: int, task: StepTask, known_bad_rows: Mapping[int, str]) -> None:
+        self.jobs[job] = task
+        self._transport.call(self, job, self.handle.build.remote(task, dict(known_bad_rows)))
+
+    def load_alone(self, row: int) -> None:
+        self.row = row
+        self._transport.call(self, "alone", self.handle.load_alone.remote(row))
+
+
+def _rows_of(spec: BuildSpec, task: StepTask) -> set[int]:
+    """Return the rows that a rank loads for a step: of its samples, and of parts that it encodes for others."""
+    plan, rank = make_plan(spec.plan, task), spec.rank
+    rows = set(plan.row[plan.places(rank)].tolist())
+    for phase, parts in plan.parts.items():
+        for microbatch in range(plan.num_microbatches):
+            rows.update(plan.row[parts.sample[plan.encoded(phase, rank, microbatch, spec.peer)]].tolist())
+    return rows
+
+
+def _other_node(avoid: str) -> str | None:
+    import ray
+
+    nodes = (each["NodeID"] for each in ray.nodes() if each["Alive"] and each["Resources"].get("CPU"))
+    return next((str(node) for node in nodes if node != avoid), None)
+
+
+def _waits_for_room(handle: Any) -> bool:
+    """Return whether no node has taken an actor yet."""
+    from ray._private.state import actors
+
+    known = actors(handle._actor_id.hex())
+    return known.get("State") != "ALIVE" and not known.get("Address", {}).get("IPAddress")
+
+
+def pack(message: dict[str, Any], units: Sequence[Unit]) -> Reply:
+    """Return a message and its units as values that Ray sends without a copy of their buffers in the pickle."""
+    heads = [(unit.kind, unit.header, len(unit.buffers)) for unit in units]
+    return [message | {"units": heads}, *(flat_bytes(buffer) for unit in units for buffer in unit.buffers)]
+
+
+def unpack(reply: Reply, take: Callable[[int], Bytes]) -> tuple[dict[str, Any], list[Unit]]:
+    """Return the message and the units that `pack` was given.
+
+    Ray's arrays are read-only, and one reader's are another's: buffers are copied, once, into memory from `take`
+    (number of bytes -> writable uint8), which is used again when the batches over it are gone.
+    """
+    message, *buffers = reply
+    sizes = [-(-len(buffer) // _ALIGNMENT) * _ALIGNMENT for buffer in buffers]
+    memory = take(sum(sizes))
+    copies, start = [], 0
+    for buffer, size in zip(buffers, sizes, strict=True):
+        copy = memory[start : start + len(buffer)]
+        copy[:] = buffer
+        copies.append(copy)
+        start += size
+    left = iter(copies)
+    return message, [
+        Unit(kind, header, [next(left) for _ in range(number)]) for kind, header, number in message["units"]
+    ]
+
+
+_OWN_END: Final = "its worker process has died"
+_DETAIL: Final = re.compile(r"Worker exit detail: (.*?)(?:\n|$)")
+_NODE_ADDRESS: Final = re.compile(r"\bip: (\S+)")
+_MOST_CHARACTERS: Final = 300
+
+
+def is_loss(error: BaseException) -> bool:
+    """Return whether a call did not return because its process, its node or its result was lost."""
+    from ray import exceptions
+
+    return isinstance(
+        error,
+        exceptions.RayActorError
+        | exceptions.OutOfMemoryError
+        | exceptions.NodeDiedError
+        | exceptions.WorkerCrashedError
+        | exceptions.ObjectLostError
+        | exceptions.LocalRayletDiedError,
+    ) and not getattr(error, "actor_init_failed", False)
+
+
+def is_own_end(error: BaseException) -> bool:
+    """Return whether the process of an actor ended by what it was doing.
+
+    False for an end by Ray's memory monitor, with its node, by preemption and by `ray.kill`.
+    """
+    from ray import exceptions
+
+    return isinstance(error, exceptions.ActorDiedError) and not error.preempted and _OWN_END in str(error)
+
+
+def described(error: BaseException) -> str:
+    """Return why a call did not return, on one line."""
+    text = str(error)
+    detail = _DETAIL.search(text)
+    said = (detail.group(1) if detail else " ".join(text.split())).partition(" Some common causes")[0]
+    address = _NODE_ADDRESS.search(text)
+    where = f" on node {address.group(1)}" if address and address.group(1) not in said else ""
+    return f"{said[:_MOST_CHARACTERS].rstrip('. ')}{where}"
+
+
+def cause_of(error: Any) -> Exception:
+    """Return the error of our own code that Ray wrapped, or Ray's."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, Exception) else error
+
+
+def _not_returned(actor: Actor, error: BaseException) -> Exception:
+    """Return the error of a step that Ray could not send back, or of our own code."""
+    from ray import exceptions
+
+    cause = cause_of(error)
+    if not isinstance(cause, exceptions.RayError):
+        return cause
+    way_out = "`ray logs` on that node may say more"
+    if isinstance(cause, exceptions.OutOfDiskError | exceptions.ObjectStoreFullError):
+        way_out = "free its disk, or give it a larger store (`ray start --object-store-memory`)"
+    return RuntimeError(f"a step did not come back from {actor.name}: {described(cause)}. {way_out}")
+
+
+class StepActor:
+    """Builds whole steps, as many at a time as Ray calls it.
+
+    Args:
+        parcel: the workers' spec, from `make_parcel`.
+        alone: whether it loads samples alone.
+    """
+
+    def __init__(self, number: int, parcel: bytes, *, alone: bool) -> None:
+        self._number = number
+        self._parcel = parcel
+        self._alone = alone
+        self._opens_since: float | None = None
+        self._watch = Watch()
+        self._rows: NDArray[np.int64] = np.empty(0, np.int64)
+        self._work: Work | None = None
+        self._engine: Engine | None = None
+
+    def start(self) -> Reply:
+        """Open the spec. Returns "ready" with the id and address of the node, or "not started" with the error."""
+        self._opens_since = time.monotonic()
+        try:
+            worker, expected = open_parcel(self._parcel)
+            check_same(worker.spec, expected, _here()["address"])
+            worker = replace(alone_of(worker) if self._alone else worker, number=self._number)
+            threads = worker.num_loading_threads
+            self._rows = np.full(threads, IDLE, np.int64)
+            self._watch = Watch(self._rows)
+            self._work = Work(worker, max(1, len(os.sched_getaffinity(0)) // threads))
+            self._engine = self._work.open(self._watch)
+        except BaseException as error:  # noqa: BLE001 - it is passed on
+            return pack({"kind": "not started"}, [self._described(error)])
+        finally:
+            self._opens_since = None
+        return pack({"kind": "ready"} | _here(), [])
+
+    def build(self, task: StepTask, known_bad_rows: dict[int, str]) -> Reply:
+        """Build a step. Returns "built" with the units of `message.describe_step`, or "failed" with the error."""
+        assert self._engine is not None and self._work is not None
+        self._watch.known_bad_rows.update(known_bad_rows)
+        kind = "built"
+        try:
+            future: Future[BuiltStep] = self._engine.submit(task)
+            units = describe_step(future.result())
+        except BaseException as error:  # noqa: BLE001 - it is passed on
+            kind, units = "failed", [self._described(error)]
+        reads, requests = self._work.take_reads()
+        return pack({"kind": kind, "reads": reads, "requests": requests, "finished": time.time()}, units)
+
+    def load_alone(self, row: int) -> Reply:
+        """Load one sample, and drop it: only whether this process survives it counts."""
+        assert self._work is not None and self._work.builder is not None
+        with contextlib.suppress(BaseException):
+            self._work.builder.load_alone(row)
+        return pack({"kind": "survived"}, [])
+
+    def waits(self) -> bool:
+        """Return whether all threads wait for storage, or the spec is being opened, for 10 minutes at most. It can be
+        called while steps are built.
+        """
+        since = self._opens_since
+        if since is not None:
+            return time.monotonic() - since < OPENING_SECONDS
+        return all_wait(self._rows.tolist())
+
+    def _described(self, error: BaseException) -> Unit:
+        where = f"in DataLoader worker process {self._number} on {_here()['address']}"
+        return describe_value(sendable(passed_on(error), where))
+
+
+def _here() -> dict[str, str]:
+    import ray
+
+    return {"node": ray.get_runtime_context().get_node_id(), "address": ray.util.get_node_ip_address()}
