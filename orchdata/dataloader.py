@@ -28,7 +28,7 @@ import orchdata
 from orchdata.balancers.checks import checked_count, checked_epoch
 from orchdata.balancers.costs.model import CostModel
 from orchdata.dataset.arguments import DEFAULT_BATCH_SIZE, Arguments, CollateFn, IndexUse, Quarantine
-from orchdata.dataset.sharded import is_mixture, is_sharded
+from orchdata.dataset.sharded import is_sharded
 from orchdata.delivery.export import export_plan
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.delivery.stats import flattened
@@ -108,7 +108,7 @@ def take_snapshot(loader: Any) -> LoaderSnapshot:
         progress=copy.deepcopy(loader._progress),
         later_seeds=copy.deepcopy(loader._runtime.seeds.later),
         samplers={name: vars(loader)[name] for name in ("sampler", "batch_sampler") if loader._runtime.follows},
-        state=loader.state_dict() if is_mixture(loader.dataset) else None,
+        state=loader.state_dict() if loader._runtime.prepared.spec.plan.order.sources else None,
         attributes={name: value for name, value in vars(loader).items() if name not in loader._own_names},
     )
 

@@ -29,7 +29,6 @@ from orchdata.loaders.errors import DataError, FieldError, OrchdataError
 from orchdata.loaders.failures import as_field_error
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.index import Index, basename
-from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.sample import MediaPart
@@ -91,13 +90,11 @@ def shown_rows(
         use_file: gets each part of media as a file, and returns what `file` of its span says; "" for nothing.
         keep_going: trouble, too, is the error of the sample that has it.
     """
-    leaves = dataset.leaves if isinstance(dataset, Mixture) else ()
-    recipes = tuple(leaf.dataset.recipe for leaf in leaves)
+    leaves = dataset.leaves
     shards = IndexedShards(
         index=index,
         build_id=index.build_id,
-        recipe=recipes[0] if isinstance(dataset, Mixture) else dataset.recipe,
-        of_sources=recipes,
+        recipes=tuple(leaf.dataset.recipe for leaf in leaves),
         containers=by_identity(dataset.containers),
         files=dataset.files,
     )
@@ -124,7 +121,7 @@ def shown_rows(
                     "key": stored.key,
                     "row": row,
                     "piece": stored.piece,
-                    "source": leaves[index.source_of(row)].name if leaves and isinstance(index, JoinedIndex) else "",
+                    "source": leaves[index.source_of(row)].name,
                     "tokens": int(index.llm_tokens[row]),
                     "trained_tokens": int(index.loss_tokens[row]),
                     "spans": spans,

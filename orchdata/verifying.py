@@ -147,7 +147,7 @@ def _checked(
         num_ranks=1,
     )
     shards = IndexedShards(
-        index=index, build_id=index.build_id, recipe=recipe, containers=by_identity(containers), files=files
+        index=index, build_id=index.build_id, recipes=(recipe,), containers=by_identity(containers), files=files
     )
     workers = Workers(
         num_workers=jobs,

@@ -21,9 +21,8 @@ from orchdata.balancers import CostModel, TransformerCost
 from orchdata.bench.harness import Result, WideTable
 from orchdata.order.merge import MixedSource, Stage
 from orchdata.order.mixture import MixtureOrder
-from orchdata.order.order import Order, Shuffle
+from orchdata.order.order import Order, Shuffle, TokenSums
 from orchdata.order.steps import GlobalBatches, StepTask, TokenBatches
-from orchdata.order.token_sums import TokenSums
 from orchdata.planning.balance import Balance
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.plan import Plan

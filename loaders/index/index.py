@@ -350,6 +350,20 @@ class Index:
         mine = self.part_modality[parts] == self.code(modality)
         return parts[mine], np.repeat(np.arange(len(rows)), counts)[mine]
 
+    @property
+    def indexes(self) -> tuple[Index, ...]:
+        """The indexes that are joined in it; else itself."""
+        return (self,)
+
+    @property
+    def first_rows(self) -> NDArray[np.int64]:
+        """The first row of each of them, and the number of all rows."""
+        return np.array([0, self.num_rows])
+
+    def source_of(self, row: int) -> int:
+        """Return the number of the index of a row."""
+        return 0
+
     def split(self, rows: NDArray[np.int64]) -> Iterator[tuple[Index, Any, NDArray[np.int64]]]:
         """Yield (index, the positions of its rows in `rows`, its own row numbers) for each joined index."""
         yield self, slice(None), rows

@@ -23,7 +23,7 @@ from orchdata.batch.batch import Batch, SampleId
 from orchdata.batch.tensors import IGNORE, LLMBatch, TextBatch
 from orchdata.building.assembler import Assembled, Assembler, Share, Task, kept
 from orchdata.building.collate import SampleAssembler
-from orchdata.building.media_pages import PageSource, cu_seqlens, recipe_of, starts_of
+from orchdata.building.media_pages import PageSource, cu_seqlens, starts_of
 from orchdata.building.memory import Memory, Reservation
 from orchdata.building.pages import SequenceArrays
 from orchdata.building.shard_content import PackedAssembler, located, out_of_memory, shard_loader, shard_refusal
@@ -50,7 +50,7 @@ class IndexedShards:
     Attributes:
         index: pickles as its path.
         build_id: of the index when the spec was created: a rebuilt one would result in other batches.
-        recipe, of_sources: as of `PageSource`.
+        recipes: as of `PageSource`.
         seed: of the generators that decoding draws from.
         containers: of the user's, which open shards, by identity; of all sources of a mixture together.
         files: where the shards are.
@@ -59,8 +59,7 @@ class IndexedShards:
 
     index: Index
     build_id: str
-    recipe: Recipe
-    of_sources: tuple[Recipe, ...] = ()
+    recipes: tuple[Recipe, ...]
     seed: int = 0
     containers: Mapping[str, Container] = field(default_factory=dict)
     files: Files = PLAIN_FILES
@@ -71,9 +70,13 @@ class IndexedShards:
         """Whether any shard, or its media, is in object storage."""
         return any(is_remote(shard.url) or is_remote(shard.media_root) for shard in self.index.shards)
 
+    @property
+    def recipe(self) -> Recipe:
+        return self.recipes[0]
+
     def recipe_of(self, row: int) -> Recipe:
         """Return the recipe of a sample."""
-        return recipe_of(self.index, self.recipe, self.of_sources, row)
+        return self.recipes[self.index.source_of(row)]
 
     def open(self) -> OpenShards:
         """Return the shards; each one is opened later. Raises StaleIndexError, and as `load_required`."""
@@ -81,7 +84,7 @@ class IndexedShards:
             raise StaleIndexError(
                 str(self.index.path), "the index was rebuilt after this loader was created: create the loader again"
             )
-        for recipe in (self.recipe, *self.of_sources):
+        for recipe in self.recipes:
             load_required(recipe)
         return OpenShards(
             limits=self.recipe.limits,
@@ -112,8 +115,7 @@ class ShardContent:
         shards = self.shards.open()
         pages = PageSource(
             index=self.shards.index,
-            recipe=self.shards.recipe,
-            of_sources=self.shards.of_sources,
+            recipes=self.shards.recipes,
             layout=self.layout,
             encoders=self.encoders,
         )

@@ -364,7 +364,7 @@ def _warn_of_unended(dataset: ShardDataset, index: Index) -> None:
         IndexedShards(
             index=index,
             build_id=index.build_id,
-            recipe=dataset.recipe,
+            recipes=(dataset.recipe,),
             containers=by_identity(dataset.containers),
             files=dataset.files,
         )

@@ -84,12 +84,10 @@ def indexed(
     for name, (option, field) in _OF_ONE_SOURCE.items():
         if of_one_source[name] not in (None, (), {}):
             raise ValueError(f"{option} is of one data set: give the sources in {paths[0]} {field} each")
-    from orchdata.dataset.mixed import joined_index  # which imports torch
+    from orchdata.dataset.mixed import index_of  # which imports torch
 
     mixture = read_mixture(paths[0], recipe, allow_recipes=allow_recipes, containers=options["containers"])
-    leaves = [leaf.dataset for leaf in mixture.leaves]
-    built = [build_of(dataset) for dataset in leaves]
-    return mixture, joined_index(mixture, built)
+    return mixture, index_of(mixture, build_of)
 
 
 def build_of(dataset: ShardDataset) -> Index:

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from orchdata.balancers.checks import checked_epoch
 from orchdata.building.spec import BuildSpec
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.order.steps import Steps
 from orchdata.planning.make_plan import make_plan
 from orchdata.planning.plan import Plan
@@ -89,7 +88,7 @@ def export_plan(
 def _of_step(plan: Plan, spec: BuildSpec, schema: pa.Schema) -> pa.RecordBatch:
     assert spec.shards is not None
     index, count = spec.shards.index, len(plan.row)
-    rows, first_rows = plan.row.tolist(), index.first_rows if isinstance(index, JoinedIndex) else np.zeros(1, np.int64)
+    rows, first_rows = plan.row.tolist(), index.first_rows
     names = pa.array(plan.sources or [""], pa.string())
     columns = [
         np.full(count, plan.epoch),

@@ -26,7 +26,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orchdata.order.sources import By, Ints, MixedSource, Samples, SourceProgress, Stage, Stop, Supply
+from orchdata.order.order import By, Ints, MixedSource
+from orchdata.order.sources import Samples, SourceProgress, Stage, Stop, Supply
 from orchdata.order.stretch import DUE_BITS, Span, Stretch, advance, rate_of, scaled
 
 __all__ = ["By", "SourcePass", "MixedSource", "SourceProgress", "StretchStart", "Samples", "Stage", "Stop", "Stretch"]

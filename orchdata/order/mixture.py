@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.order.merge import By, MixedSource, Samples, SourcePass, SourceProgress, Stage, Stop, StretchStart
+from orchdata.order.order import Order, SampleOrder, TokenCounts
 
 Ints = NDArray[np.int64]
 
@@ -40,7 +41,7 @@ class ResumePoint(NamedTuple):
     is_changed: bool = False
 
 
-class MixtureOrder:
+class MixtureOrder(SampleOrder):
     """The sequence of samples of every epoch of a mixture, and the tokens along it: `SampleOrder` and `Sums` in one.
 
     Rows of all sources are numbered one source after the other; `source` is the number of the source. It pickles.
@@ -66,6 +67,8 @@ class MixtureOrder:
         resumed: ResumePoint | None = None,
     ) -> None:
         self.sources = tuple(sources)
+        self.streams = self.sources[0].order.streams  # of each source
+        self.num_samples = sum(source.order.num_samples for source in self.sources)
         self.stages = joined_stages(stages)
         self.by: By = by
         self.stop: Stop = stop
@@ -85,14 +88,13 @@ class MixtureOrder:
         return _mixture_order(self.sources, tuple(stages), self.by, self.stop, self.epoch_size, resumed)
 
     @property
-    def streams(self) -> int:
-        """Streams of each source."""
-        return self.sources[0].order.streams
+    def orders(self) -> tuple[Order, ...]:
+        """The order of each source."""
+        return tuple(source.order for source in self.sources)
 
-    @property
-    def num_samples(self) -> int:
-        """Samples of all sources, each counted once."""
-        return sum(source.order.num_samples for source in self.sources)
+    def sums(self, counts: TokenCounts) -> MixtureOrder:
+        """Return the sums of tokens along the order: it knows them."""
+        return self
 
     def length(self, epoch: int) -> int:
         """Return the samples of an epoch."""
@@ -293,6 +295,10 @@ def _mixture_order(
     sources: Any, stages: Any, by: By, stop: Stop, epoch_size: tuple[By, int] | None, resumed: ResumePoint | None
 ) -> MixtureOrder:
     return MixtureOrder(sources, stages, by=by, stop=stop, epoch_size=epoch_size, resumed=resumed)
+
+
+AnyOrder = Order | MixtureOrder
+"""The order of samples in shards."""
 
 
 class _Epoch(NamedTuple):

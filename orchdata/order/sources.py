@@ -11,31 +11,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.order.order import Order
-from orchdata.order.token_sums import TokenCounts, TokenSums
+from orchdata.order.order import By, Ints, MixedSource
 
-Ints = NDArray[np.int64]
-By = Literal["tokens", "samples"]
 Stop = Literal["first", "all", "repeat"]
-
-
-class MixedSource(NamedTuple):
-    """One source of a mixture.
-
-    Attributes:
-        order: order of its own rows; a pass is one epoch of it.
-        counts: tokens of its own rows.
-        sums: sums of `counts` along `order`.
-        first_row: index of its first row among the rows of all sources.
-        loss_weight: weight of each of its loss tokens.
-    """
-
-    name: str
-    order: Order
-    counts: TokenCounts
-    sums: TokenSums
-    first_row: int
-    loss_weight: float = 1.0
 
 
 class Stage(NamedTuple):

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orchdata.order.sources import By, Ints, Samples, SourceProgress, Supply
+from orchdata.order.order import By, Ints
+from orchdata.order.sources import Samples, SourceProgress, Supply
 
 DUE_BITS = 32  # amounts due are in units of 2**-32 tokens or samples
 

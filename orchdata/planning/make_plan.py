@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers.assignment import loads_by_rank_and_microbatch
-from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import SampleOrder
 from orchdata.order.steps import Batches, Begin, GlobalBatches, OrderedSteps, StepTask
 from orchdata.planning.assign import stream_ranks
@@ -181,7 +180,7 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
         parts=parts,
         rounds=rounds,
         teams=shares.teams,
-        **_of_sources(spec.order, source, _passes(spec.order, task, start, stop), loss_tokens),
+        **_of_sources(spec.order, source, spec.order.passes(task.epoch, start, stop), loss_tokens),
     )
 
 
@@ -215,15 +214,11 @@ def _plan_of_windows(spec: PlanSpec, batches: WindowBatches, task: StepTask) -> 
     )
 
 
-def _passes(order: SampleOrder, task: StepTask, start: int, stop: int) -> NDArray[np.int32] | None:
-    return order.passes(task.epoch, start, stop) if isinstance(order, MixtureOrder) else None
-
-
 def _of_sources(
     order: SampleOrder, source: NDArray[np.int32], passes: NDArray[np.int32] | None, loss_tokens: Ints
 ) -> dict[str, Any]:
     """Return the attributes of a plan that describe the sources of a mixture."""
-    if not isinstance(order, MixtureOrder):
+    if not order.sources:
         return {}
     by_source = np.zeros(len(order.sources), np.int64)
     np.add.at(by_source, source, loss_tokens)

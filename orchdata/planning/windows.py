@@ -33,10 +33,9 @@ from orchdata.loaders.index.index import Index, basename
 from orchdata.loaders.recipe import Recipe
 from orchdata.native.costs import sequence_costs
 from orchdata.notices import warn_once
-from orchdata.order.mixture import MixtureOrder
-from orchdata.order.order import Order, SampleOrder
+from orchdata.order.mixture import AnyOrder
+from orchdata.order.order import SampleOrder, TokenCounts
 from orchdata.order.steps import Batches, Begin, GlobalBatches, Location, Sums
-from orchdata.order.token_sums import TokenCounts, TokenSums
 from orchdata.planning.balance import Balance
 from orchdata.planning.layout import Attention
 from orchdata.planning.sharing.accumulated import FixedCost
@@ -200,7 +199,7 @@ class WindowBatches:
             source=source,
             row=row,
             stream=self.order.drawn_from(epoch, position, end),
-            passes=self.order.passes(epoch, position, end) if isinstance(self.order, MixtureOrder) else None,
+            passes=self.order.passes(epoch, position, end),
             tokens=np.minimum(begins + tokens, stop) - begins - first,
             first=first,
             epoch=np.full(len(row), epoch, np.int64),
@@ -356,9 +355,7 @@ def check_accumulate(accumulate: int, windows: int, num_ranks: int) -> None:
         )
 
 
-def windows_of(
-    batches: Batches, length: int, order: Order | MixtureOrder, counts: TokenCounts, index: Index
-) -> WindowBatches:
+def windows_of(batches: Batches, length: int, order: AnyOrder, counts: TokenCounts, index: Index) -> WindowBatches:
     """Return the steps of windows of an order. Raises ValueError if an epoch has not enough tokens for a step.
 
     Args:
@@ -370,7 +367,7 @@ def windows_of(
         length=length,
         drop_last=batches.drop_last,
         order=order,
-        sums=order if isinstance(order, MixtureOrder) else TokenSums(order, counts),
+        sums=order.sums(counts),
         counts=counts,
         index=index,
     )

@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 from orchdata.balancers.costs.model import CostModel
 from orchdata.dataset.shards import layout_costs
 from orchdata.loaders.index.index import Index
-from orchdata.order.mixture import MixtureOrder
-from orchdata.order.order import Order, SampleOrder
-from orchdata.order.steps import Batches, GlobalBatches, StepTask, Sums, TokenBatches
-from orchdata.order.token_sums import TokenCounts, TokenSums
+from orchdata.order.mixture import AnyOrder
+from orchdata.order.order import MixedSource, SampleOrder, TokenCounts
+from orchdata.order.steps import Batches, GlobalBatches, StepTask, TokenBatches
 from orchdata.planning.balance import AssignmentKind, Balance, Scope
 from orchdata.planning.costs import IndexCosts
 from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, row_lengths
@@ -148,14 +147,6 @@ def _planned(spec: PlanSpec, task: StepTask, priced: tuple[str, ...], num_peers:
     )
 
 
-AnyOrder = Order | MixtureOrder
-
-
-def sums_of(order: AnyOrder, counts: TokenCounts) -> Sums:
-    """Return the sums of tokens along an order; a mixture has its own."""
-    return order if isinstance(order, MixtureOrder) else TokenSums(order, counts)
-
-
 class StepSize(NamedTuple):
     """Size of a step over all ranks: `amount` samples, or LLM tokens counted by `counts`."""
 
@@ -172,7 +163,7 @@ def epoch_spec(source: SampleCosts, order: AnyOrder, balance: Balance, size: Ste
     """Return the spec of an epoch of `order`: of whole steps, or of one with all samples if they are less than that."""
     batches: Batches = GlobalBatches(size=size.amount, drop_last=order.length(0) >= size.amount)
     if size.counts is not None:
-        sums = sums_of(order, size.counts)
+        sums = order.sums(size.counts)
         batches = TokenBatches(sums=sums, budgets=((0, size.amount),), drop_last=sums.of_epoch(0) >= size.amount)
     return PlanSpec(costs=source, order=order, batches=batches, balance=balance, num_ranks=num_ranks)
 
@@ -229,6 +220,8 @@ class KnownSteps:
     def __init__(self, order: SampleOrder) -> None:
         self.order, self.num_samples, self.length = order, order.num_samples, order.length
         self.rows, self.drawn_from = cache(order.rows), cache(order.drawn_from)
+        self.sources: tuple[MixedSource, ...] = ()
+        self.by, self.passes = order.by, lambda epoch, start, stop: None
 
 
 def padding_of_layouts(
@@ -381,7 +374,7 @@ def make_scale(
 
     # Steps of as many tokens, and the steps in a row that show which group reads what.
     if size.counts is None and not limited:
-        mean = max(1, sums_of(global_order, counts).of_epoch(0) // global_order.length(0))
+        mean = max(1, global_order.sums(counts).of_epoch(0) // global_order.length(0))
         in_tokens = StepSize(size.amount * mean, counts)
         spec = epoch_spec(source, global_order, tried["joint"].balance, in_tokens, num_ranks=ranks)
         planned["tokens"] = plan_enough({"tokens": spec}, source.balanced, steps, most, num_peers)["tokens"]

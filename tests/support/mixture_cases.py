@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from orchdata.order.merge import MixedSource, Stage
 from orchdata.order.mixture import MixtureOrder
-from orchdata.order.order import Order, Shuffle
-from orchdata.order.token_sums import TokenSums
+from orchdata.order.order import Order, Shuffle, TokenSums
 
 Ints = NDArray[np.int64]
 

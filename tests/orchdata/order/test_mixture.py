@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from orchdata.order.merge import By, MixedSource, SourcePass, SourceProgress, Stage, Stop, Stretch, StretchStart
 from orchdata.order.mixture import MixtureOrder
-from orchdata.order.order import Order, Shuffle
+from orchdata.order.order import Order, Shuffle, TokenSums
 from orchdata.order.steps import Begin, TokenBatches
-from orchdata.order.token_sums import TokenSums
 
 Ints = NDArray[np.int64]
 
