@@ -18,7 +18,8 @@ from orchdata.dataset.sharded import Leaf, Sharded
 from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.open import by_identity
 from orchdata.loaders.storage.files import Files, joined_files
-from orchdata.order.merge import By, Stage, Stop
+from orchdata.order.merge import Stage, Stop
+from orchdata.order.order import By
 
 if TYPE_CHECKING:
     from orchdata.dataset.arguments import Arguments

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import orchdata
 from orchdata.loaders.errors import StateError
 from orchdata.loop.position import Position, stored
-from orchdata.order.merge import By, SourceProgress, StretchStart
-from orchdata.order.mixture import ResumePoint
+from orchdata.order.merge import DUE_BITS, SourceProgress
+from orchdata.order.mixture import ResumePoint, StretchStart
+from orchdata.order.order import By
 from orchdata.order.sampler import generator_state
 from orchdata.order.steps import Location, is_begin
-from orchdata.order.stretch import DUE_BITS
 
 VERSION = 1
 WINDOWS = "windows"  # in the fingerprint of concatenated documents
