@@ -25,7 +25,7 @@ import orchdata
 from orchdata.balancers.checks import checked_count, checked_epoch
 from orchdata.balancers.costs.model import CostModel
 from orchdata.dataset.arguments import DEFAULT_BATCH_SIZE, Arguments, CollateFn, IndexUse, Quarantine
-from orchdata.dataset.sharded import is_mixture, is_sharded
+from orchdata.dataset.sharded import is_sharded
 from orchdata.delivery.export import export_plan
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.delivery.stats import flattened
@@ -293,7 +293,7 @@ class DataLoader(Generic[T_co]):
         # The user may have replaced samplers, and added attributes. Of a mixture the weights may be others by now.
         own = self._own_names - (_SAMPLERS if runtime.sampler_steps else set())
         changed = {name: value for name, value in vars(self).items() if name not in own}
-        state = self.state_dict() if is_mixture(self.dataset) else None
+        state = self.state_dict() if runtime.prepared.spec.plan.order.sources else None
         copied = given, (runtime.rank.rank, runtime.rank.size), progress, seeds, changed, state
         return copyreg.__newobj__, (type(self),), copied  # type: ignore[attr-defined]
 

@@ -29,7 +29,6 @@ from orchdata.loaders.errors import DataError, FieldError, OrchdataError
 from orchdata.loaders.failures import as_field_error
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.sample import MediaPart
@@ -90,13 +89,11 @@ def shown_rows(
     OrchdataError for trouble that says nothing about a sample, such as a shard that has changed; with `keep_going`
     that, too, is the error of its sample.
     """
-    leaves = dataset.leaves if isinstance(dataset, Mixture) else ()
-    recipes = tuple(leaf.dataset.recipe for leaf in leaves)
+    leaves = dataset.leaves
     shards = IndexedShards(
         index=index,
         build_id=index.build_id,
-        recipe=recipes[0] if isinstance(dataset, Mixture) else dataset.recipe,
-        of_sources=recipes,
+        recipes=tuple(leaf.dataset.recipe for leaf in leaves),
         containers=by_identity(dataset.containers),
         files=dataset.files,
     )
@@ -123,7 +120,7 @@ def shown_rows(
                     "key": stored.key,
                     "row": row,
                     "piece": stored.piece,
-                    "source": leaves[index.source_of(row)].name if leaves and isinstance(index, JoinedIndex) else "",
+                    "source": leaves[index.source_of(row)].name,
                     "tokens": int(index.llm_tokens[row]),
                     "trained_tokens": int(index.loss_tokens[row]),
                     "spans": spans,

@@ -7,7 +7,6 @@ from typing import Final
 
 from orchdata.building.contents import IndexedShards
 from orchdata.loaders.errors import DataError, FieldError
-from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.members import uses_of
@@ -27,10 +26,9 @@ def warn_of_unended(shards: IndexedShards, rank: int = 0) -> None:
     if rank:
         return
     index = shards.index
-    starts = index.first_rows if isinstance(index, JoinedIndex) else [0, index.num_rows]
     opened = shards.open()
     try:
-        for start, stop in pairwise(starts):
+        for start, stop in pairwise(index.first_rows):
             if chats := _unended(shards, opened, int(start), int(stop)):
                 warn_once(
                     f"unended chats of {index.fingerprint} from {start}",

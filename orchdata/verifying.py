@@ -112,7 +112,7 @@ def verify(
         raise ValueError(f"jobs must be at least 1 and timeout above 0, got {jobs} and {timeout}")
     load_required(recipe)
     shards = IndexedShards(
-        index=index, build_id=index.build_id, recipe=recipe, containers=by_identity(containers), files=files
+        index=index, build_id=index.build_id, recipes=(recipe,), containers=by_identity(containers), files=files
     )
     bad = index.bad_rows()
     failed: dict[int, DataError] = {row: index.failure(row) for row in bad.tolist()}

@@ -19,11 +19,10 @@ from benchmarks.pictures.loads import WAYS
 from benchmarks.plans.mixes import ENCODER_630M, LLM_7B, VISION_6B, Listed, mixes
 from orchdata.balancers import CostModel, TransformerCost
 from orchdata.bench.harness import Result, WideTable
-from orchdata.order.merge import MixedSource, Stage
+from orchdata.order.merge import Stage
 from orchdata.order.mixture import MixtureOrder
-from orchdata.order.order import Order, Shuffle
+from orchdata.order.order import MixedSource, Order, Shuffle, TokenSums
 from orchdata.order.steps import GlobalBatches, StepTask, TokenBatches
-from orchdata.order.token_sums import TokenSums
 from orchdata.planning.balance import Balance
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.plan import Plan

@@ -149,7 +149,6 @@ class Index(Columns):
             if "root" not in metadata:
                 raise self.damaged("it was not written by `orchdata index --out`")
             self.shards = tuple(place.of(shard, metadata["root"]) for shard in self.shards)
-        self.first_rows = np.array([0], np.int64)
         self.shard_rows: NDArray[np.int64] = np.array(metadata["shard_rows"], np.int64)
 
         for name in Columns.__slots__:
@@ -298,6 +297,20 @@ class Index(Columns):
         parts = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
         mine = self.part_modality[parts] == self.code(modality)
         return parts[mine], np.repeat(np.arange(len(rows)), counts)[mine]
+
+    @property
+    def indexes(self) -> tuple[Index, ...]:
+        """The indexes that are joined in it; else itself."""
+        return (self,)
+
+    @property
+    def first_rows(self) -> NDArray[np.int64]:
+        """The first row of each of them, and the number of all rows."""
+        return np.array([0, self.num_rows])
+
+    def source_of(self, row: int) -> int:
+        """Return the number of the index of a row."""
+        return 0
 
     def split(self, rows: NDArray[np.int64]) -> Iterator[tuple[Index, Any, NDArray[np.int64]]]:
         """Yield (index, the positions of its rows in `rows`, its own row numbers) for each joined index."""

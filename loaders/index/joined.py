@@ -28,6 +28,9 @@ class JoinedIndex(Index):
         indexes: at least one; the same index may come several times.
     """
 
+    indexes: tuple[Index, ...] = ()
+    first_rows: Ints = np.zeros(1, np.int64)
+
     def __init__(self, indexes: Sequence[Index]) -> None:
         first = indexes[0]
         self.indexes = tuple(indexes)
@@ -60,7 +63,6 @@ class JoinedIndex(Index):
         return f"JoinedIndex({self.num_samples} samples of {len(self.indexes)} sources)"
 
     def source_of(self, row: int) -> int:
-        """Return the number of the index of a row."""
         self._check_row(row)
         return _number(self.first_rows, row)
 
@@ -71,8 +73,11 @@ class JoinedIndex(Index):
         for index in self._distinct:
             index.check_unchanged()
 
+    def release(self) -> None:
+        for index in self._distinct:
+            index.release()
+
     def damaged(self, reason: str) -> DamagedIndexError:
-        """Return the error to raise for impossible values of any of the indexes."""
         return self.indexes[0].damaged(reason)
 
     def key(self, row: int) -> str:

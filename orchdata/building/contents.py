@@ -16,7 +16,13 @@ from numpy.typing import NDArray
 
 from orchdata.building.assembler import Assembled, Assembler, Share, Task, kept
 from orchdata.building.collate import SampleAssembler
-from orchdata.building.media_pages import MediaPages, MediaWork, PageSource, own_work, planned_work, recipe_of
+from orchdata.building.media_pages import (
+    MediaPages,
+    MediaWork,
+    PageSource,
+    own_work,
+    planned_work,
+)
 from orchdata.building.memory import Memory
 from orchdata.building.pages import Pages
 from orchdata.loaders.errors import DataError, FieldError, StaleIndexError
@@ -45,13 +51,12 @@ Ids = NDArray[np.int32]
 class IndexedShards:
     """Shards as an index describes them: `index` pickles as its path; `build_id` was its own when the spec was made, a
     rebuilt one would give other batches. `containers` are of the user's, by identity, of all sources of a mixture
-    together; `blank` rows are delivered as failed, and never read. `recipe` and `of_sources` are as of `PageSource`.
+    together; `blank` rows are delivered as failed, and never read. `recipes` are as of `PageSource`.
     """
 
     index: Index
     build_id: str
-    recipe: Recipe
-    of_sources: tuple[Recipe, ...] = ()
+    recipes: tuple[Recipe, ...]
     seed: int = 0
     containers: Mapping[str, Container] = field(default_factory=dict)
     files: Files = PLAIN_FILES
@@ -62,9 +67,13 @@ class IndexedShards:
         """Whether any shard, or its media, is in object storage."""
         return any(is_remote(shard.url) or is_remote(shard.media_root) for shard in self.index.shards)
 
+    @property
+    def recipe(self) -> Recipe:
+        return self.recipes[0]
+
     def recipe_of(self, row: int) -> Recipe:
         """Return the recipe of a sample."""
-        return recipe_of(self.index, self.recipe, self.of_sources, row)
+        return self.recipes[self.index.source_of(row)]
 
     def open(self) -> OpenShards:
         """Return the shards; each one is opened later. Raises StaleIndexError, and as `load_required`."""
@@ -72,7 +81,7 @@ class IndexedShards:
             raise StaleIndexError(
                 str(self.index.path), "the index was rebuilt after this loader was created: create the loader again"
             )
-        for recipe in (self.recipe, *self.of_sources):
+        for recipe in self.recipes:
             load_required(recipe)
         return OpenShards(
             limits=self.recipe.limits,
@@ -99,8 +108,7 @@ class ShardContent:
         shards = self.shards.open()
         pages = PageSource(
             index=self.shards.index,
-            recipe=self.shards.recipe,
-            of_sources=self.shards.of_sources,
+            recipes=self.shards.recipes,
             layout=self.layout,
             encoders=self.encoders,
         )

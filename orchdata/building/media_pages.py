@@ -21,7 +21,6 @@ from orchdata.building.assembler import Share
 from orchdata.building.memory import Reservation
 from orchdata.loaders.generators import GeneratorMaker
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.modalities.modality import PartSize, as_tensor, stored_dtype
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.sample import decode_part
@@ -33,36 +32,34 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class PageSource:
-    """What pages are laid out from. In a mixture `recipe` defines the tensors, and `of_sources` are those of each
-    source. `encoders` are modalities that every batch has, as a dummy where no sample has them.
+    """What pages are laid out from. `recipes` are of each source; the first defines the tensors. `encoders` are
+    modalities that every batch has, as a dummy where no sample has them.
     """
 
     index: Index
-    recipe: Recipe
+    recipes: tuple[Recipe, ...]
     layout: Layout
     encoders: tuple[str, ...]
-    of_sources: tuple[Recipe, ...] = ()
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.recipes[0]
 
     @cached_property
     def kept(self) -> tuple[str, ...]:
         """The names of the fields that batches have, in a mixture those of all sources."""
-        return tuple(sorted({name for recipe in self.of_sources or (self.recipe,) for name in recipe.keep}))
+        return tuple(sorted({name for recipe in self.recipes for name in recipe.keep}))
 
     def recipe_of(self, row: int) -> Recipe:
         """Return the recipe that a sample is read by."""
-        return recipe_of(self.index, self.recipe, self.of_sources, row)
+        return self.recipes[self.index.source_of(row)]
 
     def check_rows(self, name: str, sizes: Sequence[PartSize]) -> None:
         """Raise DamagedIndexError for a part that takes more memory than the limits of indexing allow."""
-        most = max(recipe.limits.sample_decoded_bytes for recipe in self.of_sources or (self.recipe,))
+        most = max(recipe.limits.sample_decoded_bytes for recipe in self.recipes)
         row_bytes = self.recipe.modalities[name].row_bytes()
         if sizes and (largest := max(size.num_rows for size in sizes)) * row_bytes > most:
             raise self.index.damaged(f"a part of {name} is said to have {largest} rows of {row_bytes} bytes")
-
-
-def recipe_of(index: Index, recipe: Recipe, of_sources: Sequence[Recipe], row: int) -> Recipe:
-    """Return the recipe of a sample, in a mixture that of its source."""
-    return of_sources[index.source_of(row)] if isinstance(index, JoinedIndex) else recipe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

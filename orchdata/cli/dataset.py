@@ -67,13 +67,11 @@ def indexed(data: Data) -> tuple[ShardDataset | Mixture, Index]:
     for name, (option, field) in _OF_ONE_SOURCE.items():
         if of_one_source[name]:
             raise ValueError(f"{option} is of one data set: give the sources in {data.paths[0]} {field} each")
-    from orchdata.dataset.mixed import joined_index  # which imports torch
+    from orchdata.dataset.mixed import index_of  # which imports torch
 
     given: dict[str, Any] = {"allow_recipes": data.allow_recipes, "containers": options["containers"]}
     mixture = read_mixture(data.paths[0], recipe_named(data.recipe), **given)
-    leaves = [leaf.dataset for leaf in mixture.leaves]
-    built = [build_of(dataset) for dataset in leaves]
-    return mixture, joined_index(mixture, built)
+    return mixture, index_of(mixture, build_of)
 
 
 def build_of(dataset: ShardDataset) -> Index:

@@ -23,7 +23,7 @@ from orchdata.batch.batch import ModelInputs
 from orchdata.batch.step_info import StepInfo
 from orchdata.building.spec import BuildSpec, Content
 from orchdata.dataset.options import TokenBudgets
-from orchdata.dataset.sharded import is_mixture, is_sharded
+from orchdata.dataset.sharded import is_sharded
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.engines.engine import DEFAULT_PREFETCH, OpensEngine, Workers
 from orchdata.engines.kernel_families import kernel_families
@@ -299,7 +299,7 @@ class Arguments:
         if isinstance(self.cost, CostModel):
             phases = self.cost.phases
         elif is_sharded(self.dataset):
-            first = self.dataset.leaves[0].dataset if is_mixture(self.dataset) else self.dataset
+            first = self.dataset.leaves[0].dataset
             phases = (*first.recipe.modalities, "llm")
         return kernel_families(
             self.balance,

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from orchdata.delivery.policy import Unusable, reasons_of
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.notices import warn_once
 
 Ints = NDArray[np.int64]
@@ -35,19 +34,16 @@ class IndexedFailures(Sequence[DataError]):
         return self._index.failure(int(self._rows[number]))
 
 
-def unusable_of(index: Index, bad: Ints, lost: Ints, unchosen: Ints, names: Sequence[str] = ()) -> list[Unusable]:
+def unusable_of(index: Index, bad: Ints, lost: Ints, unchosen: Ints, names: Sequence[str]) -> list[Unusable]:
     """Return what cannot be used of each source, or of the one data set.
 
     Args:
         bad: rows that cannot be used, ascending; without those that the user leaves out.
         lost: samples that damage hides in each shard, (num_shards,).
         unchosen: rows that filters and splits leave out, ascending.
-        names: of the sources of a mixture.
+        names: of the sources; "" for one data set.
     """
     failures = IndexedFailures(index, bad)
-    if not isinstance(index, JoinedIndex):
-        num_lost = int(lost.sum())
-        return [Unusable(failures, num_lost, index.num_samples + num_lost - _num_samples(index, unchosen))]
     shards = [0, *accumulate(len(each.shards) for each in index.indexes)]
     found = []
     for number, (name, each) in enumerate(zip(names, index.indexes, strict=True)):

@@ -1,9 +1,9 @@
-"""A mixture, prepared: one index and one order of its sources."""
+"""What is one for all sources of a data set: the index, the order, and the fingerprint."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +16,11 @@ from orchdata.dataset.sharded import is_mixture
 from orchdata.loaders.index.index import Index, shards_in_words
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.recipe import Recipe
-from orchdata.order.merge import MixedSource
-from orchdata.order.mixture import MixtureOrder
-from orchdata.order.order import Order, Shuffle
-from orchdata.order.token_sums import TokenSums
+from orchdata.order.mixture import AnyOrder, MixtureOrder
+from orchdata.order.order import MixedSource, Order, Shuffle
 
 if TYPE_CHECKING:
-    from orchdata.dataset.mixture import Leaf, Mixture
+    from orchdata.dataset.mixture import Mixture
     from orchdata.dataset.shard_dataset import ShardDataset
 
 Ints = NDArray[np.int64]
@@ -30,28 +28,23 @@ Ints = NDArray[np.int64]
 _CHUNK_ROWS = 1 << 20
 
 
-def joined_index(mixture: Mixture, indexes: Sequence[Index]) -> JoinedIndex:
-    """Join the indexes of a mixture's leaves; one file is mapped once. Raises as `check_alike`."""
-    check_alike([(leaf.name, leaf.dataset.recipe) for leaf in mixture.leaves])
+def index_of(
+    dataset: ShardDataset | Mixture, opened: Callable[[ShardDataset], Index] = lambda each: each.index()
+) -> Index:
+    """Return the index of a data set as `opened` gives it; that of a mixture joins its sources, and one file is mapped
+    once. Raises as `check_alike`.
+    """
+    indexes = [opened(leaf.dataset) for leaf in dataset.leaves]
+    if not is_mixture(dataset):
+        return indexes[0]
+    check_alike([(leaf.name, leaf.dataset.recipe) for leaf in dataset.leaves])
     by_path: dict[Path, Index] = {}
     return JoinedIndex([by_path.setdefault(index.path, index) for index in indexes])
 
 
-def index_of(dataset: ShardDataset | Mixture, *, check: bool = True) -> Index:
-    """Return the index of a data set, built where it is missing; that of a mixture joins its sources.
-
-    Args:
-        check: measure shards again that have changed since they were indexed.
-    """
-    if is_mixture(dataset):
-        return joined_index(dataset, [leaf.dataset.index(check=check) for leaf in dataset.leaves])
-    return dataset.index(check=check)
-
-
 def text_is_bytes(dataset: ShardDataset | Mixture | None) -> bool:
     """Return whether LLM tokens of text are UTF-8 bytes, because a recipe has no tokenizer."""
-    leaves = [leaf.dataset for leaf in dataset.leaves] if is_mixture(dataset) else [dataset]
-    return any(leaf is not None and leaf.recipe.text.tokenizer is None for leaf in leaves)
+    return dataset is not None and any(leaf.dataset.recipe.text.tokenizer is None for leaf in dataset.leaves)
 
 
 def check_alike(recipes: Sequence[tuple[str, Recipe]]) -> None:
@@ -96,42 +89,49 @@ def _flat(described: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def mixture_order(
-    mixture: Mixture, index: JoinedIndex, excluded: Ints, *, shuffle: Shuffle | None, seed: int, multiple_of: int
-) -> MixtureOrder:
-    """Build the order of a mixture's samples.
+def order_of(
+    dataset: ShardDataset | Mixture | None,
+    index: Index,
+    excluded: Ints,
+    *,
+    shuffle: Shuffle | None,
+    seed: int,
+    multiple_of: int = 1,
+) -> AnyOrder:
+    """Build the order of a data set's samples, or of an index alone.
 
     Args:
-        excluded: rows to leave out, of all sources, ascending.
-        seed: the seed of each source is derived from it and the source's name.
+        excluded: rows to leave out, of all sources, ascending. Those that no selection can choose are no part of the
+            order, whether the index has them or not.
+        seed: the seed of each source of a mixture is derived from it and the source's name.
+        multiple_of: tokens are counted up to it.
 
     Raises:
         ValueError: a source without a usable sample, or weights too far apart.
     """
+    if not is_mixture(dataset):
+        num_rows = num_first_rows(index, () if dataset is None else dataset.selections)
+        return Order(num_rows, shuffle=shuffle, seed=seed, excluded=excluded[excluded < num_rows])
     # Each source has its own order, without its excluded rows.
     sources, largest = [], 1
-    bounds = np.searchsorted(excluded, index.first_rows)
-    for number, (leaf, own) in enumerate(zip(mixture.leaves, index.indexes, strict=True)):
-        first = int(index.first_rows[number])
-        left_out = excluded[bounds[number] : bounds[number + 1]] - first
+    for number, (leaf, own, first) in enumerate(dataset.parts(index)):
         num_rows = num_first_rows(own, leaf.dataset.selections)
-        left_out = left_out[left_out < num_rows]
+        left_out = excluded[slice(*np.searchsorted(excluded, (first, first + num_rows)))] - first
         own_seed = _seed_of(seed, leaf.name)
         order = Order(num_rows, shuffle=shuffle, seed=own_seed, excluded=left_out, source=number)
         if not order.num_samples:
             raise ValueError(f"source {leaf.name!r} has no usable sample: leave it out of the mixture")
         counts = IndexTokens(own, multiple_of)
-        sums = TokenSums(order, counts)
-        sources.append(MixedSource(leaf.name, order, counts, sums, first, float(leaf.loss_weight)))
+        sources.append(MixedSource(leaf.name, order, counts, order.sums(counts), first, float(leaf.loss_weight)))
         most = max(1, int(own.totals["max_llm_tokens"]))
         largest = max(largest, -(-most // multiple_of) * multiple_of)
     # An epoch must have room for every sample that is not excluded.
-    size = mixture.epoch_size
+    size = dataset.epoch_size
     if size is not None and size[0] == "tokens" and size[1] < largest:
         largest = max(_longest(source) for source in sources)
         if size[1] < largest:
             raise ValueError(f"epoch_tokens={size[1]} is less than one sample has, {largest}: raise it")
-    return MixtureOrder(sources, mixture.quantised(), by=mixture.by, stop=mixture.stop, epoch_size=size)
+    return MixtureOrder(sources, dataset.quantised(), by=dataset.by, stop=dataset.stop, epoch_size=size)
 
 
 def _longest(source: MixedSource) -> int:
@@ -148,19 +148,24 @@ def _seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
 
 
-def mixture_fingerprint(leaves: Sequence[Leaf], index: JoinedIndex, order: MixtureOrder) -> dict[str, Any]:
+def fingerprint_of(dataset: ShardDataset | Mixture, index: Index, order: AnyOrder) -> dict[str, Any]:
     """Return what a state must agree with; `allow` may let "weights" differ."""
+    if not is_mixture(dataset):
+        return _identity_of(dataset, index, order=order.describe())
+    assert isinstance(order, MixtureOrder)
+    sources = {
+        leaf.name: _identity_of(leaf.dataset, own, loss_weight=float(leaf.loss_weight))
+        for leaf, own, _ in dataset.parts(index)
+    }
+    return {"mixture": order.describe(), "sources": sources, "weights": order.describe_weights()}
+
+
+def _identity_of(dataset: ShardDataset, index: Index, **more: Any) -> dict[str, Any]:
+    chosen = dataset.selections
     return {
-        "mixture": order.describe(),
-        "sources": {
-            leaf.name: {
-                "dataset": content_of(own, leaf.dataset.selections),
-                "shards": shards_in_words(chosen_shards(own, leaf.dataset.selections)),
-                "recipe": leaf.dataset.recipe.describe(),
-                "loss_weight": float(leaf.loss_weight),
-                **({"selection": [each.describe() for each in chosen]} if (chosen := leaf.dataset.selections) else {}),
-            }
-            for leaf, own in zip(leaves, index.indexes, strict=True)
-        },
-        "weights": order.describe_weights(),
+        "dataset": content_of(index, chosen),
+        "shards": shards_in_words(chosen_shards(index, chosen)),
+        "recipe": dataset.recipe.describe(),
+        **more,
+        **({"selection": [each.describe() for each in chosen]} if chosen else {}),
     }

@@ -9,16 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import orchdata
 from orchdata.balancers.checks import checked_count
 from orchdata.dataset.shard_dataset import ShardDataset
-from orchdata.dataset.sharded import Sharded
+from orchdata.dataset.sharded import Leaf, Sharded
 from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.open import by_identity
 from orchdata.loaders.storage.files import Files, joined_files
-from orchdata.order.merge import By, Stage, Stop
+from orchdata.order.merge import Stage, Stop
+from orchdata.order.order import By
 
 if TYPE_CHECKING:
     from orchdata.dataset.arguments import Arguments
@@ -53,21 +54,6 @@ class Source:
                 raise ValueError(f"Source.{name} must be a number of at least 0, got {value!r}")
 
 
-class Leaf(NamedTuple):
-    """A data set of a mixture: its name with those of the mixtures around it, and its part in the outermost mixture.
-
-    Attributes:
-        top: name of the outermost mixture's source that contains it.
-        share: its fraction of that source's weight.
-    """
-
-    name: str
-    dataset: ShardDataset
-    top: str
-    share: float
-    loss_weight: float
-
-
 class Mixture(Sharded):
     """Several data sets as one. Each has its share in every stretch of training, independent of ranks and steps.
 
@@ -90,7 +76,7 @@ class Mixture(Sharded):
         TypeError, ValueError: an invalid source, weight or stage; names it.
     """
 
-    preloads = ("orchdata.dataset.preload",)
+    leaves: tuple[Leaf, ...] = ()
 
     def __init__(
         self,

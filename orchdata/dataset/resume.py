@@ -18,8 +18,8 @@ from orchdata.loaders.errors import StateError
 from orchdata.loop.loop import Position
 from orchdata.loop.state import WINDOWS, MixtureState, RowsDigest, State
 from orchdata.notices import warn_user
-from orchdata.order.merge import Stage, StretchStart
-from orchdata.order.mixture import MixtureOrder
+from orchdata.order.merge import Stage
+from orchdata.order.mixture import MixtureOrder, StretchStart
 from orchdata.order.steps import Begin, Location, Steps, draw_of_cut
 
 SIZES = ("global_batch_size", "global_batch_tokens")  # which may differ where `allow` names them

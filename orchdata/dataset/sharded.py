@@ -6,7 +6,7 @@ A loader imports this base alone. The data set brings what lists, measures and i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from typing_extensions import TypeIs
 
@@ -14,16 +14,38 @@ if TYPE_CHECKING:
     from orchdata import CostModel, Mixture, Profile, ShardDataset, ShownSamples
 
 
+class Leaf(NamedTuple):
+    """A data set of a mixture: its name with those of the mixtures around it, and its part in the outermost mixture.
+
+    Attributes:
+        top: name of the outermost mixture's source that contains it.
+        share: its fraction of that source's weight.
+    """
+
+    name: str
+    dataset: ShardDataset
+    top: str
+    share: float = 1.0
+    loss_weight: float = 1.0
+
+
 class Sharded:
     """A data set of shards with an index: an `od.ShardDataset`, or an `od.Mixture` of several.
 
     Attributes:
-        leaves: the data sets of a mixture; empty for a ShardDataset.
         preloads: modules that the fork server of worker processes imports.
     """
 
-    leaves: tuple[Any, ...] = ()
     preloads: tuple[str, ...] = ()
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The data sets of a mixture; a ShardDataset is the only one of itself, without a name."""
+        return (Leaf("", self, ""),)  # type: ignore[arg-type]
+
+    def parts(self, index: Any) -> list[tuple[Leaf, Any, int]]:
+        """Return each leaf with its own index, and its first row in `index`, the one of all."""
+        return list(zip(self.leaves, index.indexes, index.first_rows.tolist(), strict=False))
 
     def profile(
         self,
@@ -65,6 +87,6 @@ def is_sharded(data: object) -> TypeIs[ShardDataset | Mixture]:
     return isinstance(data, Sharded)
 
 
-def is_mixture(data: object) -> TypeIs[Mixture]:
-    """Return whether a data set is a mixture of others."""
-    return isinstance(data, Sharded) and bool(data.leaves)
+def is_mixture(data: ShardDataset | Mixture | None) -> TypeIs[Mixture]:
+    """Return whether a data set is a mixture of others: they have names."""
+    return data is not None and bool(data.leaves[0].name)

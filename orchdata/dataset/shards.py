@@ -24,17 +24,15 @@ from orchdata.caching import filler_of
 from orchdata.dataset.arguments import Arguments, Quarantine, refuse_parts
 from orchdata.dataset.bad_samples import IndexedFailures, lost_samples, unusable_of, warn_of_bad
 from orchdata.dataset.index_costs import IndexCosts, IndexTokens
-from orchdata.dataset.indexed import chosen_shards, content_of, num_first_rows
-from orchdata.dataset.mixed import joined_index, mixture_fingerprint, mixture_order
+from orchdata.dataset.mixed import fingerprint_of, index_of, order_of
 from orchdata.dataset.options import PreparedDataset, TokenBudgets
-from orchdata.dataset.sharded import is_mixture
 from orchdata.dataset.unread import warn_of_missing, warn_of_no_loss, warn_of_unread, whole_parts
 from orchdata.dataset.usable_rows import rows_of
 from orchdata.dataset.windows import check_accumulate, check_labels, check_windows, warn_of_windows, windows_of
 from orchdata.delivery.policy import ErrorPolicy, refuse_above_budget
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import DataError, StorageError, TooManyFailures
-from orchdata.loaders.index.index import Index, digest, shards_in_words
+from orchdata.loaders.index.index import Index, digest
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import LEFT_OUT
@@ -43,11 +41,9 @@ from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.paths import ARROW_SUFFIXES
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.notices import progress_bar, warn_once
-from orchdata.order.listed import ListedOrder
-from orchdata.order.mixture import MixtureOrder
-from orchdata.order.order import Order
+from orchdata.order.mixture import AnyOrder
+from orchdata.order.order import ListedOrder, TokenCounts
 from orchdata.order.steps import Batches, StepTask, TokenBatches
-from orchdata.order.token_sums import TokenCounts, TokenSums
 from orchdata.planning.balance import Balance
 from orchdata.planning.layout import (
     Layout,
@@ -84,9 +80,9 @@ def prepare_shards(dataset: ShardDataset | Mixture, arguments: Arguments) -> Pre
     assert isinstance(cost, CostModel | None)
     layout = layout_of(arguments.collate_fn) or Packed()
     check_layout(balance, layout)
-    sources = [leaf.dataset for leaf in dataset.leaves] if is_mixture(dataset) else [dataset]
+    sources = [leaf.dataset for leaf in dataset.leaves]
     recipes = [source.recipe for source in sources]
-    index = _open_index(dataset, arguments)
+    index = index_of(dataset, partial(_open_index, arguments))
     costs = layout_costs(index, cost, layout, balance)
     length = window_length(layout)
     check_windows(length, balance, arguments.batches.describe(), cost, recipes, index)
@@ -122,43 +118,26 @@ def prepare_shards(dataset: ShardDataset | Mixture, arguments: Arguments) -> Pre
     _check_ranks(rank.size, fewest_ranks(costs, balance, excluded))
     check_labels(length, index, excluded)
     # The order, and what a state must agree with.
-    order: Order | MixtureOrder
-    listed = arguments.shuffle if isinstance(arguments.shuffle, np.ndarray) else None
-    if listed is not None:
-        _check_listed(listed, dataset, index)
-    if is_mixture(dataset):
-        assert isinstance(index, JoinedIndex)
-        shuffled = {"shuffle": arguments.shuffled, "seed": arguments.order_seed}
-        order = mixture_order(dataset, index, excluded, multiple_of=counts.multiple_of, **shuffled)  # type: ignore[arg-type]
-        identity = mixture_fingerprint(dataset.leaves, index, order)
+    shuffle, seed, multiple_of = arguments.shuffled, arguments.order_seed, counts.multiple_of
+    if isinstance(arguments.shuffle, np.ndarray):
+        _check_listed(arguments.shuffle, index)
+        order: AnyOrder = ListedOrder(arguments.shuffle, excluded)
     else:
-        if listed is None:
-            # Rows that no selection can choose are no part of the order, whether the index has them or not.
-            num_rows = num_first_rows(index, dataset.selections)
-            among = excluded[excluded < num_rows]
-            order = Order(num_rows, shuffle=arguments.shuffled, seed=arguments.order_seed, excluded=among)
-        else:
-            order = ListedOrder(listed, excluded)
-        identity = {
-            "dataset": content_of(index, dataset.selections),
-            "shards": shards_in_words(chosen_shards(index, dataset.selections)),
-            "recipe": dataset.recipe.describe(),
-            "order": order.describe(),
-            **({"selection": [each.describe() for each in dataset.selections]} if dataset.selections else {}),
-        }
+        order = order_of(dataset, index, excluded, shuffle=shuffle, seed=seed, multiple_of=multiple_of)
+    identity = fingerprint_of(dataset, index, order)
     if any(modality.draws() for recipe in recipes for modality in recipe.modalities.values()):
         identity["draws"] = {"seed": arguments.order_seed}
     # The steps.
     batches: Batches | TokenBudgets = arguments.batches
     measure = {}
     if isinstance(batches, TokenBudgets):
-        batches = batches.over(order if isinstance(order, MixtureOrder) else TokenSums(order, counts))
+        batches = batches.over(order.sums(counts))
         measure = {"tokens_multiple_of": counts.multiple_of}
         _warn_better(batches, fixed_length(layout), rank.size, has_media=len(costs.phases) > 1)
     elif length is not None:
         batches = windows_of(batches, length, order, counts, index)
         warn_of_windows(batches, recipes, rank.size)
-    elif isinstance(order, MixtureOrder) and order.by == "tokens":
+    elif order.by == "tokens":
         measure = {"tokens_multiple_of": counts.multiple_of}
     files = dataset.files.limited(float(arguments.timeout)).cached(arguments.cache)
     _check_arrow(index, files)
@@ -204,7 +183,7 @@ def _choice(sources: Sequence[ShardDataset], num_chosen: int) -> str:
     return ", ".join(f"{name}={value!r}" for each in described for name, value in each.items())
 
 
-def _refuse_none_left(index: Index | JoinedIndex) -> None:
+def _refuse_none_left(index: Index) -> None:
     """Raise ValueError if a function of the user's leaves out all samples: an epoch would silently have no step."""
     left_out = index.totals["ignored_fields"].get(LEFT_OUT, 0)
     if left_out and not index.num_rows:
@@ -213,11 +192,7 @@ def _refuse_none_left(index: Index | JoinedIndex) -> None:
 
 def unchosen_rows(dataset: ShardDataset | Mixture, index: Index) -> Ints:
     """Return the rows that data sets leave out by `filter` and `split`, ascending. Raises ValueError as they do."""
-    if not is_mixture(dataset):
-        return dataset.left_out(index)
-    assert isinstance(index, JoinedIndex)
-    parts = zip(dataset.leaves, index.indexes, index.first_rows[:-1].tolist(), strict=True)
-    return np.concatenate([start + leaf.dataset.left_out(part) for leaf, part, start in parts])
+    return np.concatenate([start + leaf.dataset.left_out(part) for leaf, part, start in dataset.parts(index)])
 
 
 def _warn_better(batches: TokenBatches, length: int | None, num_ranks: int, *, has_media: bool) -> None:
@@ -249,9 +224,7 @@ def _check_arrow(index: Index, files: Files) -> None:
         )
 
 
-def _open_index(dataset: ShardDataset | Mixture, arguments: Arguments) -> Index:
-    if is_mixture(dataset):
-        return joined_index(dataset, [_open_index(leaf.dataset, arguments) for leaf in dataset.leaves])
+def _open_index(arguments: Arguments, dataset: ShardDataset) -> Index:
     rank, together = arguments.rank, arguments.index == "build" and dist.is_available() and dist.is_initialized()
     with progress_bar("indexing") as bar:
         progress = bar if rank.rank == 0 else None
@@ -264,8 +237,8 @@ def _open_index(dataset: ShardDataset | Mixture, arguments: Arguments) -> Index:
     return index
 
 
-def _check_listed(rows: Ints, dataset: ShardDataset | Mixture, index: Index) -> None:
-    if is_mixture(dataset):
+def _check_listed(rows: Ints, index: Index) -> None:
+    if isinstance(index, JoinedIndex):
         raise ValueError("shuffle= takes an array of rows for one od.ShardDataset: the sources of a mixture are merged")
     if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < index.num_rows:
         raise ValueError(
@@ -284,12 +257,10 @@ def _content(
 ) -> ShardContent | SampleContent:
     if arguments.balance.assignment == "per_phase":
         _check_llm_tokens(recipes[0], encoders)
-    of_sources = tuple(recipes) if isinstance(index, JoinedIndex) else ()
     shards = IndexedShards(
         index=index,
         build_id=index.build_id,
-        recipe=recipes[0],
-        of_sources=of_sources,
+        recipes=tuple(recipes),
         seed=arguments.order_seed,
         containers=by_identity(dataset.containers),
         files=files,
@@ -417,24 +388,20 @@ def _blank_rows(dataset: ShardDataset | Mixture, index: Index, policy: ErrorPoli
     """Return the rows of the samples in `ErrorPolicy.blank`: all of a name. Raises ValueError for a name that no sample
     has.
     """
-    parts: dict[tuple[str, ...], tuple[Index, int]] = {(): (index, 0)}
+    parts = {leaf.name: (own, start) for leaf, own, start in dataset.parts(index)}
     what = "(shard, key) pairs of a data set"
-    if is_mixture(dataset):
-        assert isinstance(index, JoinedIndex)
-        starts = index.first_rows.tolist()
-        names = [(leaf.name,) for leaf in dataset.leaves]
-        parts = {name: (own, start) for name, own, start in zip(names, index.indexes, starts, strict=False)}
-        what = f"(source, shard, key) of a mixture of {', '.join(leaf.name for leaf in dataset.leaves[:8])}"
+    if "" not in parts:
+        what = f"(source, shard, key) of a mixture of {', '.join(list(parts)[:8])}"
     rows: list[int] = []
     for *source, shard, key in policy.blank_names:
-        if tuple(source) not in parts:
+        if (name := source[0] if source else "") not in parts:
             raise ValueError(f"ErrorPolicy.blank is {what}, got {(*source, shard, key)!r}")
-        own, start = parts[tuple(source)]
+        own, start = parts[name]
         found = own.find_all(shard, key)
         if not found:
             raise ValueError(
                 f"ErrorPolicy.blank names sample {key!r} of shard {shard!r}, which "
-                f"{f'source {source[0]!r}' if source else 'the data set'} does not have"
+                f"{f'source {name!r}' if name else 'the data set'} does not have"
             )
         rows += [start + row for row in found]
     return frozenset(rows)
@@ -444,8 +411,7 @@ def _quarantined_rows(dataset: ShardDataset | Mixture, index: Index, quarantine:
     """Return all rows with these names; if some rows of a name are bad, only these. Raises ValueError for a name that
     no sample has; where the index has first samples alone, it may be that of another one.
     """
-    parts = index.indexes if isinstance(index, JoinedIndex) else (index,)
-    is_whole = bool(quarantine) and len(whole_parts(dataset, index)) == len(parts)
+    is_whole = bool(quarantine) and len(whole_parts(dataset, index)) == len(index.indexes)
     rows: list[int] = []
     bad = set(index.bad_rows().tolist()) if quarantine else set()
     for shard, key in quarantine:

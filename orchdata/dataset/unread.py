@@ -8,9 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.dataset.indexed import is_partial
-from orchdata.dataset.sharded import is_mixture
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.index.stored import missing_names
 from orchdata.loaders.index.table import UNREAD
 from orchdata.loaders.modalities.builtin import BUILTINS
@@ -33,29 +31,29 @@ _FEW: Final = 0.01
 """Share of samples without a token to learn that is no reason for a warning."""
 
 
-def unread_of(dataset: ShardDataset | Mixture | None, index: Index | JoinedIndex) -> dict[str, Any]:
+def unread_of(dataset: ShardDataset | Mixture | None, index: Index) -> dict[str, Any]:
     """Return {"names": name -> number of samples, "others": the sum of all other counts} of fields that are not read,
     the most frequent first; without those of `index_fields`.
     """
-    own = {field for _, one, _ in _named_parts(dataset, index) for field in one.index_fields} if dataset else set()
+    own = {field for leaf in dataset.leaves for field in leaf.dataset.index_fields} if dataset else set()
     unread = index.totals[UNREAD]
     names = sorted(unread["names"].items(), key=lambda each: (-each[1], each[0]))
     return {"names": {name: count for name, count in names if own.isdisjoint(above(name))}, "others": unread["others"]}
 
 
-def warn_of_unread(dataset: ShardDataset | Mixture, index: Index | JoinedIndex, rank: int) -> None:
+def warn_of_unread(dataset: ShardDataset | Mixture, index: Index, rank: int) -> None:
     """Warn once about fields that are not read, those of each source of a mixture. One rank speaks for all."""
     if not rank and (message := unread_in_words(dataset, index)):
         warn_once(f"unread fields of {index.fingerprint} {message}", message)
 
 
-def unread_in_words(dataset: ShardDataset | Mixture, index: Index | JoinedIndex) -> str:
+def unread_in_words(dataset: ShardDataset | Mixture, index: Index) -> str:
     """Return what a warning says of fields that are not read; "" if there is nothing to say.
 
     Named are fields that are below no other, but for harmless ones, and those that the data set ignores.
     """
     said, more, media, known = list[str](), list[str](), dict[str, str](), set[str]()
-    for source, one, each in _named_parts(dataset, index):
+    for (source, one, *_), each, _ in dataset.parts(index):
         of = f"of source {source!r} " if source else ""
         if root := _unused_root(one, each):
             more.append(root)
@@ -98,9 +96,7 @@ def _unused_root(one: ShardDataset, index: Index) -> str:
     return f"media_root={one.media_root!r} is given, and no sample has media: records name them under {keys}"
 
 
-def warn_of_no_loss(
-    dataset: ShardDataset | Mixture, index: Index | JoinedIndex, unchosen: Ints, *, learns: bool
-) -> None:
+def warn_of_no_loss(dataset: ShardDataset | Mixture, index: Index, unchosen: Ints, *, learns: bool) -> None:
     """Warn once about each data set of which no chosen sample, or more than a few, have no token to learn.
 
     Args:
@@ -109,10 +105,8 @@ def warn_of_no_loss(
     """
     if not learns:
         return
-    first = 0
-    for name, one, each in _named_parts(dataset, index):
+    for (name, one, *_), each, first in dataset.parts(index):
         rows = unchosen[slice(*np.searchsorted(unchosen, (first, first + each.num_rows)))] - first
-        first += each.num_rows
         without, usable = _without_loss(each, rows)
         if one.recipe.keep or without <= _FEW * usable:  # kept are classes, say, which are learned
             continue
@@ -144,7 +138,7 @@ def _without_loss(index: Index, unchosen: Ints) -> tuple[int, int]:
     return int(chosen - with_loss), int(chosen)
 
 
-def warn_of_missing(dataset: ShardDataset | Mixture, index: Index | JoinedIndex) -> None:
+def warn_of_missing(dataset: ShardDataset | Mixture, index: Index) -> None:
     """Warn once about names of `Recipe.keep` that no sample has."""
     containers = by_identity(dataset.containers)
     keeping = [(each, one.recipe) for one, each in whole_parts(dataset, index) if one.recipe.keep]
@@ -161,14 +155,7 @@ def warn_of_missing(dataset: ShardDataset | Mixture, index: Index | JoinedIndex)
         )
 
 
-def whole_parts(dataset: ShardDataset | Mixture, index: Index | JoinedIndex) -> list[tuple[ShardDataset, Index]]:
+def whole_parts(dataset: ShardDataset | Mixture, index: Index) -> list[tuple[ShardDataset, Index]]:
     """Return the data sets with their indexes, without those of first samples alone: other samples are not known."""
-    return [(one, each) for _, one, each in _named_parts(dataset, index) if not is_partial(each, one.urls)]
-
-
-def _named_parts(dataset: ShardDataset | Mixture, index: Index | JoinedIndex) -> list[tuple[str, ShardDataset, Index]]:
-    """Return the sources of a mixture by their names, or the data set under the name "", with their indexes."""
-    if not is_mixture(dataset):
-        return [("", dataset, index)]
-    assert isinstance(index, JoinedIndex)
-    return [(leaf.name, leaf.dataset, each) for leaf, each in zip(dataset.leaves, index.indexes, strict=True)]
+    parts = [(leaf.dataset, each) for leaf, each, _ in dataset.parts(index)]
+    return [(one, each) for one, each in parts if not is_partial(each, one.urls)]

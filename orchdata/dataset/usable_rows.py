@@ -18,13 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.dataset.indexed import Rows, num_first_rows
-from orchdata.dataset.sharded import is_mixture
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.storage.storage import basename
 from orchdata.loop.state import RowsDigest
-from orchdata.order.mixture import MixtureOrder
-from orchdata.order.order import Order
+from orchdata.order.mixture import AnyOrder
 from orchdata.order.steps import Batches, TokenBatches
 from orchdata.planning.windows import WindowBatches
 
@@ -41,7 +38,7 @@ _RUN_BYTES = 4  # stored of each run's digest: they only name shards
 _NAMED = 3
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class SourceRows:
     """The usable rows of a data set, or of a source of a mixture.
 
@@ -175,37 +172,20 @@ class SourceRows:
 
 
 def rows_of(
-    dataset: ShardDataset | Mixture, index: Index, order: Order | MixtureOrder, batches: Batches, excluded: Ints
+    dataset: ShardDataset | Mixture, index: Index, order: AnyOrder, batches: Batches, excluded: Ints
 ) -> tuple[SourceRows, ...]:
     """Return the usable rows of the data set, or of each source, for states.
 
     Args:
         excluded: rows that do not come, of all sources, ascending.
     """
-    parts: list[tuple[str, ShardDataset, Index, Order, Ints]] = []
-    by_tokens = isinstance(batches, TokenBatches | WindowBatches)
-    if isinstance(order, MixtureOrder):
-        assert is_mixture(dataset) and isinstance(index, JoinedIndex)
-        by_tokens = by_tokens or order.by == "tokens"
-        for leaf, own, source in zip(dataset.leaves, index.indexes, order.sources, strict=True):
-            parts.append((leaf.name, leaf.dataset, own, source.order, source.order.excluded))
-    else:
-        assert not is_mixture(dataset)
-        parts.append(("", dataset, index, order, excluded))
+    by_tokens = isinstance(batches, TokenBatches | WindowBatches) or order.by == "tokens"
     found = []
-    for name, of, own, own_order, rows in parts:
-        num_rows = num_first_rows(own, of.selections)
-        found.append(
-            SourceRows(
-                name=name,
-                dataset=of,
-                index=own,
-                num_rows=num_rows,
-                excluded=rows[rows < num_rows],
-                excluded_digest=own_order.excluded_digest,
-                by_tokens=by_tokens,
-            )
-        )
+    for (leaf, own, first), own_order in zip(dataset.parts(index), order.orders, strict=True):
+        num_rows = num_first_rows(own, leaf.dataset.selections)
+        rows = excluded[slice(*np.searchsorted(excluded, (first, first + num_rows)))] - first
+        digest = own_order.excluded_digest
+        found.append(SourceRows(leaf.name, leaf.dataset, own, num_rows, rows, digest, by_tokens))
     return tuple(found)
 
 

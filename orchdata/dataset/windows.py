@@ -11,10 +11,9 @@ from orchdata.balancers.costs.model import CostModel
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.recipe import Recipe
 from orchdata.notices import warn_once
-from orchdata.order.mixture import MixtureOrder
-from orchdata.order.order import Order
+from orchdata.order.mixture import AnyOrder
+from orchdata.order.order import TokenCounts
 from orchdata.order.steps import Batches, GlobalBatches
-from orchdata.order.token_sums import TokenCounts, TokenSums
 from orchdata.planning.balance import Balance
 from orchdata.planning.windows import Ints, WindowBatches
 
@@ -75,9 +74,7 @@ def check_accumulate(accumulate: int, windows: int, num_ranks: int) -> None:
         )
 
 
-def windows_of(
-    batches: Batches, length: int, order: Order | MixtureOrder, counts: TokenCounts, index: Index
-) -> WindowBatches:
+def windows_of(batches: Batches, length: int, order: AnyOrder, counts: TokenCounts, index: Index) -> WindowBatches:
     """Return the steps of windows of an order. Raises ValueError if an epoch has not enough tokens for a step."""
     assert isinstance(batches, GlobalBatches)
     windows = WindowBatches(
@@ -85,7 +82,7 @@ def windows_of(
         length=length,
         drop_last=batches.drop_last,
         order=order,
-        sums=order if isinstance(order, MixtureOrder) else TokenSums(order, counts),
+        sums=order.sums(counts),
         counts=counts,
         index=index,
     )

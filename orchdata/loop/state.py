@@ -18,10 +18,10 @@ import orchdata
 from orchdata.balancers.checks import checked_count, checked_epoch
 from orchdata.loaders.errors import StateError
 from orchdata.loop.loop import Position, stored
-from orchdata.order.merge import By, SourceProgress, StretchStart
-from orchdata.order.mixture import ResumePoint
+from orchdata.order.merge import DUE_BITS, SourceProgress
+from orchdata.order.mixture import ResumePoint, StretchStart
+from orchdata.order.order import By
 from orchdata.order.steps import Location
-from orchdata.order.stretch import DUE_BITS
 
 VERSION = 1
 WINDOWS = "windows"  # in the fingerprint of concatenated documents

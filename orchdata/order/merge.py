@@ -1,278 +1,175 @@
-"""Sources merged by virtual time: the progress of each source at any position of a pass.
+"""Sources merged by virtual time: what each has given at any place of a pass.
 
 With one set of weights, sample i of a source has the virtual time (amount of the source up to and with it) x period +
-delay. An amount is tokens or samples. A period is an integer inverse to the weight. Delays keep sources apart that have
-samples of one size and would otherwise come at the same times (`stretch.py`). After a change of weights, times follow
-from what each source is due and has given (`due.py`). The merge is by (virtual time, number of the source).
+delay. An amount is tokens or samples. A period is an integer inverse to the weight. The merge is by (virtual time,
+number of the source). Sources may have samples of one size: delays keep them from coming at the same times.
 
-`TokenSums` say what a source has given at a virtual time, so a position is found by searching for its virtual time.
-Samples are computed a span at a time. The last spans are kept, because the next step begins there.
+    weights of the stages --integrated over tokens or samples of the run--> what each source is due --inverted--> times
 
-A stretch in which sources continue from what they are due: debts are carried over from one stage to the next.
-
-weights of the stages --integrated over tokens or samples of the run--> what each source is due --inverted--> times
-
-Due is what a source should have given: the integral of its weight. In each stage it grows in proportion to virtual
-time, by one token or sample per period. Stages with the same sources follow each other without a break. A sample comes
-when its source is due up to the sample's end, plus a fixed fraction of a sample, so that sources stay apart.
+After a change of weights, times follow from what each source is due: the integral of its weight. In each stage it
+grows in proportion to virtual time, by one token or sample per period. So debts are carried over from stage to stage.
 """
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from orchdata.order.sources import By, Ints, MixedSource, Samples, SourceProgress, Stage, Stop, Supply
-from orchdata.order.stretch import DUE_BITS, Span, Stretch, advance, rate_of, scaled
+from orchdata.order.order import By, Ints, MixedSource
 
-__all__ = ["By", "SourcePass", "MixedSource", "SourceProgress", "StretchStart", "Samples", "Stage", "Stop", "Stretch"]
+Stop = Literal["first", "all", "repeat"]
 
-_SPANS_KEPT = 4
-
-
-class StretchStart(NamedTuple):
-    """What each source has given and is due at the start of a stretch.
-
-    Attributes:
-        due: see `Stretch`.
-    """
-
-    progress: SourceProgress
-    due: tuple[int, ...]
-
-
-class KnownStretches(NamedTuple):
-    """The stretches of a pass that are known, from its start on, and whether these are all of them."""
-
-    stretches: tuple[Stretch, ...]
-    is_complete: bool
-
-
-class SourcePass:
-    """One pass through all sources: an epoch of "first" and "all"; for "repeat" the whole run.
-
-    Args:
-        stages: see `MixtureOrder`.
-        number: number of the pass of each source; for "repeat" of its first.
-        given_before: tokens or samples, as in the bounds of stages, that the run has given before.
-        stretch_start: the start of a stretch inside; by default the start of the pass.
-        is_changed: whether what came before `stretch_start` does not follow from the stages.
-    """
-
-    def __init__(
-        self,
-        sources: Sequence[MixedSource],
-        stages: Sequence[Stage],
-        by: By,
-        stop: Stop,
-        *,
-        number: int,
-        given_before: int,
-        stretch_start: StretchStart | None = None,
-        is_changed: bool = False,
-    ) -> None:
-        self.by: By = by
-        self.endless = stop == "repeat"
-        self._sources = sources
-        self._supply = Supply(sources, by, stop, number)
-        self._stages = tuple(Stage(stage.bound - given_before, stage.periods) for stage in stages)
-        self._bounds = [stage.bound for stage in self._stages]
-        none = (0,) * len(sources)
-        self.start = SourceProgress(none, none)
-        first = Stretch(self._supply, self.start, self._stage_at(0).periods)
-        self._earlier: SourcePass | None = None
-        self._stretch_start = stretch_start
-        if stretch_start is not None:
-            first = self._due_from(*stretch_start)
-            if not is_changed:
-                self._earlier = SourcePass(sources, stages, by, stop, number=number, given_before=given_before)
-        # Both are replaced whole, because several threads plan steps.
-        self._known = KnownStretches((first,), False)
-        self._spans: tuple[Span, ...] = ()
-
-    # Positions and samples
-
-    def end(self) -> SourceProgress:
-        """Return the progress at the end of the pass; not for "repeat"."""
-        return self._stretch(lambda _: False).end()
-
-    def progress_at(self, position: int) -> SourceProgress:
-        """Return the progress of each source at a position."""
-        if position < self._first.position:
-            return self._before().progress_at(position)
-        return self._progress_in(self._stretch(lambda stretch: position <= stretch.begin.position), position)
-
-    def ending_within(self, tokens: int) -> int:
-        """Return how many samples end within `tokens` tokens, which must be fewer than the pass has."""
-        if tokens < self._first.tokens:
-            return self._before().ending_within(tokens)
-        return self._ending_within(self._stretch(lambda stretch: tokens < stretch.begin.tokens), tokens)
-
-    def filled_by(self, unit: By, amount: int) -> int:
-        """Return the first position that has at least `amount` samples or tokens before it."""
-        if unit == "tokens" and self._earlier is None and 0 < amount <= self._first.tokens:
-            return self._first.position  # the last sample of an epoch reached beyond its size; then weights changed
-        return amount if unit == "samples" or not amount else self.ending_within(amount - 1) + 1
-
-    def samples(self, start: int, stop: int) -> Samples:
-        parts = []
-        if start < self._first.position:
-            parts.append(self._before().samples(start, min(stop, self._first.position)))
-            start = min(stop, self._first.position)
-        while start < stop:
-            stretch = self._stretch(lambda stretch, at=start: at < stretch.begin.position)  # type: ignore[misc]
-            span = self._span(stretch, "samples", start)
-            end = min(stop, span.stop, stop if stretch.stop is None else stretch.stop)
-            parts.append(span.samples.cut(start - span.first, end - span.first))
-            start = end
-        return Samples.concatenate(parts)
-
-    def due(self, progress: SourceProgress) -> tuple[int, ...]:
-        """Return what each source is due at this progress, in units of 2**-DUE_BITS."""
-        return self._stretch_of(progress).due(progress.amount(self.by))
-
-    def periods(self, progress: SourceProgress) -> tuple[int, ...]:
-        """Return the periods of the last sample before; at the start of the pass, of its first sample."""
-        return self._stage_at(max(0, progress.amount(self.by) - 1)).periods
-
-    def last_change(self, progress: SourceProgress) -> StretchStart | None:
-        """Return the start of the current stretch; None in the first stretch of the pass."""
-        stretch = self._stretch_of(progress)
-        if stretch is self._known.stretches[0]:
-            return self._stretch_start
-        return StretchStart(stretch.begin, stretch.begin_due)
-
-    @property
-    def _first(self) -> SourceProgress:
-        return self._known.stretches[0].begin
-
-    def _before(self) -> SourcePass:
-        if self._earlier is None:
-            raise IndexError(
-                "this position is before the one where the weights of the mixture changed: use a loader with the "
-                "former weights, and a state from before the change"
-            )
-        return self._earlier
-
-    def _stretch_of(self, progress: SourceProgress) -> Stretch:
-        return self._stretch(lambda stretch: progress.position <= stretch.begin.position)
-
-    def _progress_in(self, stretch: Stretch, position: int) -> SourceProgress:
-        if position == stretch.begin.position:
-            return stretch.begin
-        span = self._span(stretch, "samples", position - 1)
-        mine = span.samples.cut(0, position - span.first)
-        num_sources = len(self._sources)
-        counts = np.bincount(mine.source, minlength=num_sources).tolist()
-        tokens = np.bincount(mine.source, mine.tokens, num_sources).astype(np.int64).tolist()
-        return SourceProgress(
-            tuple(before + new for before, new in zip(span.low.counts, counts, strict=True)),
-            tuple(before + new for before, new in zip(span.low.given, tokens, strict=True)),
-        )
-
-    def _ending_within(self, stretch: Stretch, tokens: int) -> int:
-        span = self._span(stretch, "tokens", tokens)
-        return span.first + int(np.searchsorted(span.ends, tokens, side="right"))
-
-    # Stages and stretches
-
-    def _stage_number(self, amount: int) -> int:
-        return max(0, bisect_right(self._bounds, amount) - 1)
-
-    def _stage_at(self, amount: int) -> Stage:
-        return self._stages[self._stage_number(amount)]
-
-    def _stretch(self, is_after: Callable[[Stretch], bool]) -> Stretch:
-        """Return the last stretch for which `is_after` is false, computing stretches as far as necessary."""
-        known = self._known
-        while not known.is_complete and (len(known.stretches) == 1 or not is_after(known.stretches[-1])):
-            self._known = known = self._extended(known)
-            if is_after(known.stretches[-1]):
-                break
-        number = bisect_left(known.stretches, True, lo=1, key=is_after)
-        return known.stretches[number - 1]
-
-    def _extended(self, known: KnownStretches) -> KnownStretches:
-        """Return them with the next stretch, if there is one."""
-        last = known.stretches[-1]
-        bound = self._next_bound(last)
-        begin = None if bound is None else self._progress_after(last, bound)
-        if begin is None:
-            return KnownStretches(known.stretches, True)
-        following = self._following(last, begin)
-        last.stop = begin.position
-        return KnownStretches((*known.stretches, following), False)
-
-    def _next_bound(self, stretch: Stretch) -> int | None:
-        """Return where the first stage begins that the stretch does not cover."""
-        number = self._stage_number(stretch.begin.amount(self.by))
-        after = number + 1 + (len(self._along(number)) - 1 if isinstance(stretch, DueStretch) else 0)
-        return self._bounds[after] if after < len(self._bounds) else None
-
-    def _along(self, number: int) -> Sequence[Stage]:
-        """Return the stages from this number on that have the same sources."""
-        present = _present(self._stages[number])
-        stop = number + 1
-        while stop < len(self._stages) and _present(self._stages[stop]) == present:
-            stop += 1
-        return self._stages[number:stop]
-
-    def _following(self, last: Stretch, begin: SourceProgress) -> Stretch:
-        """Return the stretch that begins here, after `last`, with other weights."""
-        amount, bound = begin.amount(self.by), self._next_bound(last)
-        assert bound is not None
-        before = _present(self._stages[self._stage_number(bound) - 1])
-        if not before & _present(self._stage_at(amount)):
-            # No source of the stage before remains, so its last sample had to reach beyond its end.
-            return self._due_from(begin, last.due(amount))
-        # A sample that reaches beyond the end of its stage counts for both stages, by its amount in each.
-        due = list(last.due(bound))
-        bounds = [bound, *(each for each in self._bounds if bound < each < amount), amount]
-        for start, stop in itertools.pairwise(bounds):
-            stage, limit = self._stage_at(start), self._supply.limit
-            live = [each for each in _present(stage) if self.endless or begin.counts[each] < limit(each)]
-            advance(due, stage.periods, live, stop - start)
-        return self._due_from(begin, tuple(due))
-
-    def _due_from(self, begin: SourceProgress, due: tuple[int, ...]) -> DueStretch:
-        amount = begin.amount(self.by)
-        return DueStretch(self._supply, begin, self._along(self._stage_number(amount)), amount, due)
-
-    def _progress_after(self, stretch: Stretch, amount: int) -> SourceProgress | None:
-        """Return the progress at which a stretch has given an amount; None if the pass ends before, or there."""
-        if not self.endless and amount >= stretch.end().amount(self.by):
-            return None
-        at = amount if self.by == "samples" else self._ending_within(stretch, amount - 1) + 1
-        progress = self._progress_in(stretch, at)
-        return None if not self.endless and progress.position >= stretch.end().position else progress
-
-    def _span(self, stretch: Stretch, unit: By, wanted: int) -> Span:
-        """Return the span around the sample at position `wanted`, or the first that ends after `wanted` tokens."""
-        for span in self._spans:
-            if span.stretch is stretch and span.contains(unit, wanted):
-                return span
-        # Continue from the last known span before the wanted sample.
-        near = [
-            (each.time, each.high)
-            for each in self._spans
-            if each.stretch is stretch and each.high.amount(unit) <= wanted
-        ]
-        time, progress = max(near, key=lambda known: known[0], default=(0, stretch.begin))
-        span = stretch.next_span(unit, wanted, time, progress) or stretch.search(unit, wanted, time, progress)
-        self._spans = (span, *self._spans)[:_SPANS_KEPT]
-        return span
-
-
-def _present(stage: Stage) -> frozenset[int]:
-    return frozenset(source for source, period in enumerate(stage.periods) if period)
-
-
+DUE_BITS = 32  # amounts due are in units of 2**-32 tokens or samples
 _FINE = 64  # fractional bits inside a stretch, where rounding adds up over stages
 _TIME_BITS = 32
+_SPAN = 4096  # samples computed together
+
+
+class Stage(NamedTuple):
+    """The period of each source from `bound` tokens or samples of the run on; 0 for a source that gives nothing."""
+
+    bound: int
+    periods: tuple[int, ...]
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """The sources that give something."""
+        return tuple(source for source, period in enumerate(self.periods) if period)
+
+
+class SourceProgress(NamedTuple):
+    """The number of samples that each source has given in a pass, and their tokens."""
+
+    counts: tuple[int, ...]
+    given: tuple[int, ...]
+
+    @property
+    def position(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.given)
+
+    def amounts(self, by: By) -> tuple[int, ...]:
+        return self.given if by == "tokens" else self.counts
+
+    def amount(self, by: By) -> int:
+        return sum(self.amounts(by))
+
+
+class Samples(NamedTuple):
+    """Samples in sequence: source and pass, int32; row, tokens and stream of the source, int64; each (n,)."""
+
+    source: NDArray[np.int32]
+    passes: NDArray[np.int32]
+    row: Ints
+    tokens: Ints
+    stream: Ints
+
+    def take(self, indices: slice | Ints) -> Samples:
+        source, passes, row, tokens, stream = self
+        return Samples(source[indices], passes[indices], row[indices], tokens[indices], stream[indices])
+
+    @staticmethod
+    def concatenate(parts: Sequence[Samples]) -> Samples:
+        if not parts:
+            empty = np.zeros(0, np.int64)
+            return Samples(empty.astype(np.int32), empty.astype(np.int32), empty, empty, empty)
+        return Samples(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+
+class Supply:
+    """The samples and tokens of each source in a pass.
+
+    Args:
+        number: number of the pass of each source; for "repeat" of its first.
+    """
+
+    def __init__(self, sources: Sequence[MixedSource], by: By, stop: Stop, number: int) -> None:
+        self.by: By = by
+        self.stop: Stop = stop
+        self.endless = stop == "repeat"
+        self.num_sources = len(sources)
+        self._sources = sources
+        self._number = number
+
+    def limit(self, source: int) -> int:
+        """Return the samples of each pass of a source."""
+        return self._sources[source].order.num_samples
+
+    def total(self, source: int) -> int:
+        """Return the tokens of each pass of a source."""
+        return self._sources[source].sums.total
+
+    def tokens_of(self, source: int, count: int) -> int:
+        """Return the tokens of the first `count` samples of a source."""
+        sums = self._sources[source].sums
+        if not self.endless:
+            return self.total(source) if count == self.limit(source) else sums.before(self._number, count)
+        number, rest = divmod(count, self.limit(source))
+        return number * sums.total + sums.before(number, rest)
+
+    def count_of(self, source: int, tokens: int) -> int:
+        """Return how many samples of a source end within its first `tokens` tokens."""
+        sums = self._sources[source].sums
+        if not self.endless:
+            return self.limit(source) if tokens >= self.total(source) else sums.position(self._number, tokens)
+        number, rest = divmod(tokens, sums.total)
+        return number * self.limit(source) + sums.position(number, rest)
+
+    def given(self, source: int, start: int, stop: int) -> Samples:
+        """Return samples [start, stop) of a source."""
+        mine, parts = self._sources[source], []
+        while start < stop:
+            number, at = divmod(start, self.limit(source)) if self.endless else (self._number, start)
+            end = min(at + stop - start, self.limit(source))
+            numbers, row = mine.order.rows(number, at, end)
+            passes = np.full(len(row), number, np.int32)
+            tokens, stream = mine.counts(row), mine.order.drawn_from(number, at, end)
+            parts.append(Samples(numbers, passes, row + mine.first_row, tokens, stream))
+            start += end - at
+        return Samples.concatenate(parts)
+
+    def whole(self, source: int) -> int:
+        """Return the tokens, or samples, of a source's pass."""
+        return self.total(source) if self.by == "tokens" else self.limit(source)
+
+    def mean(self, source: int) -> int:
+        """Return the tokens of a mean sample; 1 if shares are in samples."""
+        return max(1, self.total(source) // self.limit(source)) if self.by == "tokens" else 1
+
+
+class Span(NamedTuple):
+    """Computed samples: those from `low` to `high` of a stretch, up to virtual time `time`.
+
+    Attributes:
+        ends: tokens of the pass up to and with each sample.
+    """
+
+    stretch: Stretch
+    low: SourceProgress
+    high: SourceProgress
+    time: int
+    samples: Samples
+    ends: Ints
+
+    @property
+    def first(self) -> int:
+        return self.low.position
+
+    def contains(self, unit: By, wanted: int) -> bool:
+        """Whether it has the sample at position `wanted`, or the first that ends after `wanted` tokens."""
+        if not len(self.ends):
+            return False
+        if unit == "samples":
+            return 0 <= wanted - self.first < len(self.ends)
+        return self.low.tokens <= wanted < int(self.ends[-1])
 
 
 class Piece(NamedTuple):
@@ -291,202 +188,301 @@ class Piece(NamedTuple):
     due: tuple[int, ...]
     live: tuple[int, ...]
 
+    def zero(self, source: int) -> int:
+        """Return the virtual time at which a source has given nothing, if it had this period from the start on."""
+        return self.time - (self.due[source] * self.periods[source] >> _FINE)
 
-class DueStretch(Stretch):
-    """A stretch over stages with the same sources.
+    @property
+    def total_rate(self) -> int:
+        return sum(_rate_of(self.periods[source]) for source in self.live)
+
+    def due_at(self, time: int) -> tuple[int, ...]:
+        due, passed = list(self.due), time - self.time
+        for source in self.live:
+            due[source] -= (-passed << _FINE) // self.periods[source]
+        return tuple(due)
+
+
+class Stretch:
+    """A part of a pass in which virtual time goes on: stages with the same sources, cut into pieces.
+
+    The first stretch of a pass is its first stage alone, in one piece: sources begin apart from each other.
 
     Args:
-        stages: from the stage at `at` on, with bounds in tokens or samples of the pass.
-        at, due: see `Stretch`.
+        begin: what each source has given before.
+        stages: from the one at `begin` on, with bounds in tokens or samples of the pass.
+        due: what each source is due at `begin`, the integral of its weights, in units of 2**-DUE_BITS. None for the
+            first stretch of a pass.
+
+    Attributes:
+        stop: the position at which the next stretch begins, once it is known.
     """
 
     def __init__(
-        self, supply: Supply, begin: SourceProgress, stages: Sequence[Stage], at: int, due: tuple[int, ...]
+        self, supply: Supply, begin: SourceProgress, stages: Sequence[Stage], due: tuple[int, ...] | None = None
     ) -> None:
-        super().__init__(supply, begin, stages[0].periods, at, due)
-        self._late = self._lateness()
+        self._supply = supply
+        self.begin = begin
+        self.num_stages = len(stages)
+        self.is_first = due is None
+        self.begin_due = due or (0,) * supply.num_sources
+        self._amounts = begin.amounts(supply.by)
+        self._present = stages[0].present
+        self._late = self._lateness(stages[0].periods)
         self._pieces = self._cut(stages)
-        self._times_of = [piece.time for piece in self._pieces]
+        self._times = [piece.time for piece in self._pieces]
         self._begins = [piece.at for piece in self._pieces]
-        self._arrays: tuple[tuple[int, int], tuple[Ints, Ints, Ints]] | None = None
+        self.stop: int | None = None
+        self._end: SourceProgress | None = None
 
-    def at(self, time: int) -> SourceProgress:
-        return self.begin if time <= 0 else self._given_at(self._amounts_at(time))
+    # How late sources come, and pieces
 
-    def due(self, amount: int) -> tuple[int, ...]:
-        number = max(0, bisect_right(self._begins, amount) - 1)
-        piece = self._pieces[number]
-        rates = {source: rate_of(piece.periods[source]) for source in piece.live}
-        total_rate, due = sum(rates.values()), list(self.begin_due)
-        for source in self._present:
-            grown = ((amount - piece.at) * rates[source] << _FINE) // total_rate if source in rates else 0
-            due[source] = (piece.due[source] + (self._late[source] << _FINE) + grown) >> (_FINE - DUE_BITS)
-        return tuple(due)
-
-    def _lateness(self) -> list[int]:
-        """Return how much later than due each source comes: the k-th of n present ones (n - k)/n of its mean sample.
-
-        A source that lags more stays as late as it is, up to a mean sample: sources with small samples must not pay for
-        one that leads.
-        """
-        late, count, amounts = [0] * len(self._periods), len(self._present), self._amounts
-        for number, source in enumerate(self._present):
-            mean = self._supply.mean(source)
-            lag = (self.begin_due[source] >> DUE_BITS) - amounts[source]
-            late[source] = min(mean, max(mean * ((count - number) % count) // count, lag))
+    def _lateness(self, periods: Sequence[int]) -> list[int]:
+        """Return how much later than due each source comes, in units of 2**-64."""
+        late, count = [0] * len(periods), len(self._present)
+        means = {source: self._supply.mean(source) for source in self._present}
+        if self.is_first:
+            # The k-th of n present ones is k/n of its mean sample ahead of the first.
+            ahead = {source: periods[source] * means[source] * k // count for k, source in enumerate(self._present)}
+            for source in self._present:
+                late[source] = (max(ahead.values()) - ahead[source] << _FINE) // periods[source]
+            return late
+        # The k-th of n is (n - k)/n of its mean sample late. A source that lags more stays as late as it is, up to a
+        # mean sample: sources with small samples must not pay for one that leads.
+        for k, (source, mean) in enumerate(means.items()):
+            lag = (self.begin_due[source] >> DUE_BITS) - self._amounts[source]
+            late[source] = min(mean, max(mean * ((count - k) % count) // count, lag)) << _FINE
         return late
 
     def _cut(self, stages: Sequence[Stage]) -> list[Piece]:
         """Return pieces with one set of weights each: a stage, or its part before or after a source is exhausted."""
-        supply, live, time = self._supply, tuple(self._present), 0
-        due = [
-            (each << (_FINE - DUE_BITS)) - (late << _FINE)
-            for each, late in zip(self.begin_due, self._late, strict=True)
-        ]
+        supply, time, periods = self._supply, 0, stages[0].periods
+        whole = [supply.whole(source) for source in range(supply.num_sources)]
+        due = tuple((each << (_FINE - DUE_BITS)) - late for each, late in zip(self.begin_due, self._late, strict=True))
+        if self.is_first:
+            return [Piece(0, 0, periods, due, self._present)]
         # The first piece begins so late that all samples to come, also overdue ones, have times above 0.
         for source in self._present:
             overdue = (due[source] >> _FINE) - self._amounts[source] + 1
-            time = max(time, overdue * self._periods[source] + 1)
-        if not supply.endless:
-            live = tuple(source for source in live if self.begin.counts[source] < supply.limit(source))
-        pieces, at, exact = [Piece(time, self.begin_at, stages[0].periods, tuple(due), live)], self.begin_at, 0
-        start = time
-        most = None if supply.endless else sum(supply.whole(source) for source in range(supply.num_sources))
-        for stage, following in zip(stages, [*stages[1:], None], strict=True):
-            periods = stage.periods
-            if most is not None and at > most:
+            time = max(time, overdue * periods[source] + 1)
+        live = tuple(each for each in self._present if supply.endless or self._amounts[each] < whole[each])
+        at, exact, start = sum(self._amounts), 0, time
+        pieces = [piece := Piece(time, at, periods, due, live)]
+        for following in [*stages[1:], None]:
+            if not supply.endless and at > sum(whole):
                 break
-            while True:
+            while piece.live:
                 # Find the virtual time at which this stage ends.
-                piece = pieces[-1]
-                total_rate = sum(rate_of(periods[source]) for source in piece.live)
-                stop = None
-                if following is not None and piece.live:
+                total_rate, stop = piece.total_rate, None
+                if following is not None:
                     exact_stop = exact + (max(0, following.bound - at) << (112 + _TIME_BITS)) // total_rate
                     stop = start + (exact_stop >> _TIME_BITS)
                 # If a source is exhausted before that, a piece begins there, and the other sources share the rest.
-                over = None if supply.endless or not piece.live else self._next_over(piece)
-                if over is not None and (stop is None or over[0] < stop):
-                    last, source = over
-                    last = max(last, piece.time)
-                    grown = ((last - piece.time) * total_rate) >> 112
-                    given = self._amount_by(pieces, last)
-                    rest = tuple(each for each in piece.live if each != source)
-                    rest_rate = sum(rate_of(periods[each]) for each in rest)
-                    after = min(max(given, piece.at), at + grown)
-                    # What was due when the source gave its last sample is due to the others from here on.
-                    at = after + (at + grown - after) * rest_rate // total_rate
-                    due = self._due_at(piece, last)
-                    pieces.append(Piece(last, at, periods, tuple(due), rest))
-                    exact = (last - start) << _TIME_BITS
-                    continue
+                if not supply.endless:
+                    last, source = min((piece.zero(each) + whole[each] * piece.periods[each], each) for each in live)
+                    if stop is None or last < stop:
+                        last = max(last, piece.time)
+                        grown = ((last - piece.time) * total_rate) >> 112
+                        given = self._given_at(self._amounts_in(piece, last)).amount(supply.by)
+                        live = tuple(each for each in piece.live if each != source)
+                        after = min(max(given, piece.at), at + grown)
+                        # What was due when the source gave its last sample is due to the others from here on.
+                        piece = Piece(last, at, piece.periods, piece.due_at(last), live)
+                        at = after + (at + grown - after) * piece.total_rate // total_rate
+                        pieces.append(piece := piece._replace(at=at))
+                        exact = (last - start) << _TIME_BITS
+                        continue
                 # Else the next piece begins with the next stage.
-                if following is None or stop is None:
-                    break
-                due = self._due_at(piece, stop)
-                at, exact = max(at, following.bound), exact_stop
-                pieces.append(Piece(stop, at, following.periods, tuple(due), piece.live))
+                if following is not None and stop is not None:
+                    at, exact = max(at, following.bound), exact_stop
+                    pieces.append(piece := Piece(stop, at, following.periods, piece.due_at(stop), live))
                 break
         return pieces
 
-    def _due_at(self, piece: Piece, time: int) -> list[int]:
-        due, passed = list(piece.due), time - piece.time
-        for source in piece.live:
-            due[source] -= (-passed << _FINE) // piece.periods[source]
-        return due
+    def _piece_due(self, amount: int) -> Piece:
+        """Return the piece in which `amount` tokens or samples of the pass are due."""
+        return self._pieces[max(0, bisect_right(self._begins, amount) - 1)]
 
-    def _next_over(self, piece: Piece) -> tuple[int, int]:
-        """Return the time at which the first source has given its last sample, and that source."""
-        return min((self._time_in(piece, source, self._supply.whole(source)), source) for source in piece.live)
+    def due(self, amount: int) -> tuple[int, ...]:
+        """Return what each source is due after `amount` tokens or samples of the pass, in units of 2**-DUE_BITS.
 
-    def _time_in(self, piece: Piece, source: int, amount: int) -> int:
-        period = piece.periods[source]
-        base, offset = _parts(piece.due[source], period)
-        return piece.time + (amount - base) * period - offset
+        It is the integral of the weights, normalized over the sources that are not exhausted.
+        """
+        supply, piece = self._supply, self._piece_due(amount)
+        if not self.is_first:
+            fine, total_rate = [each + late for each, late in zip(piece.due, self._late, strict=True)], piece.total_rate
+            for source in piece.live:
+                fine[source] += ((amount - piece.at) * _rate_of(piece.periods[source]) << _FINE) // total_rate
+            return tuple(each >> (_FINE - DUE_BITS) for each in fine)
+        live, due, done = list(piece.live), list(self.begin_due), 0
+        for time, source in [] if supply.endless else sorted((self._time_of_last(each), each) for each in live):
+            after = self.at(time).amount(supply.by)
+            if after >= amount:
+                break
+            if after > done:
+                advance(due, piece.periods, live, after - done)
+                done = after
+            live.remove(source)
+        advance(due, piece.periods, live, amount - done)
+        return tuple(due)
 
-    def _amount_by(self, pieces: Sequence[Piece], time: int) -> int:
-        """Return what all sources have given at a virtual time of the last piece."""
-        return self._given_at(self._amounts_in(pieces[-1], time)).amount(self._supply.by)
+    # What is given at a virtual time
 
-    def _amounts_at(self, time: int) -> dict[int, int]:
+    def at(self, time: int) -> SourceProgress:
+        """Return what each source has given at a virtual time."""
+        if time <= 0:
+            return self.begin
         # The first piece begins before all times.
-        return self._amounts_in(self._pieces[max(0, bisect_left(self._times_of, time) - 1)], time)
+        return self._given_at(self._amounts_in(self._pieces[max(0, bisect_left(self._times, time) - 1)], time))
 
     def _amounts_in(self, piece: Piece, time: int) -> dict[int, int]:
-        amounts = {}
-        for source in self._present:
-            if source in piece.live:
-                base, offset = _parts(piece.due[source], piece.periods[source])
-                amounts[source] = base + (time - piece.time + offset) // piece.periods[source]
+        amounts = {source: (time - piece.zero(source)) // piece.periods[source] for source in piece.live}
+        return amounts | {source: self._supply.whole(source) for source in set(self._present) - amounts.keys()}
+
+    def _given_at(self, amounts: Mapping[int, int]) -> SourceProgress:
+        """Return the progress at which each source has given the samples that end within this amount of it."""
+        supply, counts = self._supply, list(self.begin.counts)
+        for source, amount in amounts.items():
+            if supply.by == "tokens":
+                count = supply.count_of(source, max(0, amount))
             else:
-                amounts[source] = self._supply.whole(source)
-        return amounts
+                count = amount if supply.endless else min(amount, supply.limit(source))
+            counts[source] = max(counts[source], count)
+        return self._progress(counts)
 
-    def _times(self, source: int, amounts: Ints, low: int, high: int) -> Ints:
-        first = max(0, bisect_left(self._times_of, low + 1) - 1)
-        last = max(0, bisect_left(self._times_of, high) - 1)
-        if first == last:
-            piece = self._pieces[first]
-            base, offset = _parts(piece.due[source], piece.periods[source])
-            times = scaled(amounts, piece.periods[source], piece.time - low - offset - base * piece.periods[source])
-            return np.maximum(times, piece.time + 1 - low) if first else times
-        return self._times_over(source, amounts, low, first, last)
+    def _progress(self, counts: Sequence[int]) -> SourceProgress:
+        supply, begin = self._supply, self.begin
+        given = (
+            begin.given[source] if count == begin.counts[source] else supply.tokens_of(source, count)
+            for source, count in enumerate(counts)
+        )
+        return SourceProgress(tuple(counts), tuple(given))
 
-    def _times_over(self, source: int, amounts: Ints, low: int, first: int, last: int) -> Ints:
-        """Return virtual times over several pieces: a sample is in the first in which it is fully due."""
-        bases, offsets, periods = (each[:, source] for each in self._as_arrays(first, last))
-        begins = np.array([time - low for time in self._times_of[first : last + 1]])
-        ends = bases[:-1] + (np.diff(begins) + offsets[:-1]) // periods[:-1]
-        number = np.searchsorted(ends, amounts, side="left")
-        beyond = amounts - bases[number]
-        if max(int(np.abs(beyond).max()) * int(periods.max()), int(np.abs(begins).max())) >= 1 << 61:
-            beyond = beyond.astype(object)
-        exact = begins[number] + beyond * periods[number] - offsets[number]
-        times: Ints = np.where(number + first > 0, np.maximum(exact, begins[number] + 1), exact)
-        return times
-
-    def _as_arrays(self, first: int, last: int) -> tuple[Ints, Ints, Ints]:
-        """Return, for each of some pieces and each source, the whole tokens or samples due at its begin, the rest as
-        virtual time, and the period; int64 (num_pieces, num_sources) each.
-        """
-        kept = self._arrays
-        if kept is None or kept[0] != (first, last):
-            shape = last + 1 - first, len(self._periods)
-            bases, offsets, periods = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.ones(shape, np.int64)
-            for number, piece in enumerate(self._pieces[first : last + 1]):
+    def end(self) -> SourceProgress:
+        """Return where the pass ends if no other stage begins before; not for "repeat"."""
+        if self._end is None:
+            supply, counts = self._supply, list(self.begin.counts)
+            if supply.stop == "all":
                 for source in self._present:
-                    periods[number, source] = piece.periods[source]
-                    bases[number, source], offsets[number, source] = _parts(piece.due[source], piece.periods[source])
-            self._arrays = kept = (first, last), (bases, offsets, periods)
-        return kept[1]
+                    counts[source] = supply.limit(source)
+            elif all(counts[source] < supply.limit(source) for source in self._present):
+                time, source = min((self._time_of_last(source), source) for source in self._present)
+                counts = [*self.at(time).counts[: source + 1], *self.at(time - 1).counts[source + 1 :]]
+            self._end = self._progress(counts)
+        return self._end
 
     def _time_of_last(self, source: int) -> int:
+        """Return the virtual time of the last sample of a source's pass; 0 if it is exhausted before."""
         whole = self._supply.whole(source)
         for piece, following in zip(self._pieces, [*self._pieces[1:], None], strict=True):
-            time = self._time_in(piece, source, whole)
+            time = piece.zero(source) + whole * piece.periods[source]
             if source in piece.live and (following is None or time <= following.time):
                 return max(time, piece.time + 1)
-        return 0  # it is exhausted before the stretch begins
+        return 0
 
-    def _periods_after(self, progress: SourceProgress) -> tuple[int, ...]:
-        at = progress.amount(self._supply.by)
-        return self._pieces[max(0, bisect_right(self._begins, at) - 1)].periods
+    # Search
+
+    def next_span(self, unit: By, wanted: int, time: int, progress: SourceProgress) -> Span | None:
+        """Return the span that begins here if it contains the wanted sample, else None."""
+        width = self._width(progress)
+        if self._time_from(unit, wanted, time, progress) - time > width:
+            return None
+        span = self._span(time, progress, time + width, self.at(time + width))
+        return span if span.contains(unit, wanted) else None
+
+    def search(self, unit: By, wanted: int, time: int, progress: SourceProgress) -> Span:
+        """Return the span around the sample at position `wanted`, or around the first that ends after `wanted` tokens.
+
+        The first guess follows from the mean pace. Each miss doubles its width; bisection then narrows it to a span.
+        """
+        width = self._width(progress)
+        while True:
+            middle = max(0, self._time_from(unit, wanted, time, progress))
+            low, high = max(0, middle - width // 2), middle + width // 2 + 1
+            below, above = self.at(low), self.at(high)
+            if below.amount(unit) <= wanted < above.amount(unit):
+                break
+            time, progress = (low, below) if below.amount(unit) > wanted else (high, above)
+            width *= 2
+        while above.position - below.position > 4 * _SPAN:
+            middle = (low + high) // 2
+            between = self.at(middle)
+            if between.amount(unit) <= wanted:
+                low, below = middle, between
+            else:
+                high, above = middle, between
+        return self._span(low, below, high, above)
+
+    def _width(self, progress: SourceProgress) -> int:
+        """Estimate the virtual time of a span of samples that begins here."""
+        return max(1, int(_SPAN / self._pace("samples", progress)))
 
     def _time_from(self, unit: By, wanted: int, time: int, progress: SourceProgress) -> int:
-        if unit != self._supply.by:
-            return super()._time_from(unit, wanted, time, progress)
-        return self._time_due(wanted) - self._time_due(progress.amount(unit)) + time
+        """Estimate the virtual time at which `wanted` samples or tokens are given, from the progress at `time`."""
+        return time + int((wanted - progress.amount(unit)) / self._pace(unit, progress))
 
-    def _time_due(self, amount: int) -> int:
-        """Return the virtual time at which this amount is due."""
-        piece = self._pieces[max(0, bisect_right(self._begins, amount) - 1)]
-        total_rate = sum(rate_of(piece.periods[source]) for source in piece.live)
-        return piece.time + ((amount - piece.at) << 112) // max(1, total_rate)
+    def _pace(self, unit: By, progress: SourceProgress) -> float:
+        """Estimate the samples or tokens per unit of virtual time from here on; never 0."""
+        supply, pace, piece = self._supply, 0.0, self._piece_due(progress.amount(self._supply.by))
+        for source in self._present:
+            if supply.endless or progress.counts[source] < supply.limit(source):
+                amounts = {"samples": supply.limit(source), "tokens": supply.total(source)}
+                pace += amounts[unit] / amounts[supply.by] / piece.periods[source]
+        return pace or 2.0**-60
+
+    def _span(self, low: int, below: SourceProgress, high: int, above: SourceProgress) -> Span:
+        """Return the samples after virtual time `low`, up to `high`."""
+        supply, parts, times = self._supply, [], []
+        for source in self._present:
+            start, stop = below.counts[source], above.counts[source]
+            if start == stop:
+                continue
+            mine = supply.given(source, start, stop)
+            sizes = np.cumsum(mine.tokens) if supply.by == "tokens" else np.arange(1, stop - start + 1)
+            times += self._times_of(source, sizes + below.amounts(supply.by)[source], low, high)
+            parts.append(mine)
+        samples = Samples.concatenate(parts)
+        if parts:
+            # Stable: at equal times the source with the lower number is first.
+            samples = samples.take(np.argsort(np.concatenate(times), kind="stable"))
+        return Span(self, below, above, high, samples, below.tokens + np.cumsum(samples.tokens))
+
+    def _times_of(self, source: int, amounts: Ints, low: int, high: int) -> list[Ints]:
+        """Return the virtual times at which a source has given these tokens or samples of the pass, by piece. They are
+        relative to `low`, so that a run may have any length.
+        """
+        first, last = (max(0, bisect_left(self._times, time) - 1) for time in (low + 1, high))
+        pieces = [(piece, piece.periods[source], piece.zero(source)) for piece in self._pieces[first : last + 1]]
+        # A sample is in the first piece in which it is fully due.
+        ends = [(later.time - zero) // period for (_, period, zero), (later, *_) in pairwise(pieces)]
+        stops = np.searchsorted(amounts, ends, side="right").tolist() if ends else []
+        times, start = [], 0
+        for number, ((piece, period, zero), stop) in enumerate(zip(pieces, [*stops, len(amounts)], strict=True), first):
+            if start < stop:
+                scaled = _scaled(amounts[start:stop], period, zero - low)
+                times.append(np.maximum(scaled, piece.time + 1 - low) if number else scaled)
+                start = stop
+        return times
 
 
-_MASK = (1 << _FINE) - 1
+def _scaled(amounts: Ints, period: int, offset: int) -> Ints:
+    """Return amounts * period + offset, with Python integers if 64 bits do not suffice."""
+    low, high = int(amounts[0]), int(amounts[-1])
+    # A rare source has a long period.
+    if max(abs(low * period + offset), abs(high * period + offset)) >= 1 << 62:
+        return amounts.astype(object) * period + offset
+    # Relative to the first: `low * period` alone may not fit 64 bits.
+    return (amounts - low) * period + (low * period + offset)
 
 
-def _parts(due: int, period: int) -> tuple[int, int]:
-    """Return the whole tokens or samples that are due, and the rest as virtual time."""
-    return due >> _FINE, (due & _MASK) * period >> _FINE
+def _rate_of(period: int) -> int:
+    """Return the weight of a period, as a large integer."""
+    return (1 << 112) // period
+
+
+def advance(due: list[int], periods: Sequence[int], live: Sequence[int], amount: int) -> None:
+    """Add an amount to what sources are due, shared by their weights."""
+    rates = {source: _rate_of(periods[source]) for source in live}
+    total_rate = sum(rates.values())
+    for source, rate in rates.items():
+        due[source] += (amount * rate << DUE_BITS) // total_rate

@@ -3,23 +3,231 @@
     position --search (order.merge)--> number of samples that each source has given --their own orders--> rows
 
 For "first" and "all", an epoch is one pass through each source. For "repeat", the whole run is one `SourcePass`, in
-which each source begins its next pass alone. Inside it, amounts due are carried over from stage to stage (`due.py`).
+which each source begins its next pass alone. Inside it, amounts due are carried over from stage to stage.
+
+`TokenSums` say what a source has given at a virtual time, so a position is found by searching for its virtual time.
+Samples are computed a span at a time. The last spans are kept, because the next step begins there.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.order.merge import By, MixedSource, Samples, SourcePass, SourceProgress, Stage, Stop, StretchStart
-
-Ints = NDArray[np.int64]
+from orchdata.order.merge import Samples, SourceProgress, Span, Stage, Stop, Stretch, Supply, advance
+from orchdata.order.order import By, Ints, MixedSource, Order, SampleOrder, TokenCounts
 
 _EPOCHS_KEPT = 4
+_SPANS_KEPT = 4
+
+
+class StretchStart(NamedTuple):
+    """What each source has given and is due at the start of a stretch.
+
+    Attributes:
+        due: see `Stretch`.
+    """
+
+    progress: SourceProgress
+    due: tuple[int, ...]
+
+
+class SourcePass:
+    """One pass through all sources: an epoch of "first" and "all"; for "repeat" the whole run.
+
+    Args:
+        stages: see `MixtureOrder`.
+        number: number of the pass of each source; for "repeat" of its first.
+        given_before: tokens or samples, as in the bounds of stages, that the run has given before.
+        stretch_start: the start of a stretch inside; by default the start of the pass.
+        is_changed: whether what came before `stretch_start` does not follow from the stages.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[MixedSource],
+        stages: Sequence[Stage],
+        by: By,
+        stop: Stop,
+        *,
+        number: int,
+        given_before: int,
+        stretch_start: StretchStart | None = None,
+        is_changed: bool = False,
+    ) -> None:
+        self.by: By = by
+        self._supply = Supply(sources, by, stop, number)
+        self._stages = tuple(Stage(stage.bound - given_before, stage.periods) for stage in stages)
+        self._bounds = [stage.bound for stage in self._stages]
+        none = (0,) * len(sources)
+        self.start = SourceProgress(none, none)
+        self._earlier: SourcePass | None = None
+        self._stretch_start = stretch_start
+        if stretch_start is None:
+            first = Stretch(self._supply, self.start, [self._stage_at(0)])
+        else:
+            first = self._due_from(*stretch_start)
+            if not is_changed:
+                self._earlier = SourcePass(sources, stages, by, stop, number=number, given_before=given_before)
+        # The known stretches, from the first on, and whether these are all. It is replaced whole, and so are spans,
+        # because several threads plan steps.
+        self._known: tuple[tuple[Stretch, ...], bool] = (first,), False
+        self._spans: tuple[Span, ...] = ()
+
+    # Positions and samples
+
+    def end(self) -> SourceProgress:
+        """Return the progress at the end of the pass; not for "repeat"."""
+        return self._stretch(lambda _: False).end()
+
+    def progress_at(self, position: int) -> SourceProgress:
+        """Return the progress of each source at a position."""
+        if position < self._first.position:
+            return self._before().progress_at(position)
+        return self._progress_in(self._stretch(lambda stretch: position <= stretch.begin.position), position)
+
+    def ending_within(self, tokens: int) -> int:
+        """Return how many samples end within `tokens` tokens, which must be fewer than the pass has."""
+        if tokens < self._first.tokens:
+            return self._before().ending_within(tokens)
+        return self._ending_within(self._stretch(lambda stretch: tokens < stretch.begin.tokens), tokens)
+
+    def filled_by(self, unit: By, amount: int) -> int:
+        """Return the first position that has at least `amount` samples or tokens before it."""
+        if unit == "tokens" and self._earlier is None and 0 < amount <= self._first.tokens:
+            return self._first.position  # the last sample of an epoch reached beyond its size; then weights changed
+        return amount if unit == "samples" or not amount else self.ending_within(amount - 1) + 1
+
+    def samples(self, start: int, stop: int) -> Samples:
+        parts = []
+        if start < self._first.position:
+            parts.append(self._before().samples(start, min(stop, self._first.position)))
+            start = min(stop, self._first.position)
+        while start < stop:
+            stretch = self._stretch(lambda stretch, at=start: at < stretch.begin.position)  # type: ignore[misc]
+            span = self._span(stretch, "samples", start)
+            end = min(stop, span.first + len(span.ends), stop if stretch.stop is None else stretch.stop)
+            parts.append(span.samples.take(slice(start - span.first, end - span.first)))
+            start = end
+        return Samples.concatenate(parts)
+
+    def due(self, progress: SourceProgress) -> tuple[int, ...]:
+        """Return what each source is due at this progress, in units of 2**-DUE_BITS."""
+        return self._stretch_of(progress).due(progress.amount(self.by))
+
+    def periods(self, progress: SourceProgress) -> tuple[int, ...]:
+        """Return the periods of the last sample before; at the start of the pass, of its first sample."""
+        return self._stage_at(max(0, progress.amount(self.by) - 1)).periods
+
+    def last_change(self, progress: SourceProgress) -> StretchStart | None:
+        """Return the start of the current stretch; None in the first stretch of the pass."""
+        stretch = self._stretch_of(progress)
+        if stretch is self._known[0][0]:
+            return self._stretch_start
+        return StretchStart(stretch.begin, stretch.begin_due)
+
+    @property
+    def _first(self) -> SourceProgress:
+        return self._known[0][0].begin
+
+    def _before(self) -> SourcePass:
+        if self._earlier is None:
+            raise IndexError(
+                "this position is before the one where the weights of the mixture changed: use a loader with the "
+                "former weights, and a state from before the change"
+            )
+        return self._earlier
+
+    def _stretch_of(self, progress: SourceProgress) -> Stretch:
+        return self._stretch(lambda stretch: progress.position <= stretch.begin.position)
+
+    def _progress_in(self, stretch: Stretch, position: int) -> SourceProgress:
+        if position == stretch.begin.position:
+            return stretch.begin
+        span = self._span(stretch, "samples", position - 1)
+        counts, given = (np.array(each) for each in span.low)
+        source, tokens = (each[: position - span.first] for each in (span.samples.source, span.samples.tokens))
+        counts += np.bincount(source, minlength=len(counts))
+        given += np.bincount(source, tokens, len(given)).astype(np.int64)
+        return SourceProgress(tuple(counts.tolist()), tuple(given.tolist()))
+
+    def _ending_within(self, stretch: Stretch, tokens: int) -> int:
+        span = self._span(stretch, "tokens", tokens)
+        return span.first + int(np.searchsorted(span.ends, tokens, side="right"))
+
+    def _span(self, stretch: Stretch, unit: By, wanted: int) -> Span:
+        """Return the span around the sample at position `wanted`, or the first that ends after `wanted` tokens."""
+        spans = [span for span in self._spans if span.stretch is stretch]
+        for span in spans:
+            if span.contains(unit, wanted):
+                return span
+        # Continue from the last known span before the wanted sample.
+        near = ((each.time, each.high) for each in spans if each.high.amount(unit) <= wanted)
+        time, progress = max(near, key=lambda known: known[0], default=(0, stretch.begin))
+        span = stretch.next_span(unit, wanted, time, progress) or stretch.search(unit, wanted, time, progress)
+        self._spans = (span, *self._spans)[:_SPANS_KEPT]
+        return span
+
+    # Stages and stretches
+
+    def _stage_number(self, amount: int) -> int:
+        return max(0, bisect_right(self._bounds, amount) - 1)
+
+    def _stage_at(self, amount: int) -> Stage:
+        return self._stages[self._stage_number(amount)]
+
+    def _stretch(self, is_after: Callable[[Stretch], bool]) -> Stretch:
+        """Return the last stretch for which `is_after` is false, computing stretches as far as necessary."""
+        stretches, is_complete = self._known
+        while not is_complete and (len(stretches) == 1 or not is_after(stretches[-1])):
+            following = self._after(stretches[-1])
+            stretches, is_complete = (*stretches, *filter(None, [following])), following is None
+            self._known = stretches, is_complete
+        return stretches[bisect_left(stretches, True, lo=1, key=is_after) - 1]
+
+    def _after(self, last: Stretch) -> Stretch | None:
+        """Return the stretch after another one; None at the end of the pass."""
+        # It begins where the first stage begins that the other does not cover, unless the pass ends before, or there.
+        number = self._stage_number(last.begin.amount(self.by)) + last.num_stages
+        if number == len(self._stages):
+            return None
+        bound, endless = self._bounds[number], self._supply.endless
+        if not endless and bound >= last.end().amount(self.by):
+            return None
+        begin = self._progress_in(last, bound if self.by == "samples" else self._ending_within(last, bound - 1) + 1)
+        if not endless and begin.position >= last.end().position:
+            return None
+        amount = begin.amount(self.by)
+        if set(self._stages[number - 1].present).isdisjoint(self._stage_at(amount).present):
+            # No source of the stage before remains, so its last sample had to reach beyond its end.
+            due = last.due(amount)
+        else:
+            # A sample that reaches beyond the end of its stage counts for both stages, by its amount in each.
+            dues, limit = list(last.due(bound)), self._supply.limit
+            bounds = [bound, *(each for each in self._bounds if bound < each < amount), amount]
+            for start, stop in pairwise(bounds):
+                stage = self._stage_at(start)
+                live = [each for each in stage.present if endless or begin.counts[each] < limit(each)]
+                advance(dues, stage.periods, live, stop - start)
+            due = tuple(dues)
+        following = self._due_from(begin, due)
+        last.stop = begin.position
+        return following
+
+    def _due_from(self, begin: SourceProgress, due: tuple[int, ...]) -> Stretch:
+        """Return the stretch over the stages from here on that have the same sources."""
+        number = stop = self._stage_number(begin.amount(self.by))
+        present = self._stages[number].present
+        while stop < len(self._stages) and self._stages[stop].present == present:
+            stop += 1
+        return Stretch(self._supply, begin, self._stages[number:stop], due)
 
 
 class ResumePoint(NamedTuple):
@@ -40,7 +248,7 @@ class ResumePoint(NamedTuple):
     is_changed: bool = False
 
 
-class MixtureOrder:
+class MixtureOrder(SampleOrder):
     """The sequence of samples of every epoch of a mixture, and the tokens along it: `SampleOrder` and `Sums` in one.
 
     Rows of all sources are numbered one source after the other; `source` is the number of the source. It pickles.
@@ -66,10 +274,13 @@ class MixtureOrder:
         resumed: ResumePoint | None = None,
     ) -> None:
         self.sources = tuple(sources)
+        self.streams = self.sources[0].order.streams  # of each source
+        self.num_samples = sum(source.order.num_samples for source in self.sources)
         self.stages = joined_stages(stages)
         self.by: By = by
         self.stop: Stop = stop
         self.epoch_size = epoch_size
+        self._options: Any = {"by": by, "stop": stop, "epoch_size": epoch_size}
         self.resumed = resumed
         self._run = self._source_pass(0, 0) if stop == "repeat" else None
         self._given_before = {0: (0, 0)} | ({} if resumed is None else {resumed.epoch: resumed.given_before})
@@ -78,21 +289,20 @@ class MixtureOrder:
         self._kept_samples: tuple[tuple[int, int, int], Samples] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _mixture_order, (self.sources, self.stages, self.by, self.stop, self.epoch_size, self.resumed)
+        return partial(MixtureOrder, self.sources, self.stages, resumed=self.resumed, **self._options), ()
 
     def restaged(self, stages: Sequence[Stage], resumed: ResumePoint | None = None) -> MixtureOrder:
         """Return the same mixture with other stages, from `resumed` on if it is given."""
-        return _mixture_order(self.sources, tuple(stages), self.by, self.stop, self.epoch_size, resumed)
+        return MixtureOrder(self.sources, stages, resumed=resumed, **self._options)
 
     @property
-    def streams(self) -> int:
-        """Streams of each source."""
-        return self.sources[0].order.streams
+    def orders(self) -> tuple[Order, ...]:
+        """The order of each source."""
+        return tuple(source.order for source in self.sources)
 
-    @property
-    def num_samples(self) -> int:
-        """Samples of all sources, each counted once."""
-        return sum(source.order.num_samples for source in self.sources)
+    def sums(self, counts: TokenCounts) -> MixtureOrder:
+        """Return the sums of tokens along the order: it knows them."""
+        return self
 
     def length(self, epoch: int) -> int:
         """Return the samples of an epoch."""
@@ -113,15 +323,6 @@ class MixtureOrder:
     def of_epochs_before(self, epoch: int) -> int:
         """Return the tokens of all epochs before this one."""
         return self._epoch(epoch).start.tokens if self._run is not None else self._begins(epoch)[1]
-
-    def amount(self, epoch: int, position: int) -> int:
-        """Return what the run has given before a position of an epoch, in the unit of the bounds of stages."""
-        tokens = self.by == "tokens"
-        if self._run is not None:
-            start = self._epoch(epoch).start
-            return start.tokens + self.before(epoch, position) if tokens else start.position + position
-        samples, given = self._begins(epoch)
-        return given + self.before(epoch, position) if tokens else samples + position
 
     def before(self, epoch: int, position: int) -> int:
         """Return the tokens of the samples before a position of the epoch. Raises ValueError outside the epoch."""
@@ -289,10 +490,8 @@ def joined_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     return tuple(stage for n, stage in enumerate(stages) if not n or stage.periods != stages[n - 1].periods)
 
 
-def _mixture_order(
-    sources: Any, stages: Any, by: By, stop: Stop, epoch_size: tuple[By, int] | None, resumed: ResumePoint | None
-) -> MixtureOrder:
-    return MixtureOrder(sources, stages, by=by, stop=stop, epoch_size=epoch_size, resumed=resumed)
+AnyOrder = Order | MixtureOrder
+"""The order of samples in shards."""
 
 
 class _Epoch(NamedTuple):

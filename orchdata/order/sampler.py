@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from orchdata.loaders.errors import StateError
+from orchdata.order.order import SampleOrder
 from orchdata.order.stateful import exhaust, is_stateful, restore_states, states_of
 from orchdata.order.steps import Draw, GlobalBatches, Location, StepTask
 
@@ -34,7 +35,7 @@ _MOST_STATE_BYTES: Final = 64 << 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplerOrder:
+class SamplerOrder(SampleOrder):
     """What a plan knows of a sampler. The rows of a step come in its `StepTask`.
 
     Attributes:

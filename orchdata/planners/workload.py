@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,14 +14,13 @@ from numpy.typing import NDArray
 from orchdata.balancers.checks import checked_costs, checked_count
 from orchdata.balancers.costs.model import CostModel
 from orchdata.dataset.index_costs import IndexTokens
-from orchdata.dataset.mixed import index_of, mixture_order
+from orchdata.dataset.mixed import index_of, order_of
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.options import TokenBudgets
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.shards import above_budget, layout_costs, unchosen_rows
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.index.joined import JoinedIndex
-from orchdata.order.order import Order, Shuffle
+from orchdata.order.order import Shuffle
 from orchdata.planners.layout import LLM
 from orchdata.planners.values import Value
 from orchdata.planning.balance import Balance
@@ -141,11 +139,7 @@ class Workload(Value):
         if global_batch_tokens is not None:
             budgets = TokenBudgets(budgets=((0, amount),), drop_last=True)
             excluded = np.union1d(excluded, above_budget(counts, budgets, Balance(), excluded))
-        if isinstance(dataset, Mixture):
-            assert isinstance(index, JoinedIndex)
-            order: Any = mixture_order(dataset, index, excluded, shuffle=Shuffle(), seed=seed, multiple_of=1)
-        else:
-            order = Order(index.num_rows, shuffle=Shuffle(), seed=seed, excluded=excluded)
+        order = order_of(dataset, index, excluded, shuffle=Shuffle(), seed=seed)
         # Steps of one rank are steps of all.
         size = StepSize(amount, counts if global_batch_tokens is not None else None)
         spec, error = epoch_spec(source, order, Balance(), size, num_ranks=1), np.inf
@@ -169,8 +163,7 @@ class Workload(Value):
                 positions, tokens, costs = parts.positions, parts.tokens, parts.costs
             positions, tokens, costs = (np.maximum(each, 1) for each in (positions, tokens, costs))
             columns[phase] = Columns(offsets=offsets, positions=positions, tokens=tokens, costs=costs)
-        if not isinstance(index, JoinedIndex):
-            index.release()  # What was read of all rows, to make steps of them.
+        index.release()  # What was read of all rows, to make steps of them.
         return cls(
             steps=np.concatenate([[0], np.cumsum([len(each) for each in rows])]),
             phases=columns,

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers.assignment import loads_by_rank_and_microbatch
-from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import SampleOrder
 from orchdata.order.steps import Batches, Begin, GlobalBatches, OrderedSteps, StepTask
 from orchdata.planning.assign import stream_ranks
@@ -141,7 +140,7 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
             source, row = spec.order.rows(task.epoch, start, stop)
         else:
             start, stop, source, row = 0, len(task.rows), np.zeros(len(task.rows), np.int32), task.rows
-        stream, passes = spec.order.drawn_from(task.epoch, start, stop), _passes(spec.order, task, start, stop)
+        stream, passes = spec.order.drawn_from(task.epoch, start, stop), spec.order.passes(task.epoch, start, stop)
         is_tail = spec.evens_tail and task.step == spec.last_step(task.epoch, task.begin)
         if repeats := is_tail and len(row) % spec.num_ranks > 0:
             size = -(-len(row) // spec.num_ranks) * spec.num_ranks
@@ -187,15 +186,11 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
     )
 
 
-def _passes(order: SampleOrder, task: StepTask, start: int, stop: int) -> NDArray[np.int32] | None:
-    return order.passes(task.epoch, start, stop) if isinstance(order, MixtureOrder) else None
-
-
 def _of_sources(
     order: SampleOrder, source: NDArray[np.int32], passes: NDArray[np.int32] | None, loss_tokens: Ints
 ) -> dict[str, Any]:
     """Return the attributes of a plan that describe the sources of a mixture."""
-    if not isinstance(order, MixtureOrder):
+    if not order.sources:
         return {}
     by_source = np.zeros(len(order.sources), np.int64)
     np.add.at(by_source, source, loss_tokens)

@@ -21,10 +21,8 @@ from numpy.typing import NDArray
 from orchdata.balancers.assignment import lower_bound
 from orchdata.loaders.storage.storage import basename
 from orchdata.native.costs import sequence_costs
-from orchdata.order.mixture import MixtureOrder
-from orchdata.order.order import SampleOrder
+from orchdata.order.order import SampleOrder, TokenCounts
 from orchdata.order.steps import Begin, Location, Sums
-from orchdata.order.token_sums import TokenCounts
 from orchdata.planning.layout import Attention
 from orchdata.planning.sharing.accumulated import FixedCost
 from orchdata.planning.sharing.shares import Shares, StepSamples
@@ -171,7 +169,7 @@ class WindowBatches:
             source=source,
             row=row,
             stream=self.order.drawn_from(epoch, position, end),
-            passes=self.order.passes(epoch, position, end) if isinstance(self.order, MixtureOrder) else None,
+            passes=self.order.passes(epoch, position, end),
             tokens=np.minimum(begins + tokens, stop) - begins - first,
             first=first,
             epoch=np.full(len(row), epoch, np.int64),

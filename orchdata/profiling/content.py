@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -21,7 +22,6 @@ from orchdata.dataset.selection import columns_of, stretches
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.failures import reason_kind
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.index.table import Totals, overflow_of, sum_totals
 from orchdata.planning.balance import StepPrice
 
@@ -97,24 +97,19 @@ class _Stretch(NamedTuple):
     source: int
 
 
-def _stretches(
-    index: Index, unused: Ints, first_row: int = 0, first_shard: int = 0, source: int = 0
-) -> Iterator[_Stretch]:
-    if isinstance(index, JoinedIndex):
-        shard = first_shard
-        for number, (part, row) in enumerate(zip(index.indexes, index.first_rows[:-1].tolist(), strict=True)):
-            yield from _stretches(part, unused, row, shard, number)
-            shard += len(part.shards)
-        return
-    columns = columns_of(index)
-    for start, stop in stretches(index):
-        low, high = np.searchsorted(unused, [first_row + start, first_row + stop])
-        kept = index.piece[start:stop] == 0
-        kept[unused[low:high] - first_row - start] = False
-        if kept.any():
-            tokens = [columns[f"{name}_tokens"](start, stop)[kept] for name in index.modalities]
-            shard = index.shard[start:stop][kept].astype(np.int64) + first_shard
-            yield _Stretch(np.stack(tokens).astype(np.int64), shard, int(shard.min()), source)
+def _stretches(index: Index, unused: Ints) -> Iterator[_Stretch]:
+    first_shard = 0
+    for source, (part, first_row) in enumerate(zip(index.indexes, index.first_rows.tolist(), strict=False)):
+        columns = columns_of(part)
+        for start, stop in stretches(part):
+            low, high = np.searchsorted(unused, [first_row + start, first_row + stop])
+            kept = part.piece[start:stop] == 0
+            kept[unused[low:high] - first_row - start] = False
+            if kept.any():
+                tokens = [columns[f"{name}_tokens"](start, stop)[kept] for name in part.modalities]
+                shard = part.shard[start:stop][kept].astype(np.int64) + first_shard
+                yield _Stretch(np.stack(tokens).astype(np.int64), shard, int(shard.min()), source)
+        first_shard += len(part.shards)
 
 
 def _two_largest(names: Sequence[str], totals: Totals) -> tuple[int, int | None]:
@@ -243,21 +238,17 @@ def chosen_totals(index: Index, left_out: NDArray[np.int64], *, until: float | N
     included), bad, bytes, llm_tokens, loss_tokens, overflow, and for each modality samples, parts and tokens. `until`
     is as for `stretches`.
     """
-    if not len(left_out):
-        return index.totals
-    if isinstance(index, JoinedIndex):
-        return sum_totals(totals_of_sources(index, left_out, until=until))
-    columns = columns_of(index)
-    return sum_totals(
-        [_stretch_totals(index, columns, *stretch, left_out) for stretch in stretches(index, until=until)]
-    )
+    return sum_totals(totals_of_sources(index, left_out, until=until)) if len(left_out) else index.totals
 
 
-def totals_of_sources(index: JoinedIndex, left_out: NDArray[np.int64], *, until: float | None = None) -> list[Totals]:
+def totals_of_sources(index: Index, left_out: NDArray[np.int64], *, until: float | None = None) -> list[Totals]:
     """Return the same of each source whose index is joined."""
-    bounds = np.searchsorted(left_out, index.first_rows)
-    parts = zip(index.indexes, index.first_rows[:-1].tolist(), bounds[:-1], bounds[1:], strict=True)
-    return [chosen_totals(part, left_out[low:high] - first, until=until) for part, first, low, high in parts]
+    totals, bounds = [], np.searchsorted(left_out, index.first_rows)
+    for part, first, (low, high) in zip(index.indexes, index.first_rows.tolist(), pairwise(bounds), strict=False):
+        own, columns = left_out[low:high] - first, columns_of(part) if low < high else {}
+        found = (_stretch_totals(part, columns, *each, own) for each in stretches(part, until=until))
+        totals.append(sum_totals([*found]) if low < high else part.totals)
+    return totals
 
 
 def _stretch_totals(

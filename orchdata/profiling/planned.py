@@ -18,10 +18,9 @@ from orchdata.balancers.costs.model import CostModel
 from orchdata.dataset.index_costs import IndexCosts
 from orchdata.dataset.shards import layout_costs
 from orchdata.loaders.index.index import Index
-from orchdata.order.mixture import MixtureOrder
-from orchdata.order.order import Order, SampleOrder
-from orchdata.order.steps import Batches, GlobalBatches, StepTask, Sums, TokenBatches
-from orchdata.order.token_sums import TokenCounts, TokenSums
+from orchdata.order.mixture import AnyOrder
+from orchdata.order.order import MixedSource, SampleOrder, TokenCounts
+from orchdata.order.steps import Batches, GlobalBatches, StepTask, TokenBatches
 from orchdata.planning.balance import AssignmentKind, Balance, Scope
 from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, row_lengths
 from orchdata.planning.make_plan import PlanSpec, SampleCosts, make_plan
@@ -136,14 +135,6 @@ def _planned(spec: PlanSpec, task: StepTask, priced: tuple[str, ...], num_peers:
     )
 
 
-AnyOrder = Order | MixtureOrder
-
-
-def sums_of(order: AnyOrder, counts: TokenCounts) -> Sums:
-    """Return the sums of tokens along an order; a mixture has its own."""
-    return order if isinstance(order, MixtureOrder) else TokenSums(order, counts)
-
-
 class StepSize(NamedTuple):
     """Size of a step over all ranks: `amount` samples, or LLM tokens counted by `counts`."""
 
@@ -160,7 +151,7 @@ def epoch_spec(source: SampleCosts, order: AnyOrder, balance: Balance, size: Ste
     """Return the spec of an epoch of `order`: of whole steps, or of one with all samples if they are less than that."""
     batches: Batches = GlobalBatches(size=size.amount, drop_last=order.length(0) >= size.amount)
     if size.counts is not None:
-        sums = sums_of(order, size.counts)
+        sums = order.sums(size.counts)
         batches = TokenBatches(sums=sums, budgets=((0, size.amount),), drop_last=sums.of_epoch(0) >= size.amount)
     return PlanSpec(costs=source, order=order, batches=batches, balance=balance, num_ranks=num_ranks)
 
@@ -217,6 +208,8 @@ class KnownSteps:
     def __init__(self, order: SampleOrder) -> None:
         self.order, self.num_samples, self.length = order, order.num_samples, order.length
         self.rows, self.drawn_from = cache(order.rows), cache(order.drawn_from)
+        self.sources: tuple[MixedSource, ...] = ()
+        self.by, self.passes = order.by, lambda epoch, start, stop: None
 
 
 def padding_of_layouts(
@@ -371,7 +364,7 @@ def make_scale(
 
     # Steps of as many tokens, and the steps in a row that show which group reads what.
     if size.counts is None and not limited:
-        mean = max(1, sums_of(global_order, counts).of_epoch(0) // global_order.length(0))
+        mean = max(1, global_order.sums(counts).of_epoch(0) // global_order.length(0))
         in_tokens = StepSize(size.amount * mean, counts)
         spec = epoch_spec(source, global_order, tried["joint"].balance, in_tokens, num_ranks=ranks)
         planned |= planned_of({"tokens": spec})

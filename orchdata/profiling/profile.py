@@ -22,7 +22,7 @@ import orchdata
 from orchdata.balancers.costs.model import CostModel
 from orchdata.dataset.arguments import check_teams
 from orchdata.dataset.index_costs import IndexTokens
-from orchdata.dataset.mixed import index_of, mixture_order, text_is_bytes
+from orchdata.dataset.mixed import index_of, order_of, text_is_bytes
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.options import TokenBudgets
 from orchdata.dataset.shard_dataset import ShardDataset
@@ -41,7 +41,6 @@ from orchdata.engines.warm import Warming
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import ShardError
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.open import by_identity, open_indexed
@@ -50,8 +49,8 @@ from orchdata.loaders.shards.tar import bytes_read_together
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.paths import PARQUET_SUFFIXES, RECORD_SUFFIXES, suffix_of
 from orchdata.loaders.text.jinja import JinjaTemplate
-from orchdata.order.mixture import MixtureOrder
-from orchdata.order.order import Order, Shuffle
+from orchdata.order.mixture import AnyOrder
+from orchdata.order.order import Shuffle
 from orchdata.planning.balance import Balance
 from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, window_length
 from orchdata.planning.teams import Teams
@@ -65,7 +64,7 @@ from orchdata.profiling.content import (
     split_failures,
     totals_of_sources,
 )
-from orchdata.profiling.planned import AnyOrder, StepSize, epoch_spec, make_scale, padding_of_layouts
+from orchdata.profiling.planned import StepSize, epoch_spec, make_scale, padding_of_layouts
 from orchdata.profiling.summary import call_of, findings
 
 DEFAULT_RANKS: Final = (8, 64, 512, 2560)
@@ -155,7 +154,7 @@ class Profile(Figures):
             StorageError: the file cannot be written.
         """
         # A shard that changed since it was indexed has samples that cannot be read.
-        index = index_of(dataset, check=False) if dataset is not None and samples else None
+        index = index_of(dataset, lambda each: each.index(check=False)) if dataset is not None and samples else None
         orchdata._views().write_report(self, path, dataset, index, samples)
 
 
@@ -289,12 +288,9 @@ def profile(
     whole = balance if balance.teams is None else replace(balance, teams=None, oversize="own")
     fewest = fewest_ranks(source, balance, excluded)
 
-    def order_of(streams: int) -> AnyOrder:
-        shuffle = Shuffle(streams=streams)
-        if not isinstance(dataset, Mixture):
-            return Order(index.num_rows, shuffle=shuffle, seed=seed, excluded=excluded)
-        assert isinstance(index, JoinedIndex)
-        return mixture_order(dataset, index, excluded, shuffle=shuffle, seed=seed, multiple_of=counts.multiple_of)
+    def order_in(streams: int) -> AnyOrder:
+        shuffle, multiple_of = Shuffle(streams=streams), counts.multiple_of
+        return order_of(dataset, index, excluded, shuffle=shuffle, seed=seed, multiple_of=multiple_of)
 
     # Describe the samples, and plan each number of ranks.
     good = np.delete(np.arange(index.num_rows), unused)
@@ -302,9 +298,8 @@ def profile(
     overflow = totals["overflow"]
     bad_samples, failed_shards = split_failures(index, bad)
     reads = _read_amplification(index, good, totals["bytes"], dataset)
-    content = content_of(
-        index, unused, totals, [leaf.name for leaf in dataset.leaves] if isinstance(dataset, Mixture) else []
-    )
+    sources = _sources(order_in(1))
+    content = content_of(index, unused, totals, list(sources))
     most = Balance(assignment="per_phase")
     Warming(
         kernel_families(most, max(ranks) * encoder_peers, phases=source.phases, padded=True, decodes=False, fixed=True)
@@ -313,7 +308,7 @@ def profile(
         make_scale(
             source,
             whole,
-            order_of,
+            order_in,
             ranks=num_ranks,
             batch_size=batch_size,
             batch_tokens=batch_tokens,
@@ -331,22 +326,20 @@ def profile(
     phases, largest, longest = measure_phases(source, good, excluded, price, main.samples / main.ranks, encoder_peers)
     # Padding of each layout, planned on the ranks that a summary speaks of.
     size = StepSize.of(main.ranks, batch_size, batch_tokens, counts)
-    alone = [] if dataset is None or isinstance(dataset, Mixture) else [dataset.recipe]
-    recipes = [leaf.dataset.recipe for leaf in dataset.leaves] if isinstance(dataset, Mixture) else alone
+    recipes = [] if dataset is None else [leaf.dataset.recipe for leaf in dataset.leaves]
     known = recipes[0].modalities if recipes else {}  # as batches of a mixture have them
     dummies = {name: known[name].dummy().tokens if name in known else 1 for name in index.modalities[1:]}
     layouts = padding_of_layouts(
         index,
         cost,
         whole,
-        lambda costs, its: epoch_spec(costs, order_of(main.global_streams), its, size, num_ranks=main.ranks),
+        lambda costs, its: epoch_spec(costs, order_in(main.global_streams), its, size, num_ranks=main.ranks),
         multiple_of=layout.multiple_of,
         dummies=dummies if layout.empty == "dummy" else None,
         length=length,
         longest=longest,
         tokens_per_rank=main.settings["joint"].tokens / main.ranks,
     )
-    sources = _sources(order_of(1))
     unread = unread_of(dataset, index)
     return Profile(
         shards=len(index.shards),
@@ -422,9 +415,8 @@ def _call_of(teams: Teams) -> str:
 
 
 def _sources(order: AnyOrder) -> dict[str, Figures]:
-    if not isinstance(order, MixtureOrder):
-        return {}
-    total = order.of_epoch(0)
+    given = order.given(0)
+    total = sum(tokens for _, tokens in given)
     return {
         source.name: Figures(
             samples=samples,
@@ -433,7 +425,7 @@ def _sources(order: AnyOrder) -> dict[str, Figures]:
             usable=source.order.num_samples,
             passes=samples / source.order.num_samples,
         )
-        for source, (samples, tokens) in zip(order.sources, order.given(0), strict=True)
+        for source, (samples, tokens) in zip(order.sources, given, strict=True)
     }
 
 
@@ -441,7 +433,7 @@ def _epoch(
     index: Index, unchosen: NDArray[np.int64], sources: Mapping[str, Figures], content: Figures
 ) -> dict[str, Figures]:
     """Return what an epoch of a mixture delivers of each modality, if sources give what their samples are made of."""
-    if not isinstance(index, JoinedIndex) or not sources:
+    if not sources:
         return {}
     given, parts = list(sources.values()), content.sources
     totals = [source["modalities"] for source in totals_of_sources(index, unchosen)]

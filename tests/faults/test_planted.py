@@ -60,7 +60,7 @@ def test_each_fits_the_code_and_names_tests_that_exist(fault: Fault, tmp_path: P
     check(fault, tmp_path)
 
 
-PLACE = "orchdata/order/listed.py"
+PLACE = "orchdata/order/order.py"
 LINE = '        return super().describe() | {"rows": self._digest}'
 DIFF = f"--- a/{PLACE}\n+++ b/{PLACE}\n@@ -1 +1 @@\n-{LINE}\n+{LINE.replace('_digest', '_rows')}\n"
 HEAD = "# tests/orchdata/test_own_orders.py::test_samples_come_in_the_order_of_an_array\n"
@@ -76,10 +76,10 @@ def written(folder: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (HEAD + DIFF.replace("super()", "other()"), "0 places of orchdata/order/listed.py have these lines.*renew"),
-        (HEAD + DIFF.replace(LINE, "", 2), "places of orchdata/order/listed.py have these lines, and one should"),
-        (HEAD + DIFF.replace("listed", "gone"), "no orchdata/order/gone.py: renew the patch"),
-        (HEAD + DIFF.replace("order/listed", "hf/images"), "hf/images"),
+        (HEAD + DIFF.replace("super()", "other()"), "0 places of orchdata/order/order.py have these lines.*renew"),
+        (HEAD + DIFF.replace(LINE, "", 2), "places of orchdata/order/order.py have these lines, and one should"),
+        (HEAD + DIFF.replace("order/order", "order/gone"), "no orchdata/order/gone.py: renew the patch"),
+        (HEAD + DIFF.replace("order/order", "hf/images"), "hf/images"),
         (HEAD.replace("samples_come", "nothing_comes") + DIFF, "test_nothing_comes"),
         (HEAD + DIFF + "+\n" * 6, "6"),
         (HEAD, "it changes nothing"),
@@ -131,4 +131,4 @@ def test_what_is_harmless_survives_and_what_ends_otherwise_is_broken(tmp_path: P
     output = capfd.readouterr().out
     assert "order-excluded-sample-comes: caught by test_no_shuffle" in output
     assert "harmless: SURVIVED" in output and "broken: BROKEN: cannot be imported" in output
-    assert "outdated: BROKEN: 0 places of orchdata/order/listed.py have these lines" in output
+    assert "outdated: BROKEN: 0 places of orchdata/order/order.py have these lines" in output

@@ -9,10 +9,9 @@ import numpy as np
 from listed_tokens import Listed
 from numpy.typing import NDArray
 
-from orchdata.order.merge import MixedSource, Stage
+from orchdata.order.merge import Stage
 from orchdata.order.mixture import MixtureOrder
-from orchdata.order.order import Order, Shuffle
-from orchdata.order.token_sums import TokenSums
+from orchdata.order.order import MixedSource, Order, Shuffle, TokenSums
 
 Ints = NDArray[np.int64]
 

@@ -18,6 +18,7 @@ from orchdata.building.media_pages import MediaPages, MediaSlots
 from orchdata.building.pages import Pages
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import BuiltStep
+from orchdata.order.order import SampleOrder
 from orchdata.order.steps import StepTask
 
 COST = od.CostModel(image=od.PhaseCost(1.0), audio=od.PhaseCost(2.0), llm=od.PhaseCost(3.0))
@@ -52,7 +53,7 @@ class Filled:
         return self.pieces[-1]
 
 
-class Repeating:
+class Repeating(SampleOrder):
     """An order in which rows come more than once, as in a mixture of data sets."""
 
     def __init__(self, rows: list[int]) -> None:

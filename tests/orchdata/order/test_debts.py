@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixture_cases import Ints, digest_of, periods_of, single_stage, sources_of
 
-from orchdata.order.merge import By, Stage, StretchStart
-from orchdata.order.mixture import MixtureOrder
-from orchdata.order.order import Shuffle
+from orchdata.order.merge import Stage
+from orchdata.order.mixture import MixtureOrder, StretchStart
+from orchdata.order.order import By, Shuffle
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "single_stage.json").read_text())["digests"]
 

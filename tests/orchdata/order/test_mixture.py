@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from listed_tokens import Listed
 from numpy.typing import NDArray
 
-from orchdata.order.merge import By, MixedSource, SourcePass, SourceProgress, Stage, Stop, Stretch, StretchStart
-from orchdata.order.mixture import MixtureOrder
-from orchdata.order.order import Order, Shuffle
+from orchdata.order.merge import Stage, Stop, Stretch
+from orchdata.order.mixture import MixtureOrder, SourcePass, StretchStart
+from orchdata.order.order import By, MixedSource, Order, Shuffle, TokenSums
 from orchdata.order.steps import Begin, TokenBatches
-from orchdata.order.token_sums import TokenSums
 
 Ints = NDArray[np.int64]
 
@@ -169,10 +168,6 @@ def test_one_stage_is_the_merge_by_virtual_times(order: MixtureOrder, data: st.D
             assert order.before(epoch, start) == (int(ends[start - 1]) if start else 0)
             tokens = data.draw(st.integers(0, order.of_epoch(epoch)))
             assert order.position(epoch, tokens) == np.searchsorted(ends, tokens, side="right")
-        before = sum(sample.tokens if order.by == "tokens" else 1 for each in expected[:epoch] for sample in each)
-        at = data.draw(st.integers(0, len(mine)))
-        given = sum(sample.tokens if order.by == "tokens" else 1 for sample in mine[:at])
-        assert order.amount(epoch, at) == before + given
 
 
 @given(order=mixtures(), data=st.data())
@@ -305,17 +300,17 @@ def test_threads_that_look_for_stages_at_once_find_the_same(monkeypatch: pytest.
     sources = sources_of([np.full(900, 3), np.full(700, 5)], Shuffle())
     stages = [Stage(0, (1 << 16, 1 << 16)), Stage(2_000, (1 << 16, 4 << 16)), Stage(4_000, (9 << 16, 1 << 16))]
     order, alone = (MixtureOrder(sources, stages, stop="repeat", epoch_size=("tokens", 9_000)) for _ in range(2))
-    has_looked, goes_on, progress_after = threading.Event(), threading.Event(), SourcePass._progress_after
+    has_looked, goes_on, after = threading.Event(), threading.Event(), SourcePass._after
 
-    def reached_late(source_pass: SourcePass, stretch: Stretch, amount: int) -> SourceProgress | None:
-        result = progress_after(source_pass, stretch, amount)
+    def found_late(source_pass: SourcePass, last: Stretch) -> Stretch | None:
+        result = after(source_pass, last)
         if threading.current_thread() is late and not has_looked.is_set():
             has_looked.set()
             assert goes_on.wait(60)
         return result
 
     late = threading.Thread(target=order.length, args=(0,))
-    monkeypatch.setattr(SourcePass, "_progress_after", reached_late)
+    monkeypatch.setattr(SourcePass, "_after", found_late)
     late.start()
     assert has_looked.wait(60)
     length = order.length(0)  # past all stages, while the other has computed the first

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from listed_tokens import Listed
 from numpy.typing import NDArray
 
-from orchdata.order.order import Order, Shuffle
+from orchdata.order.order import Order, Shuffle, TokenSums
 from orchdata.order.steps import Begin, TokenBatches
-from orchdata.order.token_sums import TokenSums
 
 Ints = NDArray[np.int64]
 
