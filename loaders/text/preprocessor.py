@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain, groupby
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -476,25 +476,13 @@ class FastTokenizer:
 
 
 def _groups(texts: Sequence[str], add_special_tokens: Sequence[bool]) -> Iterator[tuple[list[int], list[str], bool]]:
-    """Yield (numbers of texts, these texts, their flag), so that each group can be one call."""
+    """Yield (numbers of texts, these texts, their flag), so that each group can be one call of not too much text."""
     for added in (False, True):
-        mine = [number for number, each in enumerate(add_special_tokens) if each == added]
-        for numbers in _batches(mine, texts):
-            yield numbers, [texts[number] for number in numbers], added
-
-
-def _batches(numbers: Sequence[int], texts: Sequence[str]) -> Iterator[list[int]]:
-    """Group the numbers of texts, in order, so that one call has not too many characters."""
-    batch: list[int] = []
-    characters = 0
-    for number in numbers:
-        if batch and characters + len(texts[number]) > _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-        batch.append(number)
-        characters += len(texts[number])
-    if batch:
-        yield batch
+        numbers = [number for number, each in enumerate(add_special_tokens) if each == added]
+        ends = accumulate(len(texts[number]) for number in numbers)
+        for _, group in groupby(zip(numbers, ends, strict=True), key=lambda each: each[1] // _BATCH_CHARACTERS):
+            some = [number for number, _ in group]
+            yield some, [texts[number] for number in some], added
 
 
 def _arrays(encoding: Any) -> Encoded:

@@ -471,9 +471,14 @@ def render_chat(chat: Chat, template: JinjaTemplate, words: MediaWords) -> list[
     text, generated = template.render(messages, chat.inputs, work=work)
     marks = {mark: name for name, mark in slots}
     media = _find_media(text, marks)
-    _check_media(
-        Counter(item.modality for item in chat.placeholders), Counter(name for _, _, name in media), words.slots
-    )
+    placed = Counter(item.modality for item in chat.placeholders)
+    rendered = Counter(name for _, _, name in media)
+    for name in sorted(placed.keys() | rendered.keys()):
+        if placed[name] != rendered[name]:
+            mark = words.slots.get(name, f"<{name}>")
+            raise DecodeError(
+                f"the chat places {placed[name]} of {name}, and its chat template renders {mark} {rendered[name]} times"
+            )
     check_rest(chat, template, text, work)
     # Find the spans with loss: by a cached outline, or else after a check that nothing is lost.
     spans = known_spans(chat, messages, template, slots, text, work)
@@ -518,12 +523,3 @@ def _check_marks(chat: Chat, slots: Slots) -> None:
         for name, mark in slots:
             if mark in phrase:
                 raise DecodeError(holds_mark(name, mark))
-
-
-def _check_media(wanted: Counter[str], rendered: Counter[str], marks: Mapping[str, str]) -> None:
-    for name in sorted(wanted.keys() | rendered.keys()):
-        if wanted[name] != rendered[name]:
-            mark = marks.get(name, f"<{name}>")
-            raise DecodeError(
-                f"the chat places {wanted[name]} of {name}, and its chat template renders {mark} {rendered[name]} times"
-            )

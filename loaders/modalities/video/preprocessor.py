@@ -28,6 +28,8 @@ from orchdata.loaders.modalities.video.timeline import sampled
 from orchdata.native.scan.media import FOUND
 
 _FINEST: Final = 1_000_000
+_OF_PICTURES: Final = "patch_size merge min_tokens temporal_patch_size mean std resizer resample dtype".split()
+"""Parameters that images have too."""
 UNREAD: Final = tuple("avi wmv flv mpg mpeg m2ts mts ogv".split())
 """Videos too; their error says what to do, because a sample without its clip would be learned as text only."""
 _PIXEL_BYTES: Final = 32
@@ -283,17 +285,6 @@ def _is_number(value: Any) -> bool:
 def _picture(pre: VideoPreprocessor, max_tokens: int) -> ImagePreprocessor:
     """Return how one picture of a clip is prepared, within `max_tokens`."""
     try:
-        return ImagePreprocessor(
-            patch_size=pre.patch_size,
-            merge=pre.merge,
-            min_tokens=pre.min_tokens,
-            max_tokens=max_tokens,
-            temporal_patch_size=pre.temporal_patch_size,
-            mean=pre.mean,
-            std=pre.std,
-            resizer=pre.resizer,
-            resample=pre.resample,
-            dtype=pre.dtype,
-        )
+        return ImagePreprocessor(max_tokens=max_tokens, **{name: getattr(pre, name) for name in _OF_PICTURES})
     except ValueError as error:
         raise ValueError(str(error).replace("ImagePreprocessor", "VideoPreprocessor")) from None
