@@ -117,7 +117,7 @@ def prepare_map_style(arguments: Arguments) -> PreparedDataset:
             "dataset": {
                 "type": type(dataset).__name__,
                 "num_samples": num_indexed,
-                "costs": None if values is None else _digest(values),
+                "costs": None if values is None else hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest(),
             },
             "order": order.describe(),
             **batches.describe(),
@@ -244,7 +244,3 @@ def _map_costs(arguments: Arguments) -> tuple[Ints | None, list[DataError]]:
     if num_samples and int(values.min()) < 0:
         raise ValueError(f"costs are at least 0, sample {int(values.argmin())} has {int(values.min())}")
     return values.astype(np.int64), []
-
-
-def _digest(values: Ints) -> str:
-    return hashlib.blake2b(np.ascontiguousarray(values).tobytes(), digest_size=8).hexdigest()

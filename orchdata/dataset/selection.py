@@ -75,10 +75,6 @@ class Filter:
         """Return a JSON-safe description, equal for equal selections."""
         return {"filter": self.text} | ({"digest": self.digest} if self.digest else {})
 
-    def names(self) -> frozenset[str]:
-        """Return the words of the expression: names of columns, and more."""
-        return frozenset(_WORD.findall(self.text))
-
     def keeps(self, index: Index, start: int, stop: int, own: OwnColumns = NO_COLUMNS) -> NDArray[np.bool_]:
         """Return which of the rows [start, stop), of whole samples, are chosen: bool (stop - start,), equal for all
         pieces of a sample; `own` are the user's own columns.
@@ -86,7 +82,7 @@ class Filter:
         import pyarrow as pa
 
         makers = {**columns_of(index), **own}
-        words = self.names()
+        words = set(_WORD.findall(self.text))  # names of columns, and more
         names = [name for name in makers if name in words]
         columns = {name: makers[name](start, stop) for name in names}
         table = pa.table({**columns, _ROW: np.arange(stop - start)})

@@ -10,7 +10,7 @@ from rank_jobs import run_rank
 from shard_factory import RECIPE
 
 import orchdata as od
-from orchdata.dataset import indexed as found
+from orchdata.dataset import shard_dataset as found
 
 
 def work(folder: str) -> dict[str, Any]:

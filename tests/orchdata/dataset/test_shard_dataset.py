@@ -55,6 +55,9 @@ def keys(dataset: od.ShardDataset) -> list[str]:
     return [dataset[i].key for i in range(len(dataset))]
 
 
+keys_of = keys
+
+
 ALL = [f"{part}-{number:02d}" for part in range(2) for number in range(20)]
 
 
@@ -220,12 +223,6 @@ def test_what_was_chosen_is_part_of_the_state(folder: Path) -> None:
         od.DataLoader(dataset, batch_size=2, dp=(0, 1)).load_state_dict(state)
 
 
-def batches(folder: Path, **options: Any) -> list[tuple[list[str], torch.Tensor]]:
-    dataset = od.ShardDataset([str(folder / "*.jsonl")], media_root=folder / "images")
-    loader = od.DataLoader(dataset, global_batch_size=6, shuffle=True, seed=3, dp=(0, 1), **options)
-    return [([key for _, key in batch.sample_ids], batch.image.patches.clone()) for batch in loader]
-
-
 def test_a_file_that_goes_missing_while_training_is_skipped_and_counted(folder: Path) -> None:
     dataset = dataset_of(folder)
     loader = od.DataLoader(
@@ -236,10 +233,6 @@ def test_a_file_that_goes_missing_while_training_is_skipped_and_counted(folder: 
     assert delivered(loader) == wanted
     failures = loader.stats()["failures"]
     assert failures["count"] == 1 and "'1/6.png': no such file" in str(failures)
-
-
-def keys_of(dataset: od.ShardDataset) -> list[str]:
-    return [dataset[number].key for number in range(len(dataset))]
 
 
 def test_slices_and_numbers_count_as_the_data_set_does(folder: Path) -> None:
