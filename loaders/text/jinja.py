@@ -159,6 +159,17 @@ class JinjaTemplate:
             said = str(error)[:_MESSAGE_CHARACTERS]  # a template may quote the sample, and all of it
             raise DecodeError(f"the chat template refuses it: {type(error).__name__}: {said}") from error
 
+    def rendered(
+        self, messages: Sequence[Message], inputs: Inputs, *, prompt: bool = False, work: Work | None = None
+    ) -> tuple[str, Spans] | None:
+        """`render`, but None if the template rejects the chat. Raises TooMuchWork."""
+        try:
+            return self.render(messages, inputs, prompt=prompt, work=work)
+        except TooMuchWork:
+            raise
+        except DecodeError:
+            return None
+
     def start(self) -> None:
         """Compile it in this process. Raises ImportError without jinja."""
         for source in filter(None, (self.source, self.tool_source)):

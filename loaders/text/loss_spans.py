@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.text.jinja import TRAINED_ROLE, Inputs, JinjaTemplate, Message, Spans, TooMuchWork, Work
+from orchdata.loaders.text.jinja import TRAINED_ROLE, Inputs, JinjaTemplate, Message, Spans, Work
 
 _ANSWER: Final = "Zq8qZ"
 _BEFORE: Final = "Zq9qZ"
@@ -94,12 +94,8 @@ class _Template:
 
     def rendered(self, messages: Sequence[Message], *, prompt: bool = False) -> str | None:
         """Return a rendering of other turns; None if the template rejects them."""
-        try:
-            return self.template.render(messages, self.inputs, prompt=prompt, work=self.work)[0]
-        except TooMuchWork:
-            raise
-        except DecodeError:
-            return None
+        rendered = self.template.rendered(messages, self.inputs, prompt=prompt, work=self.work)
+        return None if rendered is None else rendered[0]
 
 
 @dataclass(frozen=True)

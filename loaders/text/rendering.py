@@ -78,12 +78,8 @@ def rendered_by(
     template: JinjaTemplate, messages: Sequence[Message], inputs: Inputs = NO_INPUTS, work: Work | None = None
 ) -> str:
     """Return a rendering; "" if the template rejects the chat."""
-    try:
-        return template.render(messages, inputs, work=work)[0]
-    except TooMuchWork:
-        raise
-    except DecodeError:
-        return ""
+    rendered = template.rendered(messages, inputs, work=work)
+    return "" if rendered is None else rendered[0]
 
 
 def _shows_items(text: str) -> int:
@@ -445,12 +441,10 @@ def _outline(template: JinjaTemplate, slots: Slots, shape: Shape, work: Work) ->
         one = not listed and all(isinstance(item, dict) for item in items)
         content = "".join(item["text"] for item in items) if one else items
         messages.append(adapted_turn({"role": role, "content": content}, forms, marks))
-    try:
-        text, generated = template.render(messages, NO_INPUTS, work=work)
-    except TooMuchWork:
-        raise
-    except DecodeError:
+    rendered = template.rendered(messages, NO_INPUTS, work=work)
+    if rendered is None:
         return None
+    text, generated = rendered
     # Locate the words in its rendering: each must come once.
     words = list(re.finditer(r"Zw(\d+)wZ", text))
     order = tuple(int(word[1]) for word in words)
