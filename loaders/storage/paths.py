@@ -44,13 +44,12 @@ Matching = Callable[[str], Iterable[str]]
 
 
 def expand_paths(
-    paths: Paths, *, check: bool = True, own: Callable[[str], bool] | None = None, matching: Matching | None = None
+    paths: Paths, *, own: Callable[[str], bool] | None = None, matching: Matching | None = None
 ) -> list[str]:
     """Expand `a::b` and braces (as webdataset does: `{000..127}`, `{a,b}`), then globs (sorted), of one path or a list.
     Paths may be `file:` URLs, and URLs of objects of storage, which are not looked at.
 
     Args:
-        check: check that each shard exists. Without it, only globs touch the file system.
         own: whether a container of the user's claims a path; these are asked first.
         matching: lists the objects of a pattern; without it, there may be no such patterns.
 
@@ -67,7 +66,7 @@ def expand_paths(
     source: dict[str, str] = {}
     for entry in given:
         for pattern in _texts(entry):
-            for path in _expand(pattern, literal=not isinstance(entry, str), check=check, own=own, matching=matching):
+            for path in _expand(pattern, literal=not isinstance(entry, str), own=own, matching=matching):
                 name = same_name(path) if is_remote(path) else os.path.normpath(path)
                 shown = without_secrets(pattern) if is_remote(path) else pattern
                 if name in source:
@@ -129,7 +128,7 @@ def _text(path: str) -> str:
 
 
 def _expand(
-    pattern: str, *, literal: bool, check: bool, own: Callable[[str], bool] | None, matching: Matching | None
+    pattern: str, *, literal: bool, own: Callable[[str], bool] | None, matching: Matching | None
 ) -> Iterator[str]:
     if is_remote(pattern):
         yield from _expand_remote(pattern, matching)
@@ -146,12 +145,11 @@ def _expand(
                 raise FileNotFoundError(f"no file matches {named}")
             yield from matches
             continue
-        if check:
-            if is_folder(path) and not (own is not None and own(path)):
-                yield from _shards_of_folder(path, named)
-                continue
-            if not is_there(path):
-                raise FileNotFoundError(f"no such shard: {named}")
+        if is_folder(path) and not (own is not None and own(path)):
+            yield from _shards_of_folder(path, named)
+            continue
+        if not is_there(path):
+            raise FileNotFoundError(f"no such shard: {named}")
         yield path
 
 
@@ -180,13 +178,15 @@ def needs_listing(paths: Paths) -> bool:
 
 def _in_braces(pattern: str) -> list[str]:
     """Return the paths that braces stand for."""
-    expanded: list[str] | None = None
-    if not any(_is_long(*found) for found in _RANGE.findall(pattern)):
-        try:
-            expanded = list(islice(braceexpand.braceexpand(pattern), _MOST_PATHS + 1))
-        except (ValueError, RecursionError):  # which shows the pattern, and that may have a password
-            raise ValueError(f"{without_secrets(pattern)!r}: unbalanced braces") from None
-    if expanded is None or len(expanded) > _MOST_PATHS:
+    too_many = any(_is_long(*found) for found in _RANGE.findall(pattern))
+    try:
+        if not too_many:  # counted before the names are put together, which takes longer
+            parts = braceexpand.parse_pattern(pattern, True)  # type: ignore[attr-defined]
+            too_many = any(True for _ in islice(parts, _MOST_PATHS, None))
+        expanded: list[str] = [] if too_many else list(braceexpand.braceexpand(pattern))
+    except (ValueError, RecursionError):  # which shows the pattern, and that may have a password
+        raise ValueError(f"{without_secrets(pattern)!r}: unbalanced braces") from None
+    if too_many:
         raise ValueError(
             f"{without_secrets(pattern)[:80]!r}: its braces stand for more than {_MOST_PATHS:,} paths: give a glob, as "
             "in 'train-*.tar', or a list of patterns"

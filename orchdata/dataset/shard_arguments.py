@@ -66,7 +66,7 @@ def _checked_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
 def _given_urls(paths: Sequence[str | PathLike[str]]) -> dict[str, str]:
     """Return URL without secrets -> the URL as given, of all URLs that have a query or a password."""
     secret = [each for each in paths if isinstance(each, str) and is_remote(each) and _has_secret(each)]
-    return {identity(url): url for url in expand_paths(secret, check=False)} if secret else {}
+    return {identity(url): url for url in expand_paths(secret)} if secret else {}
 
 
 def _has_secret(url: str) -> bool:

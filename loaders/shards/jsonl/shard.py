@@ -89,8 +89,17 @@ class JsonLinesShard(Shard):
         return ContentDigest(self._file).hexdigest()
 
     def media_state(self) -> str:
-        """Return a digest of which named files exist, their sizes and modification times; "" if no file is named."""
-        return media_state(self._reader, self._limits)
+        """Return a digest of which named files exist, their sizes and modification times; "" if no file is named. It is
+        that of the facts, without reading any of them.
+        """
+        reader, states = self._reader, MediaStates()
+        media = (one for record in reader.all() for one in _Read.of(record, reader, self._limits).media)
+        named = (file.path for one in media for file in one.parts())
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="orchdata-media") as pool:
+            for some in _batches(named, _CHUNK):
+                _prepare(reader.folder, some)
+                states.add(mapped(pool, lambda path: _state(path, reader.folder), some))
+        return states.digest()
 
     @property
     def folder(self) -> Folder | None:
@@ -329,18 +338,6 @@ def scan(reader: RecordReader, limits: Limits, most: int | None = None) -> Scann
     if not len(rows.table) and not rows.left_out and not after:
         return Scanned(shard_failure("no samples: the file has no records"), 0)
     return Scanned(rows.table, rows.lost_bytes, states.digest(), rows.left_out, after[0] if after else None)
-
-
-def media_state(reader: RecordReader, limits: Limits) -> str:
-    """Return the state of the files that the records name, equal to that of `scan`, without reading any of them."""
-    states = MediaStates()
-    media = (one for record in reader.all() for one in _Read.of(record, reader, limits).media)
-    named = (file.path for one in media for file in one.parts())
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="orchdata-media") as pool:
-        for some in _batches(named, _CHUNK):
-            _prepare(reader.folder, some)
-            states.add(mapped(pool, lambda path: _state(path, reader.folder), some))
-    return states.digest()
 
 
 class MediaStates:
