@@ -401,7 +401,7 @@ class Supervisor(threading.Thread):
         for job in lost:
             losses = job.losses[loss]
             if losses < _MAX_LOSSES[loss]:
-                self._waiting_for_trial.append(job) if is_any_tried else self._waiting.append(job)
+                self._waiting_for_trial.append(job) if is_any_tried else self._wait_again([job])
                 continue
             del self._jobs[job.number]
             text = (
@@ -412,12 +412,11 @@ class Supervisor(threading.Thread):
                 f"process alone; the last {how}"
             )
             job.future.set_exception(RuntimeError(text + self.transport.forked))
-        self._sort_waiting()
         self._run_trials()
 
-    def _sort_waiting(self) -> None:
-        """Let jobs wait in their original order."""
-        self._waiting = deque(sorted(self._waiting, key=lambda each: each.number))
+    def _wait_again(self, jobs: list[Job]) -> None:
+        """Let jobs wait again, in their original order."""
+        self._waiting = deque(sorted([*self._waiting, *jobs], key=lambda each: each.number))
 
     def _run_trials(self) -> None:
         """Continue the trials of suspects; once none is left, the jobs that wait for them may run."""
@@ -428,9 +427,8 @@ class Supervisor(threading.Thread):
                 self._known_bad_rows[row] = verdict
                 self.notes.append(f"{self._given.name_of(row)} cannot be loaded: its worker {verdict}")
         if self._suspects.trial is None and self._waiting_for_trial:
-            self._waiting.extend(self._waiting_for_trial)
+            self._wait_again(self._waiting_for_trial)
             self._waiting_for_trial.clear()
-            self._sort_waiting()
 
     def _break(self, why: Callable[[], Exception]) -> None:
         """Fail all jobs, now and from now on."""

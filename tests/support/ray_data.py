@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 import orchdata as od
-from orchdata.engines.on_ray import node_files
-from orchdata.engines.on_ray.node_files import NodeFile, copied
+from orchdata.engines.on_ray import parcel as node_files
+from orchdata.engines.on_ray.parcel import NodeFile, copied
 from orchdata.loaders import watch as waits
 from orchdata.loaders.storage.cache import CacheFolder
 

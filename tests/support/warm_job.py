@@ -17,7 +17,7 @@ from orchdata.balancers import CostModel, PhaseCost
 from orchdata.bench.plan import synthetic_index
 from orchdata.building.collate import MapContent
 from orchdata.building.spec import BuildSpec
-from orchdata.engines.kernel_families import warm
+from orchdata.engines.warm import warm
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance

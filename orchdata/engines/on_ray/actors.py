@@ -28,8 +28,7 @@ from orchdata.building.memory import BufferPool
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import BuiltStep
 from orchdata.engines.engine import Engine, Workers
-from orchdata.engines.on_ray.compare import check_same, expected_by
-from orchdata.engines.on_ray.node_files import make_parcel, open_parcel
+from orchdata.engines.on_ray.parcel import check_same, expected_by, make_parcel, open_parcel
 from orchdata.engines.processes.message import Unit, describe_step, describe_value
 from orchdata.engines.supervisor import WorkerEngine
 from orchdata.engines.threads import passed_on
