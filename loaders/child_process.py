@@ -6,9 +6,13 @@ end, and sends SIGKILL to those that registered for it at the reading end: that 
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
+import select
 import signal
 import socket
+import sys
 import threading
 import weakref
 from collections import deque
@@ -17,7 +21,6 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from orchdata.loaders.interrupts import interrupts_deferred
-from orchdata.loaders.limited_process import die_with_parent
 
 _MAX_DATAGRAM = 1 << 16
 _MAX_FDS = 64
@@ -188,3 +191,30 @@ def _let_go() -> None:
 
 
 os.register_at_fork(after_in_child=_let_go)
+
+
+def die_with_parent(life: int) -> None:
+    """Let the kernel send SIGKILL as soon as the parent is gone.
+
+    Args:
+        life: reading end of a pipe; only the parent has the other end.
+    """
+    fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
+    gone = select.poll()
+    gone.register(life, select.POLLIN)
+    if gone.poll(0):  # the parent ended before this was set up
+        sys.exit(0)
+
+
+def lower_limit(which: int, soft: int) -> None:
+    """Set the soft limit of a `resource.RLIMIT_...`, at most to the hard limit."""
+    hard = resource.getrlimit(which)[1]
+    resource.setrlimit(which, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def taken_bytes() -> int:
+    """Return the private memory of this process, as RLIMIT_DATA counts it."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData:"))

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from orchdata.loaders.limited_process import taken_bytes
+from orchdata.loaders.child_process import taken_bytes
 
 DECODER_BYTES: Final = 1 << 30
 """Memory that a decoder may need if the size of its output is not known."""

@@ -29,17 +29,16 @@ from orchdata.building.spec import BuildSpec
 from orchdata.building.step import BuiltStep
 from orchdata.dataset.index_costs import IndexCosts
 from orchdata.engines.engine import Workers
-from orchdata.engines.kernel_families import kernel_families
 from orchdata.engines.on_ray.cluster import RayEngine
 from orchdata.engines.processes.engine import ProcessEngine
 from orchdata.engines.supervisor import WorkerEngine
 from orchdata.engines.threads import passed_on
-from orchdata.engines.warm import Warming
+from orchdata.engines.warm import Warming, kernel_families
+from orchdata.loaders.child_process import lower_limit, taken_bytes
 from orchdata.loaders.errors import DataError, StaleIndexError
 from orchdata.loaders.failures import as_field_error
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import Wanted
-from orchdata.loaders.limited_process import lower_limit, taken_bytes
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_required
 from orchdata.loaders.shards.container import Container

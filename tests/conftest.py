@@ -32,8 +32,7 @@ pytest_plugins = ["servers.fixtures", "ray_clusters", "browsers"]
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Compile kernels before several processes of tests, and the processes that they start, each compile the same."""
     if getattr(session.config.option, "numprocesses", None) and not hasattr(session.config, "workerinput"):
-        from orchdata.engines.kernel_families import FAMILIES
-        from orchdata.engines.warm import Warming
+        from orchdata.engines.warm import FAMILIES, Warming
 
         Warming(list(FAMILIES)).wait()
     else:

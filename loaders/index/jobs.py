@@ -155,16 +155,6 @@ def run_child(channel: Channel, _fds: list[int]) -> None:
             send("result", measurer.run(*pickle.loads(task[0])))  # noqa: S301 - of the build
 
 
-def check_may_have_children() -> None:
-    """Raise ValueError in a daemonic process. End a child that is still importing the script of its parent, which says
-    what is wrong.
-    """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        os._exit(_UNGUARDED)
-    if multiprocessing.current_process().daemon:
-        raise ValueError("this process is daemonic and can have no children: index with jobs=1")
-
-
 class Died(Exception):
     """A child has ended.
 
@@ -246,10 +236,21 @@ class Jobs:
     """
 
     def __init__(self, count: int, given: Given, urls: Sequence[str], files: Files) -> None:
-        check_may_have_children()
+        # A child that is still importing the script of its parent ends here: the parent says what is wrong.
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            os._exit(_UNGUARDED)
+        if multiprocessing.current_process().daemon:
+            raise ValueError("this process is daemonic and can have no children: index with jobs=1")
         self._count = count
-        self._given = _pickled(given)
-        self._large = _larger_than_a_share(urls, count, files)
+        try:
+            self._given = bytes(ForkingPickler.dumps(given))
+        except Exception as error:  # pickling a user's object may raise anything
+            raise ValueError(
+                f"the recipe, or how shards are read, cannot be sent to processes ({type(error).__name__}: {error}): "
+                "define functions and classes at the top level of a module, or index with --jobs 1 (jobs=1), in threads"
+            ) from error
+        sizes = {url: files.size_of(url) for url in urls}
+        self._large = {url for url, size in sizes.items() if size > sum(sizes.values()) / count}
         self._changed = threading.Condition()
         self._idle: list[ChildProcess] = []
         self._all: set[ChildProcess] = set()
@@ -281,7 +282,10 @@ class Jobs:
     def _run_chunk(self, url: str, chunk: Chunk, ended: Callable[[], bool]) -> list[Result]:
         shown = ThreadProgress()
         shown.ended, shown.shard = ended, url
-        results: list[Result] = self._run(("chunk", url, _sent(chunk)), shown)
+        texts: dict[int, Any] = {
+            row: bytes(text) if isinstance(text, memoryview) else text for row, text in chunk.texts.items()
+        }
+        results: list[Result] = self._run(("chunk", url, replace(chunk, texts=texts)), shown)
         return results
 
     def _run(self, task: tuple[Any, ...], shown: ThreadProgress) -> Any:
@@ -366,25 +370,3 @@ def _shown(chunk: Chunk, outcomes: Future[list[Result]], progress: Progress) -> 
     result = chunk, outcomes.result()
     progress.add(sum(len(sample.members) for sample in chunk.samples))
     return result
-
-
-def _sent(chunk: Chunk) -> Chunk:
-    """Return the chunk with texts that pickle."""
-    texts = chunk.texts.items()
-    return replace(chunk, texts={row: bytes(text) if isinstance(text, memoryview) else text for row, text in texts})
-
-
-def _pickled(given: Given) -> bytes:
-    try:
-        return bytes(ForkingPickler.dumps(given))
-    except Exception as error:  # pickling a user's object may raise anything
-        raise ValueError(
-            f"the recipe, or how shards are read, cannot be sent to processes ({type(error).__name__}: {error}): "
-            "define functions and classes at the top level of a module, or index with --jobs 1 (jobs=1), in threads"
-        ) from error
-
-
-def _larger_than_a_share(urls: Sequence[str], count: int, files: Files) -> set[str]:
-    sizes = {url: files.size_of(url) for url in urls}
-    share = sum(sizes.values()) / count
-    return {url for url, size in sizes.items() if size > share}

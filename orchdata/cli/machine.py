@@ -126,8 +126,7 @@ def warm(as_json: JsonOption = False) -> None:
     They are stored in NUMBA_CACHE_DIR if it is set, as it must be when they are used; else next to the package.
     """
     from orchdata import DataLoader, ShardDataset
-    from orchdata.engines.kernel_families import FAMILIES
-    from orchdata.engines.warm import Warming, stored_in
+    from orchdata.engines.warm import FAMILIES, Warming, stored_in
     from orchdata.synth import synthesize
 
     started = time.monotonic()

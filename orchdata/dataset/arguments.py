@@ -26,7 +26,7 @@ from orchdata.dataset.options import TokenBudgets
 from orchdata.dataset.sharded import is_sharded
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.engines.engine import DEFAULT_PREFETCH, OpensEngine, Workers
-from orchdata.engines.kernel_families import kernel_families
+from orchdata.engines.warm import kernel_families
 from orchdata.loaders.storage.node import Cache, cache_of_environment
 from orchdata.order.order import SampleOrder, Shuffle
 from orchdata.order.stateful import is_stateful

@@ -50,7 +50,7 @@ class Worker(Protocol):
     Attributes:
         jobs: number of a job -> its task, oldest first.
         is_ready: whether it has opened the data set.
-        start_seconds: that it may take to do so while the caller waits, where there is a timeout.
+        start_seconds: that it may take to do so while it is waited for; infinite for no limit.
         name, label: for messages, as "worker process 0", and "DataLoader worker (pid(s) 7)", as torch says it.
         rows: of the samples that it is loading, as far as it is known.
     """
@@ -248,8 +248,9 @@ class Supervisor(threading.Thread):
         """Return the seconds until something may be overdue; None for no limit."""
         if self._not_running():
             return 0.05
-        deadlines = [job.awaited + self._timeout for job in self._jobs.values() if job.awaited is not None]
-        if not self._timeout or not (deadlines or self._suspects.trial):
+        awaited = [job.awaited for job in self._jobs.values() if job.awaited is not None and self._timeout]
+        deadlines = [since + self._timeout for since in awaited]
+        if not deadlines and self._suspects.trial is None:
             return None
         return max(0.0, min([*deadlines, time.monotonic() + 1.0]) - time.monotonic()) + 0.001
 
@@ -401,7 +402,7 @@ class Supervisor(threading.Thread):
         for job in lost:
             losses = job.losses[loss]
             if losses < _MAX_LOSSES[loss]:
-                self._waiting_for_trial.append(job) if is_any_tried else self._waiting.append(job)
+                self._waiting_for_trial.append(job) if is_any_tried else self._wait_again([job])
                 continue
             del self._jobs[job.number]
             text = (
@@ -412,12 +413,11 @@ class Supervisor(threading.Thread):
                 f"process alone; the last {how}"
             )
             job.future.set_exception(RuntimeError(text + self.transport.forked))
-        self._sort_waiting()
         self._run_trials()
 
-    def _sort_waiting(self) -> None:
-        """Let jobs wait in their original order."""
-        self._waiting = deque(sorted(self._waiting, key=lambda each: each.number))
+    def _wait_again(self, jobs: list[Job]) -> None:
+        """Let jobs wait again, in their original order."""
+        self._waiting = deque(sorted([*self._waiting, *jobs], key=lambda each: each.number))
 
     def _run_trials(self) -> None:
         """Continue the trials of suspects; once none is left, the jobs that wait for them may run."""
@@ -428,9 +428,8 @@ class Supervisor(threading.Thread):
                 self._known_bad_rows[row] = verdict
                 self.notes.append(f"{self._given.name_of(row)} cannot be loaded: its worker {verdict}")
         if self._suspects.trial is None and self._waiting_for_trial:
-            self._waiting.extend(self._waiting_for_trial)
+            self._wait_again(self._waiting_for_trial)
             self._waiting_for_trial.clear()
-            self._sort_waiting()
 
     def _break(self, why: Callable[[], Exception]) -> None:
         """Fail all jobs, now and from now on."""
@@ -461,6 +460,7 @@ class Trial:
     Attributes:
         workers: those that are running.
         verdict: None while the trial runs; then why the sample is bad, or "" if it is not.
+        begun: since when workers load the sample, those that have ended included.
         untried: why no worker could load the sample.
     """
 
@@ -472,7 +472,7 @@ class Trial:
         self.verdict: str | None = None
         self._transport = transport
         self._timeout = timeout
-        self._begun: dict[Worker, float] = {}
+        self.begun: dict[Worker, float] = {}
         self._endings: list[str] = []
         self._is_by_itself = False
         self._starts = 0
@@ -481,7 +481,7 @@ class Trial:
 
     def ready(self, worker: Worker) -> None:
         """The worker has started: have it load the sample."""
-        self._begun[worker] = time.monotonic()
+        self.begun[worker] = time.monotonic()
         worker.load_alone(self.row)
 
     def survived(self, worker: Worker) -> None:
@@ -509,12 +509,16 @@ class Trial:
     def overdue(self) -> list[Worker]:
         """Return workers that have been loading the sample for longer than the timeout, or do not start."""
         now, late = time.monotonic(), []
-        for worker in self.workers if self._timeout else ():
-            if worker not in self._begun:
-                late += [worker] if now - worker.started >= worker.start_seconds else []
+        for worker in self.workers:
+            if worker not in self.begun:
+                if now - worker.started >= worker.start_seconds:
+                    late.append(worker)
+                    self._starts += _MAX_STARTS // 2  # two that do not start are enough
+            elif not self._timeout:
+                continue
             elif waits := worker.waits():
-                self._begun[worker] = now
-            elif waits is False and now - self._begun[worker] >= self._timeout:
+                self.begun[worker] = now
+            elif waits is False and now - self.begun[worker] >= self._timeout:
                 late.append(worker)
         return late
 
@@ -593,4 +597,6 @@ class CrashSuspects:
                 self._good.add(row)
             self._rows.popleft()
             self._seen.pop(row, None)
+            if not trial.begun and not trial.confirms:
+                self._rows.clear()  # no worker starts now: the others are tried when they are lost again
             yield row, verdict

@@ -25,7 +25,7 @@ from orchdata.building.step import Builder
 from orchdata.engines.engine import Engine, Workers
 from orchdata.engines.processes.message import Unit, describe_value, read_value
 from orchdata.engines.threads import InlineEngine, ThreadEngine, passed_on
-from orchdata.loaders.limited_process import lower_limit, taken_bytes
+from orchdata.loaders.child_process import lower_limit, taken_bytes
 from orchdata.loaders.storage.remote import requests
 from orchdata.loaders.storage.storage import ReadBytes
 from orchdata.loaders.tokenizer_threads import share_cores

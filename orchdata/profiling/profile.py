@@ -36,8 +36,7 @@ from orchdata.dataset.shards import (
     unchosen_rows,
 )
 from orchdata.dataset.unread import unread_of
-from orchdata.engines.kernel_families import kernel_families
-from orchdata.engines.warm import Warming
+from orchdata.engines.warm import Warming, kernel_families
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import ShardError
 from orchdata.loaders.index.index import Index

@@ -230,7 +230,7 @@ def _forget(channel: socket.socket, owners: dict[int, socket.socket]) -> None:
 
 def load_kernels() -> None:
     """Import numba and load all kernels that plans and batches call."""
-    from orchdata.engines.kernel_families import FAMILIES
+    from orchdata.engines.warm import FAMILIES
 
     for family in FAMILIES.values():
         family.call()

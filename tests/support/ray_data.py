@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import random
 import time
@@ -14,8 +15,8 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 import orchdata as od
-from orchdata.engines.on_ray import node_files
-from orchdata.engines.on_ray.node_files import NodeFile, copied
+from orchdata.engines.on_ray import parcel as node_files
+from orchdata.engines.on_ray.parcel import NodeFile, copied
 from orchdata.loaders import watch as waits
 from orchdata.loaders.storage.cache import CacheFolder
 
@@ -47,6 +48,7 @@ class Deadly(Dataset[int]):
             (self.folder / f"{time.monotonic_ns()}").touch()
             if self.hangs:
                 time.sleep(1000)
+            faulthandler.disable()  # pytest's would write all stacks
             ctypes.string_at(0)  # by this thread, before it returns
         return number
 

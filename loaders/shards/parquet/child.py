@@ -20,10 +20,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from orchdata.loaders.child_process import Channel, begin
+from orchdata.loaders.child_process import Channel, begin, lower_limit
 from orchdata.loaders.environment import failed_import
 from orchdata.loaders.errors import one_line, package_error
-from orchdata.loaders.limited_process import lower_limit
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.memory import is_limited_below, measured_at
 from orchdata.loaders.shards.fields import ColumnRules

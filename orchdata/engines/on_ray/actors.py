@@ -28,8 +28,7 @@ from orchdata.building.memory import BufferPool
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import BuiltStep
 from orchdata.engines.engine import Engine, Workers
-from orchdata.engines.on_ray.compare import check_same, expected_by
-from orchdata.engines.on_ray.node_files import make_parcel, open_parcel
+from orchdata.engines.on_ray.parcel import check_same, expected_by, make_parcel, open_parcel
 from orchdata.engines.processes.message import Unit, describe_step, describe_value
 from orchdata.engines.supervisor import WorkerEngine
 from orchdata.engines.threads import passed_on
@@ -99,7 +98,7 @@ class Actors:
         self._avoid = ""  # the node where an actor was lost that loaded a sample alone
         self._last_loss = ""
         self._begun: float | None = None  # since when actors are missing
-        self._warn_at = 0.0
+        self._look_at = 0.0  # when it is looked at again
         self._were_ready = False
 
     def start(self, number: int, *, alone: bool = False, fresh: bool = False) -> Actor:
@@ -121,7 +120,7 @@ class Actors:
             options["max_concurrency"] = self._workers.prefetch_factor if self._workers.num_threads else 1
             if self._begun is None:
                 self._begun = time.monotonic()
-                self._warn_at = self._begun + (_SETTLE_SECONDS if self._fits() else 0.0)
+                self._look_at = self._begun + (min(_SETTLE_SECONDS, self.start_timeout) if self._fits() else 0.0)
         import ray
 
         # With a group of its own for questions, an actor does not run the others in its main thread.
@@ -142,7 +141,7 @@ class Actors:
     def wait(self, seconds: float | None) -> Iterator[tuple[Actor, dict[str, Any]]]:
         limits = [] if seconds is None else [seconds]
         if self._begun is not None:
-            limits.append(max(0.0, min(self._warn_at, self._begun + self.start_timeout) - time.monotonic()))
+            limits.append(max(0.0, self._look_at - time.monotonic()))
         with contextlib.suppress(queue.Empty):
             answer = self._calls.get(timeout=min(limits, default=None))
             while True:
@@ -219,21 +218,24 @@ class Actors:
     def _look_at_room(self) -> None:
         """Warn of actors that have not started, at once and each minute. Raises RuntimeError after `start_timeout`."""
         now = time.monotonic()
-        if self._begun is None or now < min(self._warn_at, self._begun + self.start_timeout):
+        if self._begun is None or now < self._look_at:
             return
-        self._warn_at = now + _WARN_SECONDS
+        last = self._begun + self.start_timeout
+        self._look_at = last if now < last < now + _WARN_SECONDS else now + _WARN_SECONDS
         missing = [each for each in self.actors if not each.is_ready and not each.is_alone]
-        without_room, waited = sum(_waits_for_room(each.handle) for each in missing), now - self._begun
+        if not missing:
+            return  # a trial takes the place of the one that was lost
+        without_room = sum(_waits_for_room(each.handle) for each in missing)
         text = (
             f"{without_room or len(missing)} of {self._workers.num_workers} Ray actors of this loader have not started"
         )
         text += f" (the last that was lost {self._last_loss})" if self._last_loss else ""
         text += f": {self._missing()}" if without_room else ", and have a place on a node: is it slow to import?"
         goes_on = self._were_ready and len(missing) < len(self.actors) and not self._workers.in_turn
-        if waited >= self.start_timeout and not goes_on:
+        if now >= last and not goes_on:
             raise RuntimeError(f"{text}. Nothing changed for {self.start_timeout:g} seconds (start_timeout=)")
-        if without_room or waited >= _WARN_SECONDS:
-            left = f"It waits for up to {self.start_timeout - waited:.0f} seconds more (start_timeout=)"
+        if without_room or now - self._begun >= _WARN_SECONDS:
+            left = f"It waits for up to {last - now:.0f} seconds more (start_timeout=)"
             warn_user(f"{text}. {'The others go on' if goes_on else left}")
 
     def _needs(self) -> dict[str, float]:

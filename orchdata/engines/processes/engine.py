@@ -6,6 +6,7 @@ A message is small values of `ranks.wire`; the arrays of a step are in slabs, wh
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import multiprocessing
 import os
@@ -77,7 +78,7 @@ class Process:
         self.silent: float | None = None
         self.jobs: dict[int, StepTask] = {}
         self.started = time.monotonic()
-        self.start_seconds = max(worker.workers.timeout, START_SECONDS)
+        self.start_seconds = max(worker.workers.timeout, START_SECONDS) if worker.workers.timeout else math.inf
         self._last_words = ""
         self._is_limited = worker.workers.worker_memory is not None
         rows = os.memfd_create("orchdata-rows", os.MFD_CLOEXEC)

@@ -17,7 +17,6 @@ import resource
 import threading
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,21 +26,14 @@ from orchdata.building.memory import Returns, size_class
 from orchdata.ranks.wire import Buffer, flat_bytes
 
 Bytes = NDArray[np.uint8]
+Location = tuple[int, int, int]
+"""Of bytes of a step: the number of the step's slab, where they start in it, and how many they are."""
 
 _ALIGNMENT = 64
 _SMALLEST = 1 << 16
 _SPARE = 4  # size of a slab, in multiples of the step it is created for
 _RECENT = 16  # steps: memory above twice the largest of them goes back to the system
 _HEADROOM = 1 << 16  # for what a step has besides the arrays that were reserved
-
-
-@dataclass(frozen=True, slots=True)
-class Location:
-    """Location of bytes of a step: `num_bytes` from `start`, in the step's `slab`-th slab."""
-
-    slab: int
-    start: int
-    num_bytes: int
 
 
 _user_slabs = Returns[tuple[deque[int], int]]()
@@ -168,21 +160,21 @@ class StepMemory:
 
     def take(self, num_bytes: int) -> Bytes:
         with self._lock:
-            at = self._location_for(num_bytes)
-            return self.slabs[at.slab].array[at.start : at.start + num_bytes]
+            number, start, _ = self._location_for(num_bytes)
+            return self.slabs[number].array[start : start + num_bytes]
 
     def location_of(self, buffer: Buffer) -> Location:
         """Return the location of a buffer's bytes; bytes from elsewhere are copied in first. Raises MemoryError."""
         start, num_bytes = _address(buffer)
         if not num_bytes:
-            return Location(0, 0, 0)
+            return 0, 0, 0
         for number, (slab, first) in enumerate(zip(self.slabs, self._starts, strict=True)):
             if first <= start and start + num_bytes <= first + len(slab.array):
-                return Location(number, start - first, num_bytes)
+                return number, start - first, num_bytes
         flat = flat_bytes(buffer)
         with self._lock:
             at = self._location_for(len(flat))
-        self.slabs[at.slab].array[at.start : at.start + len(flat)] = flat
+        self.slabs[at[0]].array[at[1] : at[1] + len(flat)] = flat
         return at
 
     def drop(self) -> None:
@@ -193,14 +185,13 @@ class StepMemory:
         for number, slab in enumerate(self.slabs):
             start = -(-self.used[number] // _ALIGNMENT) * _ALIGNMENT
             if start + num_bytes <= len(slab.array):
-                return self._put(number, start, num_bytes)
-        self._grow(num_bytes)
-        return self._put(len(self.slabs) - 1, 0, num_bytes)
-
-    def _put(self, number: int, start: int, num_bytes: int) -> Location:
+                break
+        else:
+            self._grow(num_bytes)
+            number, start = len(self.slabs) - 1, 0
         self.used[number] = start + num_bytes
         self.slabs[number].written = max(self.slabs[number].written, start + num_bytes)
-        return Location(number, start, num_bytes)
+        return number, start, num_bytes
 
     def _grow(self, num_bytes: int) -> None:
         slab = self._pool.allocate(num_bytes)

@@ -179,7 +179,10 @@ class WorkerLoop:
         """Send a message; its units are written to shared memory, and their locations are sent."""
         fds: list[int] = []
         if memory is not None:
-            message["units"] = [_located(unit, memory) for unit in units]
+            message["units"] = [
+                [unit.kind, np.array([*map(memory.location_of, (unit.header, *unit.buffers))], np.int64)]
+                for unit in units
+            ]
             message["slabs"] = list(zip((slab.number for slab in memory.slabs), memory.used, strict=True))
         with self._lock:
             if memory is not None:
@@ -192,12 +195,6 @@ class WorkerLoop:
             if memory is not None:
                 for slab in new:
                     slab.close_file()
-
-
-def _located(unit: Unit, memory: StepMemory) -> list[Any]:
-    header = memory.location_of(unit.header)
-    buffers = [memory.location_of(buffer) for buffer in unit.buffers]
-    return [unit.kind, np.array([(at.slab, at.start, at.num_bytes) for at in (header, *buffers)], np.int64)]
 
 
 def _stack(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import gc
 import json
 import multiprocessing
@@ -31,7 +30,6 @@ from map_dataset import Numbers
 from shard_factory import omni_shards
 
 import orchdata as od
-from orchdata.engines import supervisor
 from orchdata.engines.processes import engine as process_module
 from orchdata.engines.processes.slabs import Slabs, StepMemory
 from orchdata.engines.supervisor import Trial
@@ -222,16 +220,6 @@ def test_a_warning_names_a_killed_worker_and_the_step_that_was_built_again() -> 
     assert batches == [list(range(at, at + 5)) for at in range(0, 20, 5)]
 
 
-def ends(number: int) -> None:
-    faulthandler.disable()  # pytest's would write all stacks
-    os.abort()
-
-
-def hangs(number: int) -> None:
-    while True:
-        re.match(r"(a+)+$", "a" * 40 + "b")  # holds the GIL
-
-
 def eats(number: int) -> None:
     np.ones(1 << 30, np.uint8)
 
@@ -256,17 +244,14 @@ class Bad(Numbers):
 @pytest.mark.parametrize(
     ("what", "options", "reason"),
     [
-        (ends, {}, " killed by signal: Aborted, whenever this sample was loaded alone"),
-        (hangs, {"timeout": 1}, " timed out after 1 seconds, whenever"),
         (eats, {"worker_memory": 200 << 20}, " went beyond worker_memory (Unable to allocate 1.00 GiB for an array"),
         (says_so, {"worker_memory": 200 << 20}, " went beyond worker_memory (7 frames too many), whenever"),
     ],
-    ids=["ends", "hangs", "eats", "says so"],
+    ids=["eats", "says so"],
 )
-def test_a_sample_that_crashes_or_hangs_alone_is_marked_bad(
-    what: Any, options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+def test_a_sample_that_takes_too_much_memory_alone_is_marked_bad(
+    what: Any, options: dict[str, Any], reason: str
 ) -> None:
-    monkeypatch.setattr(supervisor, "_FRESH_SECONDS", 1.0)
     common: dict[str, Any] = {"batch_size": 5, "num_workers": 2} | options
     loader = od.DataLoader(Bad(20, what), on_error=od.ErrorPolicy("skip", max_failures=None), **common)
     for _ in range(2):  # the second time it is known

@@ -23,18 +23,25 @@ import ray
 import torch
 from engine_specs import Specs, make_specs
 from ray_clusters import ACTOR, TestCluster
-from ray_data import Deadly, Drawn, FromFarStorage, Raising, WithState, copied_on_node, numbers_over_ray
+from ray_data import Drawn, Raising, WithState, copied_on_node, numbers_over_ray
 from shard_factory import RECIPE, omni_shards
 from spec_job import digest
 
 import orchdata as od
 from orchdata.engines.engine import Workers
 from orchdata.engines.on_ray import cluster as cluster_module
-from orchdata.engines.on_ray import node_files
+from orchdata.engines.on_ray import parcel as node_files
 from orchdata.engines.on_ray.actors import described, is_loss, is_own_end
 from orchdata.engines.on_ray.cluster import RayEngine
-from orchdata.engines.on_ray.compare import check_same, expected_by
-from orchdata.engines.on_ray.node_files import file_of_index, found, make_parcel, open_index, open_parcel
+from orchdata.engines.on_ray.parcel import (
+    check_same,
+    expected_by,
+    file_of_index,
+    found,
+    make_parcel,
+    open_index,
+    open_parcel,
+)
 from orchdata.engines.work import WorkerSpec
 from orchdata.loaders.index.index import Index
 
@@ -160,37 +167,6 @@ def test_missing_cpus_are_a_warning_at_once_and_an_error_with_the_sum() -> None:
         pytest.raises(RuntimeError, match=r"8 actors x 4 threads = 32 CPUs.*num_threads=.*num_cpus=.*start_timeout="),
     ):
         next(iter(crowded))
-
-
-def test_a_sample_that_ends_its_process_twice_alone_is_a_failure(tmp_path: Path) -> None:
-    data = Deadly(tmp_path, row=6, times=1000)
-    running = loader(data, num_workers=1, cost=[1] * 24, on_error=od.ErrorPolicy("skip", max_failures=2))
-    with warnings.catch_warnings(record=True) as noted:
-        warnings.simplefilter("always")
-        rows = [row for batch in running for row in batch.tolist()]
-    assert rows == [row for row in range(24) if row != 6]
-    (failure,) = running.gather_failures()
-    assert failure.key == "6" and "whenever this sample was loaded alone" in str(failure)
-    assert any("built again: step 1 of epoch 0" in str(each.message) for each in noted)
-
-
-def test_a_sample_that_hangs_is_a_failure_after_the_timeout(tmp_path: Path) -> None:
-    data = Deadly(tmp_path, row=6, times=1000, hangs=True)
-    running = loader(data, num_workers=1, timeout=2, cost=[1] * 24, on_error=od.ErrorPolicy("skip", max_failures=2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        rows = [row for batch in running for row in batch.tolist()]
-    assert rows == [row for row in range(24) if row != 6]
-    assert "timed out after 2 seconds" in str(running.gather_failures()[0])
-
-
-@pytest.mark.parametrize("num_threads", [0, 1])
-def test_a_sample_that_waits_for_storage_has_more_time(num_threads: int, tmp_path: Path) -> None:
-    data = FromFarStorage(tmp_path, row=6, seconds=10)
-    options: dict[str, Any] = {"cost": [1] * 24, "on_error": od.ErrorPolicy("skip", max_failures=2)}
-    running = loader(data, num_workers=1, num_threads=num_threads, timeout=3, **options)
-    assert [row for batch in running for row in batch.tolist()] == list(range(24))
-    assert len(list(tmp_path.iterdir())) == 1  # its actor is not replaced
 
 
 def test_a_module_that_nodes_lack_is_an_error_that_says_how_to_send_it(
