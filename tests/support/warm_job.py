@@ -18,7 +18,6 @@ from orchdata.bench.plan import synthetic_index
 from orchdata.building.collate import MapContent
 from orchdata.building.spec import BuildSpec
 from orchdata.dataset.index_costs import IndexCosts
-from orchdata.engines.kernel_families import warm
 from orchdata.engines.warm import warm
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
