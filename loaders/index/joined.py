@@ -1,13 +1,7 @@
-"""Several indexes as one: their rows, parts and shards are concatenated, without copies.
+"""Several indexes as one, without copies; many tables as one index file.
 
 joined row --first row of its source--> (source, row in that index) --> values of that index
-
-Refusing the same shard under two paths: every sample of it would come twice.
-
-Many tables -> one index file: allocated by their sizes, then written one table after another.
-
-Memory is bounded by one table and a few dozen MiB for any number of samples. The file gets its name when it is
-complete; an interrupted build keeps the older index.
+tables --sizes: allocate--> one table after another --complete: named--> index file; a shard under two paths is refused
 """
 
 from __future__ import annotations

@@ -24,8 +24,7 @@ from orchdata.engines.warm import Warming
 from orchdata.finalizers import Ending
 from orchdata.loop.loop import EpochLoop, Stream
 from orchdata.loop.position import Position
-from orchdata.order.stateful import StateGetter
-from orchdata.order.steps import Steps, StepTask
+from orchdata.order.steps import StateGetter, Steps, StepTask
 from orchdata.ranks.agreement import Agreement, Beginning, check_plans, fail_check
 from orchdata.ranks.parallel import Rank
 

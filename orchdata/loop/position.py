@@ -13,8 +13,7 @@ from typing import Any, Protocol
 from weakref import ref
 
 from orchdata.batch.rounds import check_rounds
-from orchdata.order.stateful import StateGetter
-from orchdata.order.steps import Draw
+from orchdata.order.steps import Draw, StateGetter
 from orchdata.planning.plan import Plan
 
 

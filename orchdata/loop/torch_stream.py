@@ -37,8 +37,7 @@ from orchdata.loop.loop import EpochLoop
 from orchdata.loop.planned import Interrupted, LoopContext, draw_tasks
 from orchdata.loop.position import Position
 from orchdata.notices import warn_once, warn_user
-from orchdata.order.stateful import StateGetter, is_stateful, states_of
-from orchdata.order.steps import OrderedSteps, StepTask, StreamSteps
+from orchdata.order.steps import OrderedSteps, StateGetter, StepTask, StreamSteps, is_stateful, states_of
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.ranks.parallel import Rank
 

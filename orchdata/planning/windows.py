@@ -20,7 +20,7 @@ What windows of concatenated documents can be made of: checks of a loader's argu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -81,7 +81,7 @@ class Pieces(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WindowBatches:
+class WindowBatches(Batches):
     """An order cut into global batches of windows. It pickles.
 
     Attributes:
@@ -147,7 +147,7 @@ class WindowBatches:
             epoch=np.concatenate([part.epoch for part in parts])[of],
         )
 
-    def location(self, epoch: int, step: int) -> Location:
+    def location(self, step: int, length: Callable[[int], int], epoch: int, begin: Begin | None) -> Location:
         """Return where a step begins."""
         start = self._tokens(epoch, step)[0]
         (epoch_of, token, _), *_ = self._parts(epoch, start, start + 1)
