@@ -1,4 +1,4 @@
-"""Several indexes as one: their rows, parts and shards are concatenated, without copies.
+"""Several indexes as one, without copies; many tables as one index file.
 
 joined row --first row of its source--> (source, row in that index) --> values of that index
 """

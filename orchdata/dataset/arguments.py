@@ -29,8 +29,7 @@ from orchdata.engines.engine import DEFAULT_PREFETCH, OpensEngine, Workers
 from orchdata.engines.warm import kernel_families
 from orchdata.loaders.storage.node import Cache, cache_of_environment
 from orchdata.order.order import SampleOrder, Shuffle
-from orchdata.order.stateful import is_stateful
-from orchdata.order.steps import Batches, GlobalBatches
+from orchdata.order.steps import Batches, GlobalBatches, is_stateful
 from orchdata.planning.balance import Balance, as_balance
 from orchdata.planning.layout import Packed, Padded, fixed_length, layout_of
 from orchdata.planning.make_plan import PlanSpec, SampleCosts

@@ -1,16 +1,11 @@
-"""Costs of the items of a map-style data set: measured, and kept in the cache folder.
-
-Costs of items, kept in the cache folder under a name that the user gives.
+"""Costs of the items of a map-style data set: rows -> cost(dataset[row]), kept in the cache folder under a name.
 
 name --> file of the cache folder --some items are tried again--> costs, if they are the same; else all are measured
-
-Nothing identifies a map-style data set and a function safely, so without a name nothing is kept for another run. Of
-several processes with one cache folder, one measures, and the others wait for its file. The ranks of a job agree on a
-name of their own if none is given.
-
-Costs of the items of a map-style data set: rows -> cost(dataset[row]), in worker processes if the loader has some.
-
 rows --chunks--> a worker of torch's own loader, or this process --costs, or why an item cannot be loaded--> in order
+
+Nothing identifies a map-style data set and a function safely, so without a name of the user's nothing is kept for
+another run. Of several processes with one cache folder, one measures, and the others wait for its file. The ranks of a
+job agree on a name of their own if none is given.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from orchdata.building.collate import MapContent, step_info, takes_step
 from orchdata.engines.engine import Workers, explain_pickling
 from orchdata.engines.processes.message import Failed, Sent, packed, unpacked
 from orchdata.engines.work import is_lost_by_torch, seed_process, sendable
-from orchdata.order.stateful import exhaust, restore_states, states_of
+from orchdata.order.steps import exhaust, restore_states, states_of
 
 
 @dataclass(frozen=True, kw_only=True)

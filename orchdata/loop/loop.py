@@ -21,8 +21,7 @@ from weakref import ref
 from orchdata.batch.batch import Batch
 from orchdata.batch.rounds import check_rounds
 from orchdata.finalizers import User
-from orchdata.order.stateful import StateGetter
-from orchdata.order.steps import Draw
+from orchdata.order.steps import Draw, StateGetter
 from orchdata.planning.plan import Plan
 
 

@@ -23,8 +23,7 @@ from orchdata.engines.threads import InlineEngine, PinningEngine, ThreadEngine
 from orchdata.engines.warm import Warming
 from orchdata.finalizers import Ending
 from orchdata.loop.loop import EpochLoop, Position
-from orchdata.order.stateful import StateGetter
-from orchdata.order.steps import Steps, StepTask
+from orchdata.order.steps import StateGetter, Steps, StepTask
 from orchdata.ranks.agreement import Agreement, Beginning, check_plans, fail_check
 from orchdata.ranks.parallel import Rank
 

@@ -35,8 +35,7 @@ from orchdata.finalizers import Ending
 from orchdata.loop.loop import EpochLoop, Position
 from orchdata.loop.planned import Interrupted, LoopContext, draw_tasks
 from orchdata.notices import warn_once
-from orchdata.order.stateful import StateGetter, states_of
-from orchdata.order.steps import OrderedSteps, StepTask
+from orchdata.order.steps import OrderedSteps, StateGetter, StepTask, states_of
 from orchdata.planning.make_plan import PlanSpec, make_plan
 
 _BLOCK_STEPS = 64  # steps of an order with rows that are computed together

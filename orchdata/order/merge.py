@@ -244,8 +244,9 @@ class Stretch:
         if self.is_first:
             # The k-th of n present ones is k/n of its mean sample ahead of the first.
             ahead = {source: periods[source] * means[source] * k // count for k, source in enumerate(self._present)}
+            most = max(ahead.values())
             for source in self._present:
-                late[source] = (max(ahead.values()) - ahead[source] << _FINE) // periods[source]
+                late[source] = (most - ahead[source] << _FINE) // periods[source]
             return late
         # The k-th of n is (n - k)/n of its mean sample late. A source that lags more stays as late as it is, up to a
         # mean sample: sources with small samples must not pay for one that leads.

@@ -43,39 +43,30 @@ class SourcePass:
     """One pass through all sources: an epoch of "first" and "all"; for "repeat" the whole run.
 
     Args:
-        stages: see `MixtureOrder`.
-        number: number of the pass of each source; for "repeat" of its first.
-        given_before: tokens or samples, as in the bounds of stages, that the run has given before.
+        stages: with bounds in tokens or samples of the pass.
         stretch_start: the start of a stretch inside; by default the start of the pass.
-        is_changed: whether what came before `stretch_start` does not follow from the stages.
+        earlier: has what came before `stretch_start`; None where that does not follow from the stages.
     """
 
     def __init__(
         self,
-        sources: Sequence[MixedSource],
+        supply: Supply,
         stages: Sequence[Stage],
-        by: By,
-        stop: Stop,
-        *,
-        number: int,
-        given_before: int,
         stretch_start: StretchStart | None = None,
-        is_changed: bool = False,
+        earlier: SourcePass | None = None,
     ) -> None:
-        self.by: By = by
-        self._supply = Supply(sources, by, stop, number)
-        self._stages = tuple(Stage(stage.bound - given_before, stage.periods) for stage in stages)
-        self._bounds = [stage.bound for stage in self._stages]
-        none = (0,) * len(sources)
-        self.start = SourceProgress(none, none)
-        self._earlier: SourcePass | None = None
+        self.by: By = supply.by
+        self._supply = supply
+        self._stages = stages
+        self._bounds = [stage.bound for stage in stages]
         self._stretch_start = stretch_start
+        self._earlier = earlier
+        none = (0,) * supply.num_sources
+        self.start = SourceProgress(none, none)
         if stretch_start is None:
-            first = Stretch(self._supply, self.start, [self._stage_at(0)])
+            first = Stretch(supply, self.start, [self._stage_at(0)])
         else:
             first = self._due_from(*stretch_start)
-            if not is_changed:
-                self._earlier = SourcePass(sources, stages, by, stop, number=number, given_before=given_before)
         # The known stretches, from the first on, and whether these are all. It is replaced whole, and so are spans,
         # because several threads plan steps.
         self._known: tuple[tuple[Stretch, ...], bool] = (first,), False
@@ -276,7 +267,8 @@ class MixtureOrder(SampleOrder):
         self.sources = tuple(sources)
         self.streams = self.sources[0].order.streams  # of each source
         self.num_samples = sum(source.order.num_samples for source in self.sources)
-        self.stages = joined_stages(stages)
+        # Without those that set the current weights again.
+        self.stages = tuple(stage for n, stage in enumerate(stages) if not n or stage.periods != stages[n - 1].periods)
         self.by: By = by
         self.stop: Stop = stop
         self.epoch_size = epoch_size
@@ -407,14 +399,17 @@ class MixtureOrder(SampleOrder):
         """Return the periods of the last sample before; at the start of a pass, of its first sample."""
         return self._epoch(epoch).source_pass.periods(progress)
 
-    def describe_stages(self) -> list[list[Any]]:
-        """Return the stages, JSON-safe: for each its bound, and name -> period."""
-        names = [source.name for source in self.sources]
-        return [[stage.bound, dict(zip(names, stage.periods, strict=True))] for stage in self.stages]
-
     def describe_weights(self) -> Any:
-        """Return what identifies the stages, JSON-safe: one stage itself, or a digest of several."""
-        return self.describe_stages() if len(self.stages) == 1 else _digest(self.stages)
+        """Return what identifies the stages, JSON-safe: of one stage its bound, and name -> period; of several, which
+        may be thousands, their number and a digest.
+        """
+        if len(self.stages) == 1:
+            names = [source.name for source in self.sources]
+            return [[stage.bound, dict(zip(names, stage.periods, strict=True))] for stage in self.stages]
+        digest = hashlib.blake2b(digest_size=16)
+        for bound, periods in self.stages:
+            digest.update(np.array([bound, *periods], "<i8").tobytes())
+        return {"stages": len(self.stages), "digest": digest.hexdigest()}
 
     def describe(self) -> dict[str, object]:
         """Return what the sequence depends on besides the stages, JSON-safe."""
@@ -426,19 +421,13 @@ class MixtureOrder(SampleOrder):
         }
 
     def _source_pass(self, number: int, given_before: int) -> SourcePass:
-        resumed, stretch_start = self.resumed, None
-        if resumed is not None and (self.stop == "repeat" or number == resumed.epoch):
-            stretch_start = resumed.stretch_start
-        return SourcePass(
-            self.sources,
-            self.stages,
-            self.by,
-            self.stop,
-            number=number,
-            given_before=given_before,
-            stretch_start=stretch_start,
-            is_changed=resumed is not None and resumed.is_changed,
-        )
+        """Return a pass; bounds of stages count from `given_before` tokens or samples of the run on."""
+        resumed, supply = self.resumed, Supply(self.sources, self.by, self.stop, number)
+        stages = [Stage(stage.bound - given_before, stage.periods) for stage in self.stages]
+        whole = SourcePass(supply, stages)
+        if resumed is None or resumed.stretch_start is None or (self.stop != "repeat" and number != resumed.epoch):
+            return whole
+        return SourcePass(supply, stages, resumed.stretch_start, None if resumed.is_changed else whole)
 
     def _epoch(self, epoch: int) -> _Epoch:
         if self.resumed is not None and self.resumed.is_changed and epoch < self.resumed.epoch:
@@ -475,19 +464,6 @@ class MixtureOrder(SampleOrder):
             known = known | {number + 1: (samples + end.position, tokens + end.tokens)}
         self._given_before = known
         return known[epoch]
-
-
-def _digest(stages: Sequence[Stage]) -> dict[str, object]:
-    """Return the number and a digest of several stages, which may be thousands."""
-    digest = hashlib.blake2b(digest_size=16)
-    for bound, periods in stages:
-        digest.update(np.array([bound, *periods], "<i8").tobytes())
-    return {"stages": len(stages), "digest": digest.hexdigest()}
-
-
-def joined_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Return the stages without those that set the current weights again."""
-    return tuple(stage for n, stage in enumerate(stages) if not n or stage.periods != stages[n - 1].periods)
 
 
 AnyOrder = Order | MixtureOrder

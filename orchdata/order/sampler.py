@@ -25,8 +25,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 
 from orchdata.loaders.errors import StateError
 from orchdata.order.order import SampleOrder
-from orchdata.order.stateful import exhaust, is_stateful, restore_states, states_of
-from orchdata.order.steps import Draw, GlobalBatches, Location, StepTask
+from orchdata.order.steps import Draw, GlobalBatches, Steps, StepTask, exhaust, is_stateful, restore_states, states_of
 
 ENDED: Final = "ended"
 """Key in a sampler's state: whether it had ended when the state was taken."""
@@ -268,7 +267,7 @@ class AllRanksSampler:
         return draw is not None or not self.sampler.shuffle
 
 
-class SamplerSteps:
+class SamplerSteps(Steps):
     """The steps of a sampler, until it ends. They have a length only if the sampler has one.
 
     Args:
@@ -304,9 +303,6 @@ class SamplerSteps:
 
     def count(self, epoch: int, draw: Draw | None = None) -> int:
         return len(self._source) if self._batched else self._batches.count(len(self._source))
-
-    def location(self, epoch: int, step: int, draw: Draw | None) -> Location:
-        return Location()
 
     def draw(self) -> Draw | None:
         return self._source.draw()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
+StateGetter = Callable[[], dict[str, Any]]
+"""Returns the state of a data set after the step that it came with."""
 Draw = Mapping[str, Any]
 """Inputs of an epoch besides its number, such as a seed: JSON-safe."""
 
@@ -69,12 +71,17 @@ class Batches(Protocol):
     def bounds(self, step: int, num_positions: int, epoch: int = 0, begin: Begin | None = None) -> tuple[int, int]:
         """Return the positions [start, stop) of a step. Raises IndexError outside the epoch."""
 
+    def location(self, step: int, length: Callable[[int], int], epoch: int, begin: Begin | None) -> Location:
+        """Return where a step begins. `step` may be the number of steps, for the end of the epoch."""
+        first, position = begin or _START
+        return Location(self.bounds(step - 1, length(epoch), epoch, begin)[1] if step > first else position)
+
     def describe(self) -> dict[str, Any]:
         """Return the argument of a DataLoader that it was built from, JSON-safe."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GlobalBatches:
+class GlobalBatches(Batches):
     """An epoch cut into global batches of `size` samples.
 
     Attributes:
@@ -113,7 +120,7 @@ class Sums(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenBatches:
+class TokenBatches(Batches):
     """An epoch cut into global batches by tokens.
 
     With E(p) the tokens of the samples up to and with position p, and a budget of B, the sample at p belongs to step
@@ -145,6 +152,10 @@ class TokenBatches:
         start = cut + (step - first) * budget
         stop = min(start + budget, self.sums.of_epoch(epoch))
         return self.sums.position(epoch, start), self.sums.position(epoch, stop)
+
+    def location(self, step: int, length: Callable[[int], int], epoch: int, begin: Begin | None) -> Location:
+        (position, *_) = Batches.location(self, step, length, epoch, begin)
+        return Location(position, self.sums.before(epoch, position or 0))
 
     def describe(self) -> dict[str, Any]:
         (_, first), *later = self.budgets
@@ -190,14 +201,6 @@ def _check_step(step: int, first: int, count: int) -> None:
         )
 
 
-@runtime_checkable
-class LocatesSteps(Protocol):
-    """Batches that say themselves where a step begins."""
-
-    def location(self, epoch: int, step: int) -> Location:
-        """Return where a step begins."""
-
-
 class Steps(Protocol):
     """The steps of each epoch."""
 
@@ -209,9 +212,11 @@ class Steps(Protocol):
 
         None if its samples depend on nothing random.
         """
+        return None
 
     def location(self, epoch: int, step: int, draw: Draw | None) -> Location:
         """Return where a step begins. `step` may be the number of steps, for the end of the epoch."""
+        return Location()
 
     def tasks(
         self, epoch: int, first: int, draw: Draw | None, *, again: bool, sampler_state: Any = None
@@ -232,7 +237,7 @@ class Steps(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OrderedSteps:
+class OrderedSteps(Steps):
     """Steps of an order that computes the samples at any position independently.
 
     Attributes:
@@ -249,22 +254,11 @@ class OrderedSteps:
         return self.batches.count(self.length(epoch), epoch, begin_of(draw))
 
     def location(self, epoch: int, step: int, draw: Draw | None) -> Location:
-        if isinstance(self.batches, LocatesSteps):
-            return self.batches.location(epoch, step)
-        begin = begin_of(draw)
-        first, position = begin or _START
-        if step > first:
-            position = self.batches.bounds(step - 1, self.length(epoch), epoch, begin)[1]
-        if not isinstance(self.batches, TokenBatches):
-            return Location(position)
-        return Location(position, self.batches.sums.before(epoch, position))
+        return self.batches.location(step, self.length, epoch, begin_of(draw))
 
     def bounds(self, task: StepTask) -> tuple[int, int]:
         """Return the positions [start, stop) of a step. Raises IndexError outside the epoch."""
         return self.batches.bounds(task.step, self.length(task.epoch), task.epoch, task.begin)
-
-    def draw(self) -> Draw | None:
-        return None
 
     def tasks(
         self, epoch: int, first: int, draw: Draw | None, *, again: bool, sampler_state: Any = None
@@ -292,7 +286,7 @@ def begin_of(draw: Draw | None) -> Begin | None:
 
 
 @dataclass(kw_only=True)
-class StreamSteps:
+class StreamSteps(Steps):
     """Steps of an IterableDataset: they end when it ends.
 
     Attributes:
@@ -306,12 +300,6 @@ class StreamSteps:
     def count(self, epoch: int, draw: Draw | None = None) -> int:
         return self.batches.count(self.length())
 
-    def location(self, epoch: int, step: int, draw: Draw | None) -> Location:
-        return Location()
-
-    def draw(self) -> Draw | None:
-        return None
-
     def tasks(
         self, epoch: int, first: int, draw: Draw | None, *, again: bool, sampler_state: Any = None
     ) -> Iterator[StepTask]:
@@ -319,3 +307,30 @@ class StreamSteps:
 
     def again(self, epoch: int, step: int, draw: Draw | None) -> StepTask:
         raise ValueError("an IterableDataset yields its samples in sequence, so no single step of it can be built")
+
+
+# States of the user's data sets and samplers, by torchdata's convention: `state_dict` and `load_state_dict`.
+
+
+def is_stateful(owner: Any) -> bool:
+    """Return whether a data set, a sampler, or an iterator of one has a state."""
+    return callable(getattr(owner, "state_dict", None)) and callable(getattr(owner, "load_state_dict", None))
+
+
+def states_of(**owners: Any) -> dict[str, Any]:
+    """Return name -> state of each owner that has one."""
+    return {name: owner.state_dict() for name, owner in owners.items() if is_stateful(owner)}
+
+
+def restore_states(states: Any, **owners: Any) -> None:
+    """Load what `states_of` returned for the same owners."""
+    for name, owner in owners.items():
+        if name in states and is_stateful(owner):
+            owner.load_state_dict(states[name])
+
+
+def exhaust(items: Iterator[Any]) -> None:
+    """Take all items that are left, without `iter()`, which may start from the beginning."""
+    end = object()
+    while next(items, end) is not end:
+        pass

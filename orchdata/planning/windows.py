@@ -12,6 +12,7 @@ each other, and the heaviest of them goes to the rank with the least so far: all
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from orchdata.balancers.assignment import lower_bound
 from orchdata.loaders.storage.storage import basename
 from orchdata.native.costs import sequence_costs
 from orchdata.order.order import SampleOrder, TokenCounts
-from orchdata.order.steps import Begin, Location, Sums
+from orchdata.order.steps import Batches, Begin, Location, Sums
 from orchdata.planning.layout import Attention
 from orchdata.planning.sharing.accumulated import FixedCost
 from orchdata.planning.sharing.shares import Shares, StepSamples
@@ -58,7 +59,7 @@ class Pieces(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WindowBatches:
+class WindowBatches(Batches):
     """An order of documents cut into global batches of `size` windows of `length` tokens. It pickles. With `drop_last`
     an epoch begins with its first document, and its rest is left out. `sums` are of tokens along the order, `counts` of
     tokens of documents; `index` names documents for states.
@@ -117,7 +118,7 @@ class WindowBatches:
             epoch=np.concatenate([part.epoch for part in parts])[of],
         )
 
-    def location(self, epoch: int, step: int) -> Location:
+    def location(self, step: int, length: Callable[[int], int], epoch: int, begin: Begin | None) -> Location:
         """Return where a step begins."""
         start = self._tokens(epoch, step)[0]
         (epoch_of, token, _), *_ = self._parts(epoch, start, start + 1)

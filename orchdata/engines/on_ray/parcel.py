@@ -28,8 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from orchdata.building.contents import IndexedShards
-from orchdata.building.shard_content import shard_loader
+from orchdata.building.contents import IndexedShards, shard_loader
 from orchdata.engines.engine import explain_pickling, pickles
 from orchdata.engines.work import WorkerSpec
 from orchdata.loaders.claims import Claims
@@ -280,7 +279,7 @@ _known: dict[tuple[str, tuple[str, ...]], Mapping[int, Facts]] = {}
 def expected_by(spec: Any) -> Expected:
     """Return what actors must have to build the steps of a spec as this process would. Raises as reading shards."""
     shards: IndexedShards | None = getattr(spec, "shards", None)
-    recipes = () if shards is None else _recipes(shards)
+    recipes = () if shards is None else shards.recipes
     fingerprints = tuple(recipe.fingerprint() for recipe in recipes)
     samples: Mapping[int, Facts] = {}
     if shards is not None:
@@ -296,7 +295,7 @@ def expected_by(spec: Any) -> Expected:
 def check_same(spec: Any, expected: Expected, address: str) -> None:
     """Raise RuntimeError if this process cannot read the data, or would build other steps than the trainer."""
     shards: IndexedShards | None = getattr(spec, "shards", None)
-    recipes = () if shards is None else _recipes(shards)
+    recipes = () if shards is None else shards.recipes
     found = _versions(recipes)
     wrong = [
         f"{name} is {found.get(name, 'missing')} here and {there} in the training process"
@@ -323,10 +322,6 @@ def check_same(spec: Any, expected: Expected, address: str) -> None:
             f"node {address} would build other batches than the training process: {'; '.join(wrong)}. Install the same "
             "packages and code on all nodes, or send code with od.RayEngine(runtime_env={'working_dir': '.'})"
         )
-
-
-def _recipes(shards: IndexedShards) -> tuple[Recipe, ...]:
-    return shards.of_sources or (shards.recipe,)
 
 
 def _versions(recipes: Sequence[Recipe]) -> dict[str, str]:

@@ -10,25 +10,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from listed_tokens import Listed
+from mixture_cases import periods_of, sources_of
 from numpy.typing import NDArray
 
 from orchdata.order.merge import Stage, Stop, Stretch
 from orchdata.order.mixture import MixtureOrder, SourcePass, StretchStart
-from orchdata.order.order import By, MixedSource, Order, Shuffle, TokenSums
+from orchdata.order.order import By, MixedSource, Shuffle
 from orchdata.order.steps import Begin, TokenBatches
 
 Ints = NDArray[np.int64]
-
-
-def sources_of(lengths: list[Ints], shuffle: Shuffle | None = None) -> list[MixedSource]:
-    mixed, first = [], 0
-    for number, tokens in enumerate(lengths):
-        order = Order(len(tokens), shuffle=shuffle, seed=number, source=number)
-        counts = Listed(tokens)
-        mixed.append(MixedSource(f"s{number}", order, counts, TokenSums(order, counts), first))
-        first += len(tokens)
-    return mixed
 
 
 class Taken(NamedTuple):
@@ -141,10 +131,6 @@ def mixtures(draw: st.DrawFn, *, one_stage: bool = False) -> MixtureOrder:
         if epoch_size[0] == "tokens":
             epoch_size = "tokens", -(-epoch_size[1] // 50) * max(int(each.max()) for each in lengths)
     return MixtureOrder(sources_of(lengths, shuffle), stages, by=by, stop=stop, epoch_size=epoch_size)
-
-
-def periods_of(weights: list[int]) -> tuple[int, ...]:
-    return tuple(round((1 << 16) * max(weights) / weight) if weight else 0 for weight in weights)
 
 
 @given(order=mixtures(one_stage=True), data=st.data())
