@@ -40,7 +40,7 @@ from orchdata.loaders.storage.sealed import body_start, finish, head_by, head_of
 from orchdata.loaders.storage.storage import FileVersion
 from orchdata.loaders.versions import TABLE_FORMAT
 
-_READ_BYTES: Final = 8 << 20
+_READ_BYTES: Final = 4 << 20
 _ATTEMPTS: Final = 3
 _OUTAGE_SECONDS: Final = 50.0
 """As `Files.limited` takes it: 0.6 of it."""

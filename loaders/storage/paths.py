@@ -5,6 +5,7 @@ Kinds of shards by the suffix of a name, their compression, the folder of the me
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import glob
 import json
@@ -179,13 +180,14 @@ def needs_listing(paths: Paths) -> bool:
 def _in_braces(pattern: str) -> list[str]:
     """Return the paths that braces stand for."""
     too_many = any(_is_long(*found) for found in _RANGE.findall(pattern))
-    try:
+    expanded: list[str] | None = None
+    with contextlib.suppress(ValueError, RecursionError):  # which shows the pattern, and that may have a password
         if not too_many:  # counted before the names are put together, which takes longer
             parts = braceexpand.parse_pattern(pattern, True)  # type: ignore[attr-defined]
             too_many = any(True for _ in islice(parts, _MOST_PATHS, None))
-        expanded: list[str] = [] if too_many else list(braceexpand.braceexpand(pattern))
-    except (ValueError, RecursionError):  # which shows the pattern, and that may have a password
-        raise ValueError(f"{without_secrets(pattern)!r}: unbalanced braces") from None
+        expanded = [] if too_many else list(braceexpand.braceexpand(pattern))
+    if expanded is None:
+        raise ValueError(f"{without_secrets(pattern)!r}: unbalanced braces")
     if too_many:
         raise ValueError(
             f"{without_secrets(pattern)[:80]!r}: its braces stand for more than {_MOST_PATHS:,} paths: give a glob, as "

@@ -102,10 +102,11 @@ def test_closing_waits_for_readers_and_ends_reading(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"content")
     file = LocalFile(path)
-    fd = file._enter()
+    held = file._held()
+    fd = held.number
     file.close()
     assert os.pread(fd, 7, 0) == b"content"  # a read under way keeps it
-    file._leave()
+    del held
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.pread(fd, 7, 0)
     with pytest.raises(ValueError, match="read after close"):
