@@ -46,7 +46,7 @@ from orchdata.loop.state import State
 from orchdata.loop.torch_stream import IterableSource, MapSource
 from orchdata.notices import warn_once, warn_user
 from orchdata.order.sampler import SamplerSteps
-from orchdata.order.steps import OrderedSteps, begin_of, is_stateful
+from orchdata.order.steps import OrderedSteps, StreamSteps, begin_of, is_stateful
 from orchdata.planning.layout import layout_of
 from orchdata.ranks.agreement import DATA, Agreement
 from orchdata.ranks.parallel import DataParallel
@@ -186,7 +186,11 @@ class Runtime:
 
     def count(self, position: Position) -> int:
         """Return the optimizer steps of its epoch, for the user. Raises TypeError if they are known only at its end."""
-        return self.prepared.steps.count(position.epoch, position.draw)
+        steps = self.prepared.steps
+        num_steps = steps.count(position.epoch, position.draw)
+        if isinstance(steps, StreamSteps):
+            steps.asked_length = num_steps
+        return num_steps
 
     def known_count(self, position: Position) -> int | None:
         """Return the optimizer steps of its epoch; None if they are known only at its end."""

@@ -82,6 +82,40 @@ def _optional_count(value: Any, name: str, least: int = 1) -> int | None:
     return None if value is None else checked_count(value, name, least)
 
 
+def _num_workers(value: Any, name: str) -> int:
+    if isinstance(value, int) and value < 0:
+        raise ValueError(
+            f"num_workers option should be non-negative; use num_workers=0 to disable multiprocessing. "
+            f"num_workers must be at least 0, got {value}"
+        )
+    return checked_count(value, name, 0)
+
+
+def _timeout(value: Any, name: str) -> Any:
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise ValueError(f"{name} is a number of seconds, 0 for no limit, got {value!r}")
+    if not value >= 0:
+        raise ValueError(
+            f"timeout is a number of seconds, 0 for no limit: timeout option should be non-negative, got {value!r}"
+        )
+    return value
+
+
+def _context(value: Any, name: str) -> Any:
+    known = multiprocessing.get_all_start_methods()
+    if isinstance(value, str) and value not in known:
+        raise ValueError(
+            f"multiprocessing_context option should specify a valid start method in {known!r}, but got "
+            f"multiprocessing_context={value!r}"
+        )
+    if not isinstance(value, str | BaseContext | None):
+        raise TypeError(
+            "multiprocessing_context option should be a valid context object or a string specifying the start method, "
+            f"but got {name}={value}"
+        )
+    return value
+
+
 def _shuffle(value: Any, name: str) -> Any:
     if isinstance(value, np.ndarray):
         if value.ndim != 1 or value.dtype.kind not in "iu" or len(np.unique(value)) != len(value):
@@ -143,18 +177,13 @@ class Arguments:
     shuffle: bool | Shuffle | NDArray[np.int64] | None = _checked(_shuffle)
     sampler: Any
     batch_sampler: Any
-    num_workers: int = _checked(partial(checked_count, least=0))
+    num_workers: int = _checked(_num_workers)
     collate_fn: CollateFn | None = _checked(_function)
     pin_memory: bool
     drop_last: bool
-    timeout: float = _valid(
-        lambda value: not isinstance(value, bool) and hasattr(value, "__float__") and value >= 0,
-        "is a number of seconds, 0 for no limit",
-    )
+    timeout: float = _checked(_timeout)
     worker_init_fn: Callable[[int], None] | None = _checked(_function)
-    multiprocessing_context: str | BaseContext | None = _valid(
-        lambda value: isinstance(value, str | BaseContext | None), "is a start method or a context", TypeError
-    )
+    multiprocessing_context: str | BaseContext | None = _checked(_context)
     generator: torch.Generator | None = _valid(
         lambda value: isinstance(value, torch.Generator | None), "must be a torch.Generator", TypeError
     )

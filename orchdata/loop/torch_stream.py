@@ -34,8 +34,8 @@ from orchdata.engines.torch_workers import (
 from orchdata.finalizers import Ending
 from orchdata.loop.loop import EpochLoop, Position
 from orchdata.loop.planned import Interrupted, LoopContext, draw_tasks
-from orchdata.notices import warn_once
-from orchdata.order.steps import OrderedSteps, StateGetter, StepTask, states_of
+from orchdata.notices import warn_once, warn_user
+from orchdata.order.steps import OrderedSteps, StateGetter, StepTask, StreamSteps, states_of
 from orchdata.planning.make_plan import PlanSpec, make_plan
 
 _BLOCK_STEPS = 64  # steps of an order with rows that are computed together
@@ -306,7 +306,8 @@ class IterableSource:
     _rest: int = -1  # steps of a pass that began inside an epoch
 
     def stream(self, context: LoopContext, loop: EpochLoop) -> IterableStream:
-        return IterableStream(self, loop)
+        assert isinstance(context.steps, StreamSteps)
+        return IterableStream(self, context.steps, loop)
 
     def open(self, loop: EpochLoop) -> tuple[BatchStream, DataLoader[Taken]]:
         """Return what the next iteration iterates."""
@@ -362,11 +363,12 @@ class IterableStream:
 
     computes_position = False
 
-    def __init__(self, source: IterableSource, loop: EpochLoop) -> None:
+    def __init__(self, source: IterableSource, steps: StreamSteps, loop: EpochLoop) -> None:
         self.position = loop.know(None)
         self.undelivered: list[int] = []
         self.next_step = self.position.step
         self._source = source
+        self._steps = steps
         self._begins_at = self.next_step
         self._stream, self._loader = source.open(loop)
         self._batches = iterate(self._loader)
@@ -391,7 +393,19 @@ class IterableStream:
         counts.samples += taken.num_samples
         counts.waiting_seconds += perf_counter() - started
 
+        # Warn, as torch does, of more batches than the length that the user has asked for.
         step, source, epoch = self.next_step, self._source, self.position.epoch
+        if (length := self._steps.asked_length) is not None and step >= length:
+            has_workers = bool(source.workers.num_workers)
+            copies = (
+                "For multiprocessing data-loading, this could be caused by not properly configuring the "
+                "IterableDataset replica at each worker. Please see "
+                "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
+            )
+            warn_user(
+                f"Length of IterableDataset {source.content.dataset} was reported to be {length} (when accessing "
+                f"len(dataloader)), but {step + 1} samples have been fetched. {copies if has_workers else ''}"
+            )
         batch = taken.batch
         if source.content.takes_step:
             batch = source.content.collated_at(batch, epoch, step)

@@ -292,10 +292,12 @@ class StreamSteps(Steps):
     Attributes:
         length: returns the data set's length, at each call of `count`; raises TypeError if it has none.
         batches: how an epoch is cut into steps.
+        asked_length: number of steps that `len()` returned to the user; None if it was not called.
     """
 
     length: Callable[[], int]
     batches: GlobalBatches
+    asked_length: int | None = None
 
     def count(self, epoch: int, draw: Draw | None = None) -> int:
         return self.batches.count(self.length())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,11 +51,16 @@ def range_dataset(count: int) -> Any:
     return Range()
 
 
-def test_its_length_is_counted_in_batches() -> None:
+def test_its_length_is_counted_in_batches_and_more_is_said() -> None:
     with pytest.raises(TypeError, match="has no len"):
         len(od.DataLoader(Counting(4)))
     one, theirs = (loader(Sized(8), batch_size=2) for loader in (od.DataLoader, DataLoader))
-    assert len(one) == len(theirs) == 3 and len(list(one)) == 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(iter(one))
+    assert len(one) == len(theirs) == 3
+    with pytest.warns(UserWarning, match="was reported to be 3.*but 4 samples have been fetched"):
+        list(iter(one))
 
 
 def test_an_error_is_raised_and_the_next_iteration_begins_from_scratch() -> None:
