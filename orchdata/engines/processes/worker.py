@@ -191,7 +191,10 @@ class WorkerLoop:
                 message["new"] = [(slab.number, len(slab.array)) for slab in new]
                 message["dropped"] = self._slabs.take_dropped()
                 fds = [slab.file for slab in new if slab.file is not None]
-            self._channel.send(packed_values(message), fds)
+            try:
+                self._channel.send(packed_values(message), fds)
+            except (BrokenPipeError, ConnectionResetError):
+                os._exit(0)  # the parent no longer wants this worker, as after the loss of its fork server
             if memory is not None:
                 for slab in new:
                     slab.close_file()

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -207,3 +208,32 @@ def test_with_worker_processes_a_loader_loads_no_compiler(tmp_path: Path) -> Non
         "processes": {"samples": 6, "numba": False},
         "threads": {"samples": 6, "numba": True},
     }
+
+
+LOSES_ITS_FORK_SERVER = """
+import os, signal
+from multiprocessing import forkserver
+import orchdata as od
+from test_starting import Slow
+if __name__ == "__main__":
+    loader = od.DataLoader(Slow(), 1, num_workers=2, multiprocessing_context="forkserver", cost=[1] * 12)
+    batches = iter(loader)
+    rows = next(batches).tolist()
+    os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+    print(rows + [row for batch in batches for row in batch.tolist()])
+"""
+
+
+class Slow(Plain):
+    def __getitem__(self, number: int) -> Any:
+        time.sleep(0.2)
+        return number
+
+
+@pytest.mark.slow
+def test_the_loss_of_the_fork_server_costs_nothing_and_workers_say_nothing(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(LOSES_ITS_FORK_SERVER)
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    command = [sys.executable, "-W", "ignore", str(tmp_path / "script.py")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"{[*range(12)]}\n", "")
