@@ -305,8 +305,7 @@ class PackedAssembly:
                 media.blank(number)
         else:
             read = time.perf_counter()
-            of = self._share.plan.pass_of(at, self._assembler.seed)
-            failures = self._decode(at, sample, recipe, wanted, payloads, of, ids)
+            failures = self._decode(at, sample, recipe, wanted, payloads, ids)
         with self._lock:
             if failures:
                 self._failures[at] = failures
@@ -321,7 +320,6 @@ class PackedAssembly:
         recipe: Recipe,
         wanted: _Wanted,
         payloads: Mapping[int, bytes | memoryview],
-        of: Pass,
         ids: Ids | None,
     ) -> list[DataError]:
         """Write what was read into the pages, and return what failed; its memory is blank."""
@@ -340,6 +338,7 @@ class PackedAssembly:
         if number is not None:
             write = partial(self._write, at, wanted, sample, recipe, payloads, ids)
             attempt(write, partial(pages.blank, number, sample))
+        of = self._share.plan.pass_of(at, self._assembler.seed) if wanted.parts else Pass()
         for media, item, part in wanted.parts:
             member = sample.member_of(part)
             generator = partial(sample.generator, of, part - sample.parts.start)

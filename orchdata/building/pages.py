@@ -291,6 +291,8 @@ class Pages:
 
     def _teams(self) -> tuple[Team, ...]:
         """Return the teams of the samples, which come by size."""
+        if self._share.plan.teams is None and not self._joined:
+            return ()
         share, starts, sizes = self._share, self._starts, self._share.plan.team_size[self._samples]
         # Of each team its size, its first sequence and the one after the last, and borders of whole sequences.
         found = []
