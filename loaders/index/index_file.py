@@ -270,7 +270,7 @@ def _make(file: IndexFile, files: Files, cache: CacheFolder, path: Path) -> None
 
 
 def _pieces(file: IndexFile, files: Files) -> Iterator[Buffer]:
-    with closing(in_order(files.open(file.url, FileVersion(file.size, file.version)))) as source:
+    with closing(in_order(files.open(file.url, FileVersion(file.size, file.version)), ahead=7)) as source:
         for start in range(0, file.size, _READ_BYTES):
             yield source.read(start, min(_READ_BYTES, file.size - start))
 

@@ -83,6 +83,7 @@ class JsonLinesShard(Shard):
         self._reader = RecordReader(url, file, limits, folder_of(media_root, files, reads), rules)
         self._taken: set[int] = set()  # offsets of records whose objects are being read, by a sample or ahead
         self._lock = threading.Lock()
+        self._last_media: dict[int, dict[str, NamedMedia]] = {}  # of the record that `read` used last
 
     def checksum(self) -> str:
         """Return the checksum of its whole content, without the media."""
@@ -149,6 +150,19 @@ class JsonLinesShard(Shard):
         self._file.check_unchanged()
         reach = scanned.end or self._file.size
         return beginning_of(self, scanned.table, most, is_whole=scanned.end is None, reach=reach, met=met)
+
+    def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
+        """Read one member. Raises FieldError. Consecutive reads of files of one record parse the record once."""
+        if encoding != NAMED:
+            return self._read((offset, size, encoding, field), {}, {})
+        media = self._last_media
+        if offset >> STAMP_BITS in media:
+            self._file.check_unchanged()
+        else:
+            media = {}
+        data = self._read((offset, size, encoding, field), media, {})
+        self._last_media = media
+        return data
 
     def read_many(self, members: Sequence[Member]) -> list[bytes | memoryview]:
         """Read the members of one sample; its record is read once, and parsed once for its media. Raises FieldError."""

@@ -348,7 +348,6 @@ class Looks:
 
 BLOCK_BYTES: Final = 4 << 20
 _MOST_BLOCKS: Final = 12
-_BLOCKS_AHEAD: Final = 2
 
 
 class RemoteFile(Storage):
@@ -383,14 +382,15 @@ class RemoteFile(Storage):
 
 
 class Blocks(RemoteFile):
-    """An object that is read from its start to its end: it reads large blocks, and the next ones ahead.
+    """An object that is read from its start to its end: it reads large blocks, and the next `ahead` of them.
 
     A block is kept for a while: an index reads headers first, and texts between them after that. Blocks inside of a
     large member are left out.
     """
 
-    def __init__(self, file: RemoteFile) -> None:
+    def __init__(self, file: RemoteFile, ahead: int = 2) -> None:
         super().__init__(file._objects, file.url, file._file, file._reads)
+        self._num_ahead = ahead
         self._blocks: OrderedDict[int, Ahead] = OrderedDict()
         self._last = -1
         self._current: tuple[int, Buffer] = (-1, b"")  # a block's number and content: most reads are of the last one
@@ -427,7 +427,7 @@ class Blocks(RemoteFile):
         with self._lock:
             in_order = first in (self._last, self._last + 1)
             self._last = max(self._last, last)
-            wanted = range(first, last + 1 + (_BLOCKS_AHEAD if in_order else 0))
+            wanted = range(first, last + 1 + (self._num_ahead if in_order else 0))
             for number in wanted:
                 start = number * BLOCK_BYTES
                 if number in self._blocks:
@@ -439,6 +439,6 @@ class Blocks(RemoteFile):
             block.clear()
 
 
-def in_order(file: Storage) -> Storage:
-    """Return a file for reading from start to end: of object storage in blocks, ahead."""
-    return Blocks(file) if isinstance(file, RemoteFile) and not isinstance(file, Blocks) else file
+def in_order(file: Storage, ahead: int = 2) -> Storage:
+    """Return a file for reading from start to end: of object storage in blocks, so many of them ahead."""
+    return Blocks(file, ahead) if isinstance(file, RemoteFile) and not isinstance(file, Blocks) else file
