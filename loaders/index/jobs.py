@@ -250,7 +250,8 @@ class Jobs:
                 "define functions and classes at the top level of a module, or index with --jobs 1 (jobs=1), in threads"
             ) from error
         sizes = {url: files.size_of(url) for url in urls}
-        self._large = {url for url, size in sizes.items() if size > sum(sizes.values()) / count}
+        share = sum(sizes.values()) / count
+        self._large = {url for url, size in sizes.items() if size > share}
         self._changed = threading.Condition()
         self._idle: list[ChildProcess] = []
         self._all: set[ChildProcess] = set()

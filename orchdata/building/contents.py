@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,6 +103,7 @@ class ShardContent:
     shards: IndexedShards
     layout: Layout
     encoders: tuple[str, ...]
+    preloads: ClassVar = ("orchdata.dataset.preload",)
 
     def open(self, watch: Watch) -> Assembler:
         shards = self.shards.open()
@@ -124,6 +125,7 @@ class SampleContent:
 
     shards: IndexedShards
     collate_fn: Callable[..., Any]
+    preloads: ClassVar = ("orchdata.dataset.preload",)
 
     def open(self, watch: Watch) -> Assembler:
         shards = self.shards.open()

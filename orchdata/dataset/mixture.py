@@ -77,6 +77,7 @@ class Mixture(Sharded):
     """
 
     leaves: tuple[Leaf, ...] = ()
+    preloads = ("orchdata.dataset.preload",)
 
     def __init__(
         self,

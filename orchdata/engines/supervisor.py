@@ -229,8 +229,7 @@ class Supervisor(threading.Thread):
     def run(self) -> None:
         try:
             while not self._is_stopping and self._broken is None:
-                for worker, message in self.transport.wait(self._seconds_to_wait()):
-                    self._on_message(worker, message)
+                self._hear()
                 self._take_arrived()
                 self._end_overdue()
                 self._assign()
@@ -244,6 +243,11 @@ class Supervisor(threading.Thread):
             self._has_ended = True
             self._take_arrived()  # later callers do this in `submit`
 
+    def _hear(self) -> None:
+        """Wait for messages. A function of its own: a variable of the thread would keep the last step's memory."""
+        for worker, message in self.transport.wait(self._seconds_to_wait()):
+            self._on_message(worker, message)
+
     def _seconds_to_wait(self) -> float | None:
         """Return the seconds until something may be overdue; None for no limit."""
         if self._not_running():
@@ -252,7 +256,8 @@ class Supervisor(threading.Thread):
         deadlines = [since + self._timeout for since in awaited]
         if not deadlines and self._suspects.trial is None:
             return None
-        return max(0.0, min([*deadlines, time.monotonic() + 1.0]) - time.monotonic()) + 0.001
+        left = min([*deadlines, time.monotonic() + 1.0]) - time.monotonic()
+        return left + 0.001 if left > 0 else 0.05
 
     def _on_message(self, worker: Worker, message: dict[str, Any]) -> None:
         trial = self._suspects.trial
@@ -323,11 +328,13 @@ class Supervisor(threading.Thread):
                 self._failed_starts[kind] += 1
                 if self._failed_starts[kind] >= _MAX_FAILED_STARTS[kind]:
                     raise
+        # Until all are ready, each gets one: the first would take the first steps of an epoch, and the others wait.
         later: list[Job] = []
+        all_ready = all(each is not None and each.is_ready for each in self._workers)
         while self._waiting:
             job = self._waiting.popleft()
             workers = self._workers if job.worker is None else [self._workers[job.worker]]
-            most = self._given.prefetch_factor
+            most = self._given.prefetch_factor if all_ready or job.worker is not None else 1
             free = [each for each in workers if each is not None and each.is_ready and len(each.jobs) < most]
             if free:
                 if job.awaited is not None:

@@ -314,7 +314,7 @@ class ProcessEngine(WorkerEngine):
 
     def __init__(self, spec: Any, workers: Workers) -> None:
         assert workers.multiprocessing_context is not None
-        start_server(workers.multiprocessing_context)
+        start_server(workers.multiprocessing_context, getattr(getattr(spec, "content", None), "preloads", ()))
         first = WorkerSpec(
             spec=spec, number=0, workers=workers.sent, base_seed=workers.base_seed, environ=dict(os.environ)
         )
