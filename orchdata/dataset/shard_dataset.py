@@ -214,6 +214,11 @@ class ShardDataset(Sharded):
         return self.reading.media_root
 
     @property
+    def columns(self) -> tuple[tuple[str, str], ...]:
+        """(old name, new name) of each renamed field."""
+        return self.reading.columns
+
+    @property
     def containers(self) -> tuple[Container, ...]:
         """The containers of the user's."""
         return self.reading.containers

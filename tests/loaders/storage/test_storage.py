@@ -55,7 +55,7 @@ def test_what_the_system_refuses_three_times_is_tried_a_fourth(
 
 def test_a_forgotten_file_is_opened_again(path: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch) -> None:
     file = LocalFile(path)
-    stale = [os.fstat(file._fd).st_ino, True]
+    stale = [os.fstat(file._held().number).st_ino, True]
     pread = os.pread
 
     def forgotten(fd: int, size: int, offset: int) -> bytes:

@@ -171,7 +171,7 @@ def test_a_shard_changed_in_place_is_stale(tmp_path: Path) -> None:
     with tarfile.open(shard, "w") as archive:
         add_member(archive, "a.txt", b"text")
     index = build_index([str(shard)], RECIPE)
-    compare_shard(IndexedShards(index=index, build_id=index.build_id, recipe=RECIPE), 0)
+    compare_shard(IndexedShards(index=index, build_id=index.build_id, recipes=(RECIPE,)), 0)
     status, data = shard.stat(), bytearray(shard.read_bytes())
     data[:1] = b"z"
     data[148:156] = b"%06o\0 " % (sum(data[:148]) + 8 * 32 + sum(data[156:512]))
@@ -184,7 +184,7 @@ def test_a_shard_changed_in_place_is_stale(tmp_path: Path) -> None:
 
 def test_a_recipe_that_does_not_pickle_is_refused_by_name(tmp_path: Path) -> None:
     recipe = od.Recipe(text=od.TextPreprocessor(lambda text: [1] * len(text), id="lambda"))
-    with pytest.raises(TypeError, match=r"recipe\.text.* is a lambda"):
+    with pytest.raises(TypeError, match=r"recipes\[0\]\.text.* is a lambda"):
         verified([write_shard(tmp_path / "a.tar", omni_samples(2))], recipe)
 
 
