@@ -15,7 +15,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
+from operator import sub
 from typing import Any, Final
 
 import pyarrow as pa
@@ -40,12 +41,17 @@ from orchdata.loaders.versions import KEPT_FORMAT
 _COMPRESSED_BYTES: Final = 64 << 10
 
 
-def keep(path: str, kind: bytes, values: Mapping[str, Any], body: Buffer | pa.Buffer = b"") -> None:
-    """Store values and a body, compressed if it is large. Raises StorageError."""
-    size = memoryview(body).nbytes
+def keep(path: str, kind: bytes, values: Mapping[str, Any], *bodies: Buffer | pa.Buffer) -> None:
+    """Store values and a body, given in pieces, compressed if it is large. Raises StorageError."""
+    pieces = [memoryview(body).cast("B") for body in bodies]
+    size = sum(piece.nbytes for piece in pieces)
     if size > _COMPRESSED_BYTES:
-        values, body = {**values, "uncompressed_bytes": size}, pa.compress(body, codec="zstd")
-    write_whole(path, seal(kind, KEPT_FORMAT, values, [memoryview(body)])[0])
+        packed = pa.BufferOutputStream()
+        with pa.CompressedOutputStream(packed, "zstd") as stream:
+            for piece in pieces:
+                stream.write(piece)
+        values, pieces = {**values, "uncompressed_bytes": size}, [memoryview(packed.getvalue())]
+    write_whole(path, seal(kind, KEPT_FORMAT, values, pieces)[0])
 
 
 def kept(path: str, kind: bytes) -> tuple[dict[str, Any], Buffer | pa.Buffer] | None:
@@ -91,10 +97,10 @@ class SampleLists:
 
     def __init__(self, layouts: Iterable[str] = (), num_samples: int = 0, body: Buffer | pa.Buffer = b"") -> None:
         self._layouts = {layout: number for number, layout in enumerate(layouts)}
-        self._numbers = array("q")
-        self._numbers.frombytes(body)
-        self._ends = self._numbers[:num_samples]
-        del self._numbers[:num_samples]
+        self._numbers, lengths = array("q"), array("q")
+        lengths.frombytes(memoryview(body)[: 8 * num_samples])
+        self._numbers.frombytes(memoryview(body)[8 * num_samples :])
+        self._ends = array("q", accumulate(lengths))
 
     def put(self, layout: str, numbers: Iterable[int]) -> None:
         """Add the next sample."""
@@ -109,9 +115,13 @@ class SampleLists:
         its_layout, *numbers = self._numbers[self._ends[number - 1] if number else 0 : self._ends[number]]
         return numbers if its_layout == self._layouts.get(layout) else []
 
-    def stored(self) -> tuple[dict[str, Any], bytes]:
-        """Return the first arguments by name, JSON-safe, and the body."""
-        return {"layouts": [*self._layouts], "num_samples": len(self._ends)}, bytes(self._ends + self._numbers)
+    def stored(self) -> tuple[dict[str, Any], list[memoryview]]:
+        """Return the first arguments by name, JSON-safe, and the body in pieces: numbers of integers, and these."""
+        lengths = array("q", map(sub, self._ends, chain([0], self._ends)))  # running sums compress badly
+        return {"layouts": [*self._layouts], "num_samples": len(self._ends)}, [
+            memoryview(lengths),
+            memoryview(self._numbers),
+        ]
 
 
 _KIND: Final = b"cnts"
@@ -134,7 +144,8 @@ class KeptCounts:
         self._of = facts.identity()
         self._paths = paths
         self._now = {_TEXTS: scan_limits(recipe.limits)}
-        self._now |= dict.fromkeys(recipe.counted_from_bytes, plain_fields(recipe.limits))
+        limits_now = {name: float(most) for name, most in plain_fields(recipe.limits).items()}  # inf was a string
+        self._now |= dict.fromkeys(recipe.counted_from_bytes, limits_now)
         self._values: dict[str, Any] = {}  # of the texts
         self._lists: dict[str, SampleLists] = {}
         for name in () if force else paths:
@@ -212,7 +223,7 @@ class KeptCounts:
         for name, lists in self._new.items():
             if not (self._has_texts if name == _TEXTS else self._has_sizes):
                 continue
-            values, body = lists.stored()
+            values, bodies = lists.stored()
             values |= {"of": self._of, "limits": self._now[name]}
             if name == _TEXTS:
                 record, before = self._recipe.record, self._values.get("limits", {})
@@ -224,7 +235,7 @@ class KeptCounts:
                     "names": self._names.numbers(),
                     "failed": self._failed,
                 }
-            keep(self._paths[name], _KIND, values, body)
+            keep(self._paths[name], _KIND, values, *bodies)
 
     def _text_of(self, number: int, layout: str) -> Text | None:
         numbers = self._lists[_TEXTS].get(number, layout) if _TEXTS in self._lists else []

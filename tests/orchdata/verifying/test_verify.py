@@ -179,7 +179,7 @@ def test_a_shard_changed_in_place_is_stale(tmp_path: Path) -> None:
         file.write(data)
     os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
     with pytest.raises(od.StaleIndexError, match="another checksum"):
-        compare_shard(IndexedShards(index=index, build_id=index.build_id, recipe=RECIPE), 0)
+        compare_shard(IndexedShards(index=index, build_id=index.build_id, recipes=(RECIPE,)), 0)
 
 
 def test_a_recipe_that_does_not_pickle_is_refused_by_name(tmp_path: Path) -> None:
