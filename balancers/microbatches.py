@@ -204,6 +204,10 @@ def _checked_times(
             f"forward_times and backward_times must have one shape (num_stages, num_microbatches), got {forward.shape}"
             f" and {backward.shape}"
         )
+    with np.errstate(over="ignore"):
+        total = float(forward.sum() + backward.sum())
+    if total == np.inf:
+        raise ValueError("forward_times and backward_times sum to more than float64 can represent: use a larger unit")
     return forward.T.ravel(), backward.T.ravel(), len(forward)
 
 

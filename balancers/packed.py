@@ -243,7 +243,8 @@ def balance_padded(
         multiple_of = 1
     longest = int(checked.max(initial=0))
     # Raises ValueError for a sample that is too long by itself.
-    row = int(sequence_costs(np.array([-(-longest // multiple_of) * multiple_of]), *coefficients)[0])
+    aligned = min(-(-longest // multiple_of) * multiple_of, 1 << 62)
+    row = int(sequence_costs(np.array([aligned]), *coefficients)[0])
     if present * row > MAX_TOTAL:
         raise ValueError(
             f"{present} samples padded to lengths[{int(checked.argmax())}] = {longest} cost {present * row} together, "

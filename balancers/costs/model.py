@@ -306,8 +306,11 @@ def _solve(
     from scipy.optimize import nnls
 
     longest = times.max()
-    equations = features / (times / longest)[:, None]
-    scale = np.sqrt(np.square(equations).sum(axis=0))
+    with np.errstate(over="ignore", divide="ignore"):
+        equations = features / (times / longest)[:, None]
+        scale = np.sqrt(np.square(equations).sum(axis=0))
+    if not np.isfinite(scale).all():
+        raise ValueError(f"seconds[{times.argmin()}] is {times.min()}, too small compared to {longest}: leave it out")
     scale[scale == 0] = 1.0  # A column without any sequence.
     solution, _ = nnls(equations / scale, np.ones(len(equations)))
     coefficients = solution / scale

@@ -159,7 +159,8 @@ def choose_sizes(table: Ints, sizes: Ints, num_ranks: int, orders: Ints32, bound
 @kernel
 def solve_teams(table: Ints, sizes: Ints, num_ranks: int) -> tuple[Ints32, Ints32, Ints, int]:
     """Return size and first rank of each sequence, loads and a lower bound. A size that is no cheaper than a smaller
-    one is not taken. Some size of each sequence is not NEVER; the sum of the work is at most 2**62.
+    one is not taken. Some size of each sequence is not NEVER; the sum of the work is at most 2**62. `sizes` are int64
+    (num_sizes,), powers of two from 1, ascending, at most `num_ranks`.
     """
     num_sequences, table = table.shape[0], table.copy()
     for sequence in range(num_sequences):

@@ -158,7 +158,7 @@ def move_in_grid(
     budget: int,
 ) -> Ints32:
     """Return ranks of samples that bring all ranks to the targets and within the caps, as far as possible, moving
-    little.
+    little. `sizes` are those that caps bound, (num_samples, num_caps).
     """
     num_samples, num_phases = costs.shape
     columns, goals = capped_columns(costs, sizes, caps, targets)

@@ -63,9 +63,9 @@ def indexed(data: Data) -> tuple[ShardDataset | Mixture, Index]:
             dataset = dataset.filter(data.expression)  # before anything is indexed: it may be none
         return dataset, build_of(dataset)
     options = data.options()
-    of_one_source = {**options, "filter": data.expression}
+    of_one_source = {**options, "filter": data.expression, "key": options["key"] or None}
     for name, (option, field) in _OF_ONE_SOURCE.items():
-        if of_one_source[name]:
+        if of_one_source[name] not in (None, (), {}):
             raise ValueError(f"{option} is of one data set: give the sources in {data.paths[0]} {field} each")
     from orchdata.dataset.mixed import index_of  # which imports torch
 

@@ -64,10 +64,10 @@ def merged_kwargs(processor: Any) -> dict[str, Any]:
     return merged
 
 
-def id_of(tokenizer: Any, mark: str) -> int:
+def id_of(tokenizer: Any, mark: str, *, is_added: bool = True) -> int:
     """The id of what stands for a feature. Raises ValueError unless it is one token, and an added one."""
     ids = tokenizer.encode(mark, add_special_tokens=False)
-    if len(ids) != 1 or mark not in tokenizer.get_added_vocab():
+    if len(ids) != 1 or (is_added and mark not in tokenizer.get_added_vocab()):
         raise ValueError(f"{mark!r} must be one added token of {type(tokenizer).__name__}: add it as a special token")
     return int(ids[0])
 

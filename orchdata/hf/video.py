@@ -321,7 +321,7 @@ def video_modality(processor: Any, *, tokens_per_second: float = 2.0) -> HFVideo
         stamped=(str(processor.vision_start_token), str(processor.vision_end_token)) if stamped else (),
         tokens_per_second=tokens_per_second if timed else None,
         placeholder=mark,
-        slot=Slot(mark=mark, token_id=id_of(processor.tokenizer, mark)),
+        slot=Slot(mark=mark, token_id=id_of(processor.tokenizer, mark, is_added=False)),
     )
     return replace(videos, native=_proven(videos, processor))
 
