@@ -434,7 +434,8 @@ class DataLoader(Generic[T_co]):
         rank = spec.rank if rank is None else rank
         if checked_count(rank, "rank", 0) >= spec.plan.num_ranks:
             raise ValueError(f"rank must be below the loader's {spec.plan.num_ranks} ranks, got {rank}")
-        built = replace(spec, rank=rank).open().build(self._task_at(epoch, step))
+        task = self._task_at(epoch, step)
+        built = replace(spec, rank=rank).open().build(task)
         failures = [failure for failure in built.failures if failure.reason != BLANK]
         if failures and runtime.raises:
             raise failures[0]

@@ -165,7 +165,7 @@ def _parsed(key: str, text: str) -> Any:
 
 
 def chat_of_turns(value: list[Any], template: Template, words: MediaWords) -> Chat:
-    """Return the chat of a list of turns. Raises DecodeError for what no template renders, or nobody can place."""
+    """Return the chat of a list of turns. Raises DecodeError for what no template renders, or no one can place."""
     media: dict[str, list[Any]] = {}  # modality -> names in its items
     work = Work()
     turns = [

@@ -528,8 +528,13 @@ def _new_shards(datasets: Sequence[ShardDataset], rank: Rank) -> Callable[[], No
     lack; None on other ranks than the first, and without such files.
     """
     named = [each for each in datasets if each.index_file is not None and rank.rank == 0]
-    looking = threading.Thread(target=_look, args=(named,), name="orchdata-new-shards", daemon=True)
-    return (lambda: None if looking.ident else looking.start()) if named else None
+
+    def begin() -> None:
+        if named:
+            todo, named[:] = named[:], []
+            threading.Thread(target=_look, args=(todo,), name="orchdata-new-shards", daemon=True).start()
+
+    return begin if named else None
 
 
 def _look(datasets: Sequence[ShardDataset]) -> None:
