@@ -37,24 +37,22 @@ _THREAD_SAFE = (default_collate, default_convert)
 
 @dataclass(kw_only=True, eq=False)
 class SampleAssembler:
-    """Loads each sample by its row with `loader`, or with `load_many` all of a microbatch, then hands the list to
-    `collate_fn` (if not `batched`, one sample). In all steps together, one thread at a time calls it, unless it is
-    torch's own; a parameter `step` of it gets a `StepInfo`. A rank of a map-style data set of `num_map_rows` without a
-    sample gets the global batch's first one, as torch's DistributedSampler pads; if the whole global batch fails, the
-    next row that works. For shards `loader` gets the pass of the sample too, `seed` is that of its generators, and
-    `ahead` begins to read the samples of rows.
+    """Loads each sample by its row, then hands the list to `collate_fn`: in all steps together, one thread at a time
+    calls it, unless it is torch's own. A parameter `step` of it gets a `StepInfo`. A rank of a map-style data set
+    without a sample gets the global batch's first one, as torch's DistributedSampler pads; if the whole global batch
+    fails, the next row that works.
     """
 
-    loader: Callable[..., Any]
-    watch: Watch
-    refuse: Callable[[int, str], Exception]
+    loader: Callable[..., Any]  # row -> sample, of shards with its pass; raises DataError for one that cannot be used
+    watch: Watch  # records each sample while it is loaded
+    refuse: Callable[[int, str], Exception]  # row, why it must not be loaded -> the exception to raise
     collate_fn: Callable[..., Any]
-    batched: bool = True
-    num_map_rows: int = 0
-    load_many: Callable[[list[int]], Any] | None = None
-    reads: ReadBytes | None = None
-    seed: int | None = None
-    ahead: Callable[[Iterable[int]], object] | None = None
+    batched: bool = True  # collate_fn gets a list, not one sample
+    num_map_rows: int = 0  # of a map-style data set; 0 for shards: `collate_fn` gets an empty list
+    load_many: Callable[[list[int]], Any] | None = None  # rows -> all samples of a microbatch together
+    reads: ReadBytes | None = None  # counts the bytes that are read from shards
+    seed: int | None = None  # of the generators that decoding of shards draws from
+    ahead: Callable[[Iterable[int]], object] | None = None  # begins to read the samples of these rows of shards
 
     def __post_init__(self) -> None:
         self._takes_step = takes_step(self.collate_fn)

@@ -49,18 +49,15 @@ Ids = NDArray[np.int32]
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedShards:
-    """Shards as an index describes them: `index` pickles as its path; `build_id` was its own when the spec was made, a
-    rebuilt one would give other batches. `containers` are of the user's, by identity, of all sources of a mixture
-    together; `blank` rows are delivered as failed, and never read. `recipes` are as of `PageSource`.
-    """
+    """Shards as an index describes them."""
 
-    index: Index
-    build_id: str
-    recipes: tuple[Recipe, ...]
-    seed: int = 0
-    containers: Mapping[str, Container] = field(default_factory=dict)
-    files: Files = PLAIN_FILES
-    blank: frozenset[int] = frozenset()
+    index: Index  # pickles as its path
+    build_id: str  # of the index when the spec was created: a rebuilt one would result in other batches
+    recipes: tuple[Recipe, ...]  # of each source; the first defines the tensors
+    seed: int = 0  # of the generators that decoding draws from
+    containers: Mapping[str, Container] = field(default_factory=dict)  # of the user's, by identity, of all sources
+    files: Files = PLAIN_FILES  # where the shards are
+    blank: frozenset[int] = frozenset()  # rows that are delivered as failed, and never read
 
     @cached_property
     def any_remote(self) -> bool:

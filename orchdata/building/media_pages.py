@@ -64,18 +64,14 @@ class PageSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MediaWork:
-    """One modality of a microbatch on one rank, parts as numbers in the index: those that it encodes, in that order,
-    and their samples in the global batch; parts of its samples, as their features arrive, and the `owner` of each among
-    the rank's samples; the route between them, None where they are the same; the segment of each that arrives, None for
-    all rows.
-    """
+    """One modality of a microbatch on one rank. Parts are numbers in the index."""
 
-    encoded: Ints
-    encoded_sample: Ints
-    arriving: Ints
-    owner: Ints
-    route: Route | None = None
-    first: Ints | None = None
+    encoded: Ints  # int64 (num_encoded,), parts that it encodes, in that order
+    encoded_sample: Ints  # index in the global batch of the sample of each
+    arriving: Ints  # int64 (num_arriving,), parts of its samples, in the order in which their features arrive
+    owner: Ints  # number of the sample of each among the rank's samples
+    route: Route | None = None  # between them; None where they are the same
+    first: Ints | None = None  # and rows: the segment of each that arrives; None where all rows do
     rows: Ints | None = None
 
 

@@ -26,19 +26,15 @@ _ONE_A_POSITION: Coefficients = (1 << COST_SHIFT, 0, 0, np.empty((0, 2), np.int6
 
 @dataclass(frozen=True)
 class IndexCosts:
-    """Costs of an index's rows. Without a cost model every phase that the samples have costs its positions.
-    `multiple_of` is that of LLM sequences; with `joins` they are joined before they are padded, so costs count no
-    padding. `rectangular`: a cost is of a row as long as the sample. `length`: of every LLM microbatch; `attention`: of
-    windows; else None.
-    """
+    """Costs of an index's rows."""
 
     index: Index
-    model: CostModel | None = None
-    multiple_of: int = 1
-    rectangular: bool = False
-    length: int | None = None
-    attention: Attention | None = None
-    joins: bool = False
+    model: CostModel | None = None  # without one, every phase that the samples have costs its positions
+    multiple_of: int = 1  # LLM sequences are padded to it, and costs and positions count the padding
+    rectangular: bool = False  # LLM batches are padded to their longest sample: a cost is of a whole row
+    length: int | None = None  # of every LLM microbatch; None where lengths vary
+    attention: Attention | None = None  # of windows of concatenated documents
+    joins: bool = False  # sequences of a microbatch are joined before they are padded: costs count no padding
 
     def __post_init__(self) -> None:
         known = (*self.index.modalities[1:], "llm")

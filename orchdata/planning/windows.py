@@ -33,45 +33,36 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenRanges:
-    """The tokens that the n pieces of a step have of their documents, as many as `Plan.llm_positions`: the first; the
-    epoch whose pass through the documents the piece belongs to, that of the step or the one before; and labels other
-    than -100.
-    """
+    """The tokens that the n pieces of a step have of their documents, as many as `Plan.llm_positions`: int64 (n,)."""
 
-    first: Ints
-    epoch: Ints
-    loss_tokens: Ints
+    first: Ints  # the first token of the piece in its document
+    epoch: Ints  # whose pass through the documents the piece belongs to: that of the step, or the one before
+    loss_tokens: Ints  # labels other than -100
 
 
 class Pieces(NamedTuple):
-    """The pieces of a step, in the order of their windows: the document, as `SampleOrder.rows` gives it; the stream
-    that it is drawn from; of a mixture, the pass through its source; the number of tokens, at least 1; `first` and
-    `epoch` of `TokenRanges`.
-    """
+    """The n pieces of a step, in the order of their windows; all arrays are (n,)."""
 
-    source: NDArray[np.int32]
+    source: NDArray[np.int32]  # and row: the document, as `SampleOrder.rows` gives it
     row: Ints
-    stream: Ints
-    passes: NDArray[np.int32] | None
-    tokens: Ints
-    first: Ints
+    stream: Ints  # that the document is drawn from
+    passes: NDArray[np.int32] | None  # of a mixture, the pass through its source
+    tokens: Ints  # at least 1
+    first: Ints  # and epoch: as of `TokenRanges`
     epoch: Ints
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowBatches(Batches):
-    """An order of documents cut into global batches of `size` windows of `length` tokens. It pickles. With `drop_last`
-    an epoch begins with its first document, and its rest is left out. `sums` are of tokens along the order, `counts` of
-    tokens of documents; `index` names documents for states.
-    """
+    """An order of documents cut into global batches of windows. It pickles."""
 
-    size: int
-    length: int
+    size: int  # windows of a global batch, over all ranks
+    length: int  # tokens of a window
     order: SampleOrder
-    sums: Sums
-    counts: TokenCounts
-    index: Any
-    drop_last: bool = False
+    sums: Sums  # of tokens along the order
+    counts: TokenCounts  # tokens of documents
+    index: Any  # names documents for states
+    drop_last: bool = False  # an epoch begins with its first document, and its rest is left out
 
     @property
     def step_tokens(self) -> int:
