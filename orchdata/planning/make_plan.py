@@ -67,21 +67,18 @@ class SampleCosts(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSpec:
-    """Everything that a plan depends on, except its `StepTask`: a value that pickles. `ranks_per_node` (None if not
-    known) and `num_peers` are of parts that are assigned separately; samples do not depend on them. `accumulate`:
-    micro-steps of every step; 1: as many as the caps need. `evens_tail`: the last step of an epoch has as many samples
-    on each rank, with repeats on the last ones; of map-style data alone.
-    """
+    """Everything that a plan depends on, except its `StepTask`: a value that pickles."""
 
     costs: SampleCosts
     order: SampleOrder
     batches: Batches
     balance: Balance
     num_ranks: int
-    ranks_per_node: int | None = None
-    num_peers: int = 1
-    accumulate: int = 1
-    evens_tail: bool = False
+    # Of parts that are assigned separately: samples do not depend on these two.
+    ranks_per_node: int | None = None  # consecutive ranks, in which features travel if possible; None: not known
+    num_peers: int = 1  # GPUs of a rank that encode
+    accumulate: int = 1  # micro-steps of every step; 1: as many as the caps need
+    evens_tail: bool = False  # of map-style data: the last step has as many samples on each rank, by repeats
 
     def __post_init__(self) -> None:
         if self.balance.scope in ("grouped", "grid") and self.balance.group_size is None:

@@ -47,7 +47,7 @@ class DataParallel:
     dims: tuple[str, ...] = DIMS
     replicate: Replicate | None = None
     ranks_per_node: int | None = None
-    check_plan_every: int = 0
+    check_plan_every: int = 0  # steps between comparisons of plans; 0: none
     encoder_dims: tuple[str, ...] = ()
     averaged: tuple[str, ...] | None = None
     gradients: Mapping[str, Gradients] = field(default_factory=dict, hash=False)
@@ -99,29 +99,22 @@ class DataParallel:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A data-parallel rank: its number, and the number of ranks. `group` is their process group, if known. Process
-    groups that together reach: `groups` all ranks that run this loader, to compare plans; `dp_groups` the data-parallel
-    ranks; `peer_groups` the peers of `DataParallel.encoder_dims`, among which this is `peer` of `num_peers`, row-major.
-    `shared`: for each data-parallel rank the global ranks that get its batches, the reader first; empty if every rank
-    reads for itself. Global numbers: `ranks` of those that run this loader, `column` of the data-parallel ones at this
-    process's place in the mesh's other dims, `peer_dims`. All are empty where they are not known. `ranks_per_node` are
-    data-parallel ranks, if known.
-    """
+    """A data-parallel rank: its number, the number of ranks, and what is known of the others; empty where it is not."""
 
     rank: int = 0
     size: int = 1
-    group: Any = None
-    groups: tuple[Any, ...] = ()
-    shared: tuple[tuple[int, ...], ...] = ()
-    ranks_per_node: int | None = None
-    check_plan_every: int = 0
-    dp_groups: tuple[Any, ...] = ()
-    ranks: tuple[int, ...] = ()
-    column: tuple[int, ...] = ()
+    group: Any = None  # process group of the data-parallel ranks
+    groups: tuple[Any, ...] = ()  # process groups that together reach all ranks that run this loader, to compare plans
+    shared: tuple[tuple[int, ...], ...] = ()  # of each rank, the global ranks that get its batches, the reader first
+    ranks_per_node: int | None = None  # data-parallel ones
+    check_plan_every: int = 0  # steps between comparisons of plans; 0: none
+    dp_groups: tuple[Any, ...] = ()  # process groups that together reach the data-parallel ranks
+    ranks: tuple[int, ...] = ()  # global numbers of the ranks that run this loader
+    column: tuple[int, ...] = ()  # those of the data-parallel ones at this process's place in the mesh's other dims
     peer_dims: tuple[str, ...] = ()
-    peer: int = 0
+    peer: int = 0  # among the peers of `DataParallel.encoder_dims`, row-major
     num_peers: int = 1
-    peer_groups: tuple[Any, ...] = ()
+    peer_groups: tuple[Any, ...] = ()  # process groups that together reach the peers
 
     def __post_init__(self) -> None:
         if self.size < 1:
