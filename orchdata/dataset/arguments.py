@@ -225,6 +225,8 @@ class Arguments:
     def __post_init__(self) -> None:
         # Each field alone, then what depends on the kind of data and on the ranks.
         checked = {each.name: each.metadata.get("check") for each in fields(self)}
+        if not self.in_shards:  # torch refuses orders together before it looks at their values
+            checked["shuffle"] = None
         vars(self).update({name: check(getattr(self, name), name) for name, check in checked.items() if check})
         if self.num_threads is None:
             vars(self)["num_threads"] = DEFAULT_THREADS if self.in_shards else 0
@@ -244,6 +246,7 @@ class Arguments:
             self._check_shards()
         else:
             self._check_items()
+            vars(self)["shuffle"] = _shuffle(self.shuffle, "shuffle")
         self._check_sizes()
         if self.seed is not None and self.generator is not None:
             raise ValueError("seed and generator both given: the seed comes from one of them")
