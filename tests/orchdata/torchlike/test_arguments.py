@@ -164,3 +164,11 @@ def test_an_argument_applies_to_data_and_engines_as_the_table_says(tmp_path: Pat
         assert is_planned == (column not in ("map-style", "IterableDataset") or expected == "planned"), (column, name)
         loader.close()
     assert {"self", "dataset", "cache", "cost", *VALUES} == {*inspect.signature(od.DataLoader.__init__).parameters}
+
+
+def test_two_orders_are_refused_before_a_value_of_one() -> None:
+    for loader in (od.DataLoader, DataLoader):
+        with pytest.raises(ValueError, match="sampler option is mutually exclusive with shuffle"):
+            loader(DATA, sampler=[0], shuffle=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="shuffle must be True"):
+        od.DataLoader(DATA, shuffle=3)  # type: ignore[arg-type]
