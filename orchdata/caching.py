@@ -28,7 +28,7 @@ from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.entries import copy_name
 from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.node import Cache, Copies
-from orchdata.loaders.storage.remote.objects import BLOCK_BYTES, Blocks, RemoteFile
+from orchdata.loaders.storage.remote.objects import BLOCK_BYTES, COPIED_AHEAD, Blocks, RemoteFile
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.storage import FileVersion, ReadBytes
 from orchdata.loaders.watch import Ended, here
@@ -42,7 +42,6 @@ from orchdata.planning.windows import WindowBatches
 from orchdata.ranks.parallel import Rank
 
 _SAMPLES_AHEAD: Final = 4096
-_BLOCKS_AHEAD: Final = 7
 _STOP_SECONDS: Final = 5.0
 _PAUSE_SECONDS: Final = 1.0
 _MOST_FAILURES: Final = 3
@@ -152,7 +151,7 @@ class Filler:
     def _fetch(self, shard: ShardInfo, file: FileVersion, out: IO[bytes]) -> None:
         """Write a shard. Raises _NotFetched for trouble of the store or of memory, OSError for that of the folder."""
         objects = self._files.others.get(shard.url, self._files).objects
-        with closing(Blocks(RemoteFile(objects, shard.url, file, self._reads), _BLOCKS_AHEAD)) as source:
+        with closing(Blocks(RemoteFile(objects, shard.url, file, self._reads), COPIED_AHEAD)) as source:
             for start in range(0, file.size, BLOCK_BYTES):
                 here().check()
                 try:

@@ -34,7 +34,7 @@ from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.atomic import Buffer, opened, remove, replaced, status_of, write_at
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import Files
-from orchdata.loaders.storage.remote.objects import in_order
+from orchdata.loaders.storage.remote.objects import COPIED_AHEAD, in_order
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.sealed import body_start, finish, head_by, head_of
 from orchdata.loaders.storage.storage import FileVersion
@@ -270,7 +270,7 @@ def _make(file: IndexFile, files: Files, cache: CacheFolder, path: Path) -> None
 
 
 def _pieces(file: IndexFile, files: Files) -> Iterator[Buffer]:
-    with closing(in_order(files.open(file.url, FileVersion(file.size, file.version)), ahead=7)) as source:
+    with closing(in_order(files.open(file.url, FileVersion(file.size, file.version)), COPIED_AHEAD)) as source:
         for start in range(0, file.size, _READ_BYTES):
             yield source.read(start, min(_READ_BYTES, file.size - start))
 

@@ -178,8 +178,8 @@ class Recent(Generic[Value]):
                 value, size = make()
                 with self._lock:
                     # Two threads may make one value at a time, if it was dropped, or `make` failed, while one waits.
-                    if (former := self._entries.pop(name, None)) is not None:
-                        self.cached_bytes -= former[1]
+                    if (replaced := self._entries.pop(name, None)) is not None:
+                        self.cached_bytes -= replaced[1]
                     if size <= self.max_bytes or self._or_one:
                         self._entries[name] = value, size
                         self.cached_bytes += size

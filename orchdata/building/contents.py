@@ -122,7 +122,7 @@ class SampleContent:
 
     shards: IndexedShards
     collate_fn: Callable[..., Any]
-    preloads: ClassVar = ("orchdata.dataset.preload",)
+    preloads: ClassVar = ShardContent.preloads
 
     def open(self, watch: Watch) -> Assembler:
         shards = self.shards.open()

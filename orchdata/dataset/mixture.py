@@ -77,7 +77,7 @@ class Mixture(Sharded):
     """
 
     leaves: tuple[Leaf, ...] = ()
-    preloads = ("orchdata.dataset.preload",)
+    preloads = ShardDataset.preloads
 
     def __init__(
         self,

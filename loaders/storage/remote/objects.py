@@ -348,6 +348,8 @@ class Looks:
 
 BLOCK_BYTES: Final = 4 << 20
 _MOST_BLOCKS: Final = 12
+COPIED_AHEAD: Final = 7
+"""Blocks ahead of an object that is copied as a whole, as fast as the storage gives it."""
 
 
 class RemoteFile(Storage):
