@@ -20,7 +20,7 @@ class Family:
     """How a model reads a batch.
 
     Attributes:
-        packs: whether samples may stand in one row at all; whether they are kept apart there is tried (`packing/`).
+        packs: whether samples may stand in one row at all; whether they are kept apart there is tried (`trials`).
         mrope: whether positions are (4, rows, T): counting, then time, height and width.
         first_position: of each sample.
         sees_ahead: what attends in both directions: tokens of the same "media" part, or the "prefix" that is only

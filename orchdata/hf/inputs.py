@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -23,9 +24,18 @@ from torch import Tensor, nn
 from orchdata.batch.batch import Batch
 from orchdata.batch.tensors import IGNORE, LLMBatch, MediaBatch
 from orchdata.hf.families import FAMILIES, READ_PADDING, TOWERS, Family, family_of, model_class, takes, thinker
-from orchdata.hf.packing import Arguments, SwitchingRope, Verdict, attention_of, switching_rope, verdict_of
-from orchdata.hf.sharing import Sharing, Unshared, sharing_of
 from orchdata.hf.tiny import undisturbed
+from orchdata.hf.trials import (
+    Arguments,
+    Sharing,
+    SwitchingRope,
+    Unshared,
+    Verdict,
+    attention_of,
+    sharing_of,
+    switching_rope,
+    verdict_of,
+)
 from orchdata.notices import warn_once
 from orchdata.planning.layout import Attention, Empty, Layout, Packed, Padded, Positions
 
@@ -183,17 +193,11 @@ class Inputs:
 
     @cached_property
     def scales_loss(self) -> bool:
-        return self._scales()
+        return not self.family.decoder and _loss_follows(self.config)
 
     @cached_property
     def scales_shifted(self) -> bool:
-        return self._scales(shifted=True)
-
-    def _scales(self, *, shifted: bool = False) -> bool:
-        try:
-            return not self.family.decoder and _loss_follows(self.config, shifted=shifted)
-        except Exception:  # noqa: BLE001 - of a class that is built otherwise, which has no labels then
-            return False
+        return not self.family.decoder and _loss_follows(self.config, shifted=True)
 
     @cached_property
     def _takes(self) -> frozenset[str]:
@@ -226,20 +230,16 @@ class Inputs:
         """Raise ValueError if the model would not see media as the recipe makes them, or not per phase; of those that
         are known to read the padding of other samples; and with teams if its attention cannot be shared.
         """
-        kind, of_its_own = self.config.model_type, "make it of the model's processor, od.hf.recipe(processor)"
+        kind = self.config.model_type
         if balance.teams is not None and not self.sharing.shares:
             raise ValueError(f"{kind} cannot share sequences, it {self.sharing.why}: leave Balance(teams=...) out")
         for name in encoders:
             modality, slot = recipe.modalities[name], recipe.slots[name]
+            advice = "make it of the model's processor, od.hf.recipe(processor)"
+            if name in recipe.of_processor:
+                advice = "take processor and configuration from one checkpoint"
             named = {_ARRAYS.get(array, array) if name == "image" else array for array in modality.arrays()}
             if unknown := sorted(named - self._takes):
-                # No advice to make the recipe of a processor if it was made so.
-                advice = (
-                    "its processor makes them for something else than the forward, such as generate(), or this "
-                    "processor and this configuration do not belong together"
-                    if name in recipe.of_processor
-                    else of_its_own
-                )
                 raise ValueError(
                     f"{kind} takes no {', '.join(unknown)}, which the recipe makes of {name}: {advice}; or leave it "
                     f"out, dataclasses.replace(recipe, {name}=None)"
@@ -247,12 +247,6 @@ class Inputs:
             token_ids = [getattr(self.config, f"{name}_token_{end}", None) for end in ("id", "index")]
             expected = next((token_id for token_id in token_ids if token_id is not None), slot.token_id)
             if modality.places and slot.token_id != expected:
-                advice = (
-                    f"its processor writes {slot.mark!r} for each feature, so this processor and this configuration do "
-                    f"not belong together: take both from one checkpoint, or set config.{name}_token_id"
-                    if name in recipe.of_processor
-                    else of_its_own
-                )
                 raise ValueError(
                     f"{kind} looks for {name} where the token {expected} stands, and the recipe writes "
                     f"{slot.token_id}: {advice}"
@@ -379,9 +373,7 @@ class Inputs:
         # Features in the dtype of half-precision weights; other families cast them themselves.
         features, dtype = self.media_arguments(batch), getattr(self.config, "dtype", None)
         if dtype in (torch.bfloat16, torch.float16):
-            features = {
-                name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in features.items()
-            }
+            features |= {name: tensor.to(dtype) for name, tensor in features.items() if tensor.is_floating_point()}
         return arguments | {"use_cache": False} | features
 
 
@@ -417,8 +409,9 @@ def _loss_follows(config: Any, *, shifted: bool = False) -> bool:
     """
     from transformers import PreTrainedModel
 
-    kind, vocab = model_class(config), config.get_text_config().vocab_size
-    with undisturbed(), torch.no_grad():
+    # A class that is built otherwise raises, and has no labels then.
+    with suppress(Exception), undisturbed(), torch.no_grad():
+        kind, vocab = model_class(config), config.get_text_config().vocab_size
         model, own = object.__new__(kind), copy.deepcopy(config)
         own._attn_implementation = "eager"  # none is computed, and others may not be installed here
         PreTrainedModel.__init__(model, own)
@@ -429,11 +422,12 @@ def _loss_follows(config: Any, *, shifted: bool = False) -> bool:
         given: dict[str, Any] = {"input_ids": ids, "position_ids": torch.arange(5)[None], "labels": labels}
         given |= {"shift_labels": labels} if shifted else {}
         runs = {items: model(**given, num_items_in_batch=items, use_cache=False) for items in (0.5, 4)}
-    # With `shifted` each label is that of its own position.
-    logits, wanted = runs[4].logits[0].float(), labels[0]
-    logits, wanted = (logits, wanted) if shifted else (logits[:-1], wanted[1:])
-    expected = torch.nn.functional.cross_entropy(logits, wanted, ignore_index=IGNORE, reduction="sum")
-    return all(torch.allclose(outputs.loss, expected / items, rtol=1e-5) for items, outputs in runs.items())
+        # With `shifted` each label is that of its own position.
+        logits, wanted = runs[4].logits[0].float(), labels[0]
+        logits, wanted = (logits, wanted) if shifted else (logits[:-1], wanted[1:])
+        expected = torch.nn.functional.cross_entropy(logits, wanted, ignore_index=IGNORE, reduction="sum")
+        return all(torch.allclose(outputs.loss, expected / items, rtol=1e-5) for items, outputs in runs.items())
+    return False
 
 
 def _by_part(media: MediaBatch, takes: Collection[str]) -> dict[str, Tensor]:

@@ -94,12 +94,10 @@ def cost(
         ValueError: a config that lacks a size or a rule, or contradicts itself, a phase it does not have, names for a
             model, or a model whose parameters are not found where others have theirs.
     """
-    given = {
-        name: (words,) if isinstance(words, str) else tuple(words)
-        for name, words in (("frozen", frozen), ("lora", lora))
-    }
+    words = {"frozen": frozen, "lora": lora}
+    given = {name: (each,) if isinstance(each, str) else tuple(each) for name, each in words.items()}
     if hasattr(model, "named_parameters"):
-        if named := [name for name, words in given.items() if words]:
+        if named := [name for name, each in given.items() if each]:
             raise ValueError(
                 f"{named[0]}= is for configs: of a model, requires_grad of its parameters says what trains"
             )
@@ -201,29 +199,17 @@ def _used(config: Any, phase: str, tower: TransformerCost) -> PhaseCost:
         last = max(layer if layer >= 0 else tower.layers + 1 + layer for layer in chosen)
         unused = min(max(0, tower.layers - last), tower.layers - 1)
     cost = replace(tower, layers=tower.layers - unused).phase_cost()
-    idle: dict[str, Any] = {
-        "trainable": False,
-        "input_gradients": False,
-        "stem_macs": 0,
-        "connector_macs": 0,
-        "connector_first_macs": 0,
-    }
     if unused:
-        cost += replace(tower, layers=unused, **idle).phase_cost()
-    if (
-        phase == "image"
-        and phase_keys(keys, phase) is not keys
-        and (phase_keys(keys, phase) or {}).get("vision_use_head")
-    ):
+        idle: dict[str, Any] = dict.fromkeys(("stem_macs", "connector_macs", "connector_first_macs"), 0)
+        cost += replace(tower, layers=unused, trainable=False, input_gradients=False, **idle).phase_cost()
+    own = phase_keys(keys, phase)
+    if phase == "image" and own is not keys and (own or {}).get("vision_use_head"):
         cost += PhaseCost(4.0 * tower.hidden**2)  # SigLIP's pooling: keys and values
     return cost
 
 
 def _said(components: tuple[str, ...], frozen: tuple[str, ...], lora: tuple[str, ...]) -> dict[str, Training]:
-    """Return the training of each component, from the names in `frozen` and `lora`.
-
-    Raises ValueError for a name that is none of the components, or that is in both.
-    """
+    """Return the training of each component, from the names in `frozen` and `lora`."""
     allowed = {"frozen": list(dict.fromkeys(map(_word, components)))}
     allowed["lora"] = [word for word in allowed["frozen"] if word != CONNECTOR]
     for option, names in (("frozen", frozen), ("lora", lora)):
@@ -256,9 +242,7 @@ def _read(model: nn.Module, components: tuple[str, ...]) -> dict[str, Training]:
     for name, parameter in model.named_parameters():
         for component in _named(_ADDED.sub("", name), components):
             by_component[component].append((name, parameter))
-    if missing := [
-        component for component in components if not by_component[component] and _word(component) != CONNECTOR
-    ]:
+    if missing := [each for each in components if not by_component[each] and _word(each) != CONNECTOR]:
         raise ValueError(
             f"no parameter of {type(model).__name__} is named as those of an {missing[0]} tower are: give its config,"
             " and what of it is frozen"

@@ -192,9 +192,8 @@ class TrainerMixin(_Base):
                 "transformers' Trainer in place of SFTTrainer"
             )
         if own_loss is not None:
-            arguments = {
-                name: arguments[name] for name in arguments.keys() - {"labels", "shift_labels", "num_items_in_batch"}
-            }
+            counted = {"labels", "shift_labels", "num_items_in_batch"}
+            arguments = {name: arguments[name] for name in arguments.keys() - counted}
         if isinstance(batch.inputs, Inputs) and batch.routes:
             arguments["mm_encoder_outputs"] = encode(model, batch)
         if computes_loss and own_loss is None:
@@ -328,14 +327,6 @@ class TrainerMixin(_Base):
         if args.eval_strategy != "no" or args.eval_on_start:
             for each in evaluated.values():
                 self._check_own_loader(_counted(each))
-        self._check_epochs(steps)
-
-    def _check_own_loader(self, steps: Any) -> None:
-        if isinstance(steps, OptimizerSteps) and steps.loader is getattr(_counted(self.train_dataset), "loader", None):
-            raise ValueError(ONE_LOADER)
-
-    def _check_epochs(self, steps: OptimizerSteps) -> None:
-        args = self.args
         try:
             first = len(steps)
         except TypeError as error:
@@ -345,6 +336,10 @@ class TrainerMixin(_Base):
             ) from error
         epochs = math.ceil(args.max_steps / max(1, first) if args.max_steps > 0 else args.num_train_epochs)
         compare_epochs("the Trainer", steps.num_steps, 0, epochs)
+
+    def _check_own_loader(self, steps: Any) -> None:
+        if isinstance(steps, OptimizerSteps) and steps.loader is getattr(_counted(self.train_dataset), "loader", None):
+            raise ValueError(ONE_LOADER)
 
     def _whole(self, steps: OptimizerSteps) -> OptimizerSteps:
         """The same samples at each evaluation."""
@@ -418,11 +413,8 @@ def _counted(dataset: Any) -> Any:
 
 
 _OPTIONS: Final = {
-    "packing": "collate_fn=od.hf.Inputs(config) packs already",
-    "eval_packing": "collate_fn=od.hf.Inputs(config) packs already",
-    "padding_free": "collate_fn=od.hf.Inputs(config) packs already",
-    "assistant_only_loss": "the recipe says which tokens are trained",
-    "completion_only_loss": "the recipe says which tokens are trained",
+    **dict.fromkeys(("packing", "eval_packing", "padding_free"), "collate_fn=od.hf.Inputs(config) packs already"),
+    **dict.fromkeys(("assistant_only_loss", "completion_only_loss"), "the recipe says which tokens are trained"),
 }
 """Options of SFTConfig about the rows of a data set -> what does the same for a loader."""
 

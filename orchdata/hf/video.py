@@ -11,7 +11,7 @@ or this library's where it was seen to give the same.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.hf.image_rules import RESAMPLES, Settings
-from orchdata.hf.processors import OwnByThread, as_array, class_at, id_of, merged_kwargs, path_of
+from orchdata.hf.processors import OwnByThread, as_array, class_at, id_of, joined, merged_kwargs, path_of
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.image import grid_positions
@@ -54,40 +54,25 @@ def taken(source: str, frames: int, fps: float) -> tuple[int, ...]:
 
 
 # Sizes that pictures become, as the `resize` of each class has them; proven when a modality is made.
-Rule = Callable[[Settings, int, int, int], tuple[int, int]]
-
-
-def _qwen2(settings: Settings, count: int, width: int, height: int) -> tuple[int, int]:
-    least, most, factor = _budget(settings)
-    if settings.cap_pixels_per_frame:
-        total = int(settings.max_video_tokens * factor * factor * 0.9)
-        most = max(min(most, total * settings.temporal_patch_size // count), int(least * 1.05))
-    return _resized(settings, height=height, width=width, factor=factor, min_pixels=least, max_pixels=most)
-
-
-def _qwen3(settings: Settings, count: int, width: int, height: int) -> tuple[int, int]:
-    least, most, factor = _budget(settings)
+def _resized(settings: Settings, count: int, width: int, height: int) -> tuple[int, int]:
+    """(height, width) of `count` pictures. Qwen2-VL's limits of pixels are of a picture, Qwen3-VL's of all."""
+    if not settings.do_resize:
+        raise ValueError("without do_resize")
+    size, factor, times = dict(settings.size), settings.patch_size * settings.merge_size, settings.temporal_patch_size
+    least, most, frames = size["shortest_edge"], size["longest_edge"], {}
+    of_all = type(settings.processor).__name__ == "Qwen3VLVideoProcessor"
+    if of_all:
+        frames = {"num_frames": count, "temporal_factor": times}
     if settings.cap_pixels_per_frame:
         cap = settings.max_video_tokens * factor * factor
-        most = max(min(cap, most // count), int(least * 1.05)) * count
-    frames = {"num_frames": count, "temporal_factor": settings.temporal_patch_size}
-    return _resized(settings, height=height, width=width, factor=factor, min_pixels=least, max_pixels=most, **frames)
-
-
-def _resized(settings: Settings, **given: int) -> tuple[int, int]:
-    high, wide = settings.module.smart_resize(**given)
+        of_picture = min(cap, most // count) if of_all else min(most, int(cap * 0.9) * times // count)
+        most = max(of_picture, int(least * 1.05)) * (count if of_all else 1)
+    sizes = {"height": height, "width": width, "factor": factor, "min_pixels": least, "max_pixels": most}
+    high, wide = settings.module.smart_resize(**sizes, **frames)
     return high, wide
 
 
-def _budget(settings: Settings) -> tuple[int, int, int]:
-    """Fewest and most pixels, and the side that a merged token has."""
-    if not settings.do_resize:
-        raise ValueError("without do_resize")
-    size = dict(settings.size)
-    return size["shortest_edge"], size["longest_edge"], settings.patch_size * settings.merge_size
-
-
-RULES: Final[Mapping[str, Rule]] = {"Qwen2VLVideoProcessor": _qwen2, "Qwen3VLVideoProcessor": _qwen3}
+_KNOWN: Final = ("Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor")
 
 
 @dataclass(frozen=True)
@@ -274,10 +259,10 @@ class HFVideos(VideoFiles):
         num_bytes = super().decoding_bytes(parts)
         if self.native:
             return num_bytes
-        whole = [
-            3 * header[0] * header[1] * size.extent[3] + size.num_rows * self.row_bytes() for header, size in parts
-        ]
-        return num_bytes + max(whole)
+        row_bytes = self.row_bytes()
+        return num_bytes + max(
+            3 * wide * high * of.extent[3] + of.num_rows * row_bytes for (wide, high, *_), of in parts
+        )
 
 
 @lru_cache(maxsize=1 << 14)
@@ -285,7 +270,7 @@ def _counted(videos: HFVideos, frames: int, fps: float, width: int, height: int)
     """Pictures taken, and patches along height and width. Raises ValueError for a clip that the processor refuses."""
     count = len(taken(videos.source, frames, fps))
     run = running(videos.source)
-    high, wide = RULES[type(run.processor).__name__](run.settings, count, width, height)
+    high, wide = _resized(run.settings, count, width, height)
     return count, high // run.settings.patch_size, wide // run.settings.patch_size
 
 
@@ -300,7 +285,7 @@ def video_modality(processor: Any, *, tokens_per_second: float = 2.0) -> HFVideo
     video: Any = getattr(processor, "video_processor", None)
     if not callable(getattr(video, "sample_frames", None)):
         raise TypeError(f"{name} has no video processor of transformers' in it, which takes torchvision to be made")
-    if name not in _PROCESSORS or type(video).__name__ not in RULES:
+    if name not in _PROCESSORS or type(video).__name__ not in _KNOWN:
         raise ValueError(
             f"{name} has a {type(video).__name__}, and videos are read as {', '.join(_PROCESSORS)} have them: write an "
             "od.Modality for it, Recipe(video=...)"
@@ -340,10 +325,7 @@ def _proven(videos: HFVideos, processor: Any) -> bool:
         values, grid = run.outputs(clip)
         given = {GRID: np.array([size.extent[:3]]), "video_metadata": [metadata]}
         text = processor.replace_video_token(given, video_idx=0)
-        ours = "".join(
-            piece if isinstance(piece, str) else piece * videos.placeholder for piece in videos.expand(size) or ()
-        )
-        if grid != size.extent[:3] or text != ours:
+        if grid != size.extent[:3] or text != joined(videos.expand(size) or (), videos.placeholder):
             raise ValueError(f"{name} makes something else of a video than is known of its class: use another version")
         with suppress(LookupError, ValueError, KeyError):
             rows = np.empty_like(values)

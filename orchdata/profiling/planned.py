@@ -241,27 +241,22 @@ def padding_of_layouts(
     padding = []
     for name, layout, its_balance in tried:
         costs = layout_costs(index, cost, layout)
-        padding.append(_padding(name, layout, costs, spec_of(costs, its_balance), dummies))
+        spec = spec_of(costs, its_balance)
+        plans = [make_plan(spec, step) for step in spread_steps(spec, _STEPS_OF_LAYOUTS)]
+        used = sum(int(index.tokens_of(plan.row).sum()) for plan in plans)
+        held = sum(
+            _positions(plan, layout, costs, dummies) if plan.filled is None else plan.filled[1] for plan in plans
+        )
+        padding.append(
+            Figures(
+                layout=name,
+                length=fixed_length(layout),
+                padding=1 - used / held if held else 0.0,
+                microbatches=sum(plan.num_microbatches for plan in plans) / len(plans),
+                steps=len(plans),
+            )
+        )
     return tuple(padding)
-
-
-def _padding(
-    name: str, layout: Layout, costs: IndexCosts, spec: PlanSpec, dummies: Mapping[str, int] | None
-) -> Figures:
-    steps = spread_steps(spec, _STEPS_OF_LAYOUTS)
-    used = held = microbatches = 0
-    for step in steps:
-        plan = make_plan(spec, step)
-        used += int(costs.index.tokens_of(plan.row).sum())
-        held += _positions(plan, layout, costs, dummies) if plan.filled is None else plan.filled[1]
-        microbatches += plan.num_microbatches
-    return Figures(
-        layout=name,
-        length=fixed_length(layout),
-        padding=1 - used / held if held else 0.0,
-        microbatches=microbatches / len(steps),
-        steps=len(steps),
-    )
 
 
 def _positions(plan: Plan, layout: Layout, costs: IndexCosts, dummies: Mapping[str, int] | None) -> int:
