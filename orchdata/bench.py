@@ -105,10 +105,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WideTable:
-    """Many numbers of many cases side by side: name and numbers of each case, None where there is none.
-
-    The title has their units where the columns do not say; `unit` is "x" where the numbers are ratios.
-    """
+    """Name and numbers of each case, None where there is none; `unit` is "x" where the numbers are ratios."""
 
     title: str
     columns: tuple[str, ...]
@@ -552,14 +549,7 @@ class Epoch(NamedTuple):
 def run_throughput(
     config: Any, recipe: Recipe | None = None, storage_options: Mapping[str, str] | None = None
 ) -> list[Result | WideTable]:
-    """Measure.
-
-    Args:
-        recipe: that `config.recipe` names.
-        storage_options: of `config.paths`; no part of the configuration, which reports show.
-
-    Raises ValueError for fewer than three batches.
-    """
+    """Measure; raises ValueError for fewer than three batches. `storage_options` are secret, and not of `config`."""
     with work_folder(config.folder) as folder:
         if config.paths:
             dataset = ShardDataset(

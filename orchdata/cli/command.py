@@ -126,12 +126,8 @@ _CLOSED_PIPE = 128 + signal.SIGPIPE
 def takes(
     kind: type[Kind], *names: str
 ) -> Callable[[Callable[Concatenate[Kind, Arguments], Result]], Callable[..., Result]]:
-    """Make a command of a function whose first argument is a frozen value: its fields are the first options.
-
-    Errors are as `one_line_errors` has them.
-
-    Args:
-        names: of the fields that are options; default: all.
+    """Make a command of a function whose first argument is a frozen value: its fields of these `names`, or all, are the
+    first options.
     """
     hints = get_type_hints(kind, include_extras=True)
     shared = [
@@ -172,11 +168,7 @@ def storage_options_of(given: Sequence[str] | None) -> dict[str, str] | None:
 
 
 def load_object(name: str, kind: type[Kind], option: str) -> Kind:
-    """The object that `MODULE:NAME` names; modules of the working directory count, as under `python -m`.
-
-    Raises:
-        ValueError: when the name has no colon, cannot be imported, or names something else than a `kind`.
-    """
+    """The object that `MODULE:NAME` names; modules of the working directory count, as under `python -m`."""
     module_name, attribute = check_name(name, option), name.partition(":")[2]
     here = str(Path.cwd())
     if here not in sys.path:

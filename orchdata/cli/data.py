@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import fields, replace
 from fractions import Fraction
 from math import ceil
@@ -47,15 +47,11 @@ _COLOURS: Final = {"trained": "green", "masked": None}
 def _share_or_count(text: str) -> Fraction | int:
     """`1%` -> Fraction(1, 100); `25` -> 25. Raises typer.BadParameter for anything else."""
     number = text.strip().removesuffix("%").rstrip()
-    try:
-        if number != text.strip():
-            share = Fraction(number) / 100
-            if 0 <= share <= 1:
-                return share
-        elif number.isascii() and number.isdigit():
-            return int(number)
-    except (ValueError, ZeroDivisionError):
-        pass
+    if number.isascii() and number.isdigit() and number == text.strip():
+        return int(number)
+    with suppress(ValueError, ZeroDivisionError):
+        if number != text.strip() and 0 <= (share := Fraction(number) / 100) <= 1:
+            return share
     raise typer.BadParameter(f"{text!r} is neither a share such as 1% or 0.5%, nor a number of samples")
 
 
@@ -105,12 +101,9 @@ def index(
         return
     dataset = data.dataset()
     if limit is not None:
-        if jobs is not None:
-            raise ValueError("--limit measures in this process: leave --jobs out")
-        if out is not None or share is not None or dataset.index_fields or force:
-            raise ValueError(
-                "--limit indexes the first samples alone: leave --out, --share, --index-field, --again out"
-            )
+        if any(each is not None for each in (jobs, out, share)) or dataset.index_fields or force:
+            others = "--jobs, --out, --share, --index-field, --again"
+            raise ValueError(f"--limit indexes the first samples alone, in this process: leave {others} out")
         dataset = dataset.take(limit)
     named = None if out is None else dataset.named_file(checked_target(out))
     where: dict[str, Any] = {}
@@ -133,11 +126,8 @@ def index(
 
         given = {"recipe": dataset.recipe, "containers": by_identity(dataset.containers), "files": dataset.files}
         warn_of_unended(IndexedShards(index=built, build_id=built.build_id, **given))  # type: ignore[arg-type]
-    report = (
-        index_report(dataset, built, scanned, time.perf_counter() - start)
-        | ({"index_fields": own} if own else {})
-        | where
-    )
+    report = index_report(dataset, built, scanned, time.perf_counter() - start) | where
+    report |= {"index_fields": own} if own else {}
     if as_json:
         print_json(report)
     else:

@@ -348,9 +348,18 @@ def demo(
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
     from orchdata.demo import DemoConfig, render, run_demo
+    from orchdata.loaders.errors import PackageError
+    from orchdata.profiling.page import check_report
 
     config = DemoConfig(samples=samples, steps=steps, batch_size=batch_size, seed=seed)
-    target, said = _place_of_report(html)
+    target: Path | None = (_REPORT if html is None else html).absolute()
+    said = f"report of the dataset: {target}"
+    try:
+        check_report(str(target))
+    except (PackageError, ValueError) as error:
+        if html is not None:
+            raise
+        target, said = None, f"no report of the dataset: {error}"
     try:
         with stage_progress() as advance:
             report = run_demo(config, html=target, progress=advance)
@@ -366,21 +375,3 @@ def demo(
     typer.echo()
     print_table(render(report))
     typer.echo(said)
-
-
-def _place_of_report(html: Path | None) -> tuple[Path | None, str]:
-    """Return the file of the report, and what to say of it; None where it cannot be written and was not asked for.
-
-    Raises PackageError and ValueError as `check_report` if a file was given.
-    """
-    from orchdata.loaders.errors import PackageError
-    from orchdata.profiling.page import check_report
-
-    target = (_REPORT if html is None else html).absolute()
-    try:
-        check_report(target)
-    except (PackageError, ValueError) as error:
-        if html is not None:
-            raise
-        return None, f"no report of the dataset: {error}"
-    return target, f"report of the dataset: {target}"

@@ -41,15 +41,10 @@ _RULES: Final[Mapping[str, Mapping[str, Any]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class WhisperAudio(AudioPreprocessor):
-    """Audio of models whose tower is Whisper's or made like it, computed by `AudioPreprocessor`.
+    """Audio of models whose tower is Whisper's or made like it, computed by `AudioPreprocessor`."""
 
-    Attributes:
-        slot: the processor's audio token.
-        places: False for Whisper itself, whose decoder's text has no place for audio.
-    """
-
-    slot: Slot = Slot(mark="")
-    places: bool = True
+    slot: Slot = Slot(mark="")  # the processor's audio token
+    places: bool = True  # False for Whisper itself, whose decoder's text has no place for audio
 
     def arrays(self) -> Mapping[str, ArraySpec]:
         return {"input_features": ArraySpec(self.row_shape[::-1], self.dtype)}
@@ -96,14 +91,9 @@ class WhisperAudio(AudioPreprocessor):
 
 
 def audio_modality(processor: Any, *, long_clips: LongClips = "error") -> WhisperAudio | HFAudio:
-    """How a Hugging Face processor takes audio.
-
-    Clips above what it takes at once (30 s for Whisper and Qwen2-Audio, `chunk_length` of its feature extractor) are
-    "error"s of their sample; "cut" keeps the beginning, as the processor itself does without a word; "split" makes
-    several windows of them, which follow one another in one place of the text.
-
-    Raises TypeError for no processor of audio; ValueError for one that does not tell what stands in the text for a
-    clip, or how large its arrays are, or that cannot do `long_clips`.
+    """How a Hugging Face processor takes audio; `long_clips` are above `chunk_length` of its feature extractor. Raises
+    TypeError for no processor of audio; ValueError for one that does not tell what becomes of a clip, or that cannot do
+    `long_clips`.
     """
     name = type(processor).__name__
     if extractor_of(processor) is None:
@@ -230,26 +220,17 @@ class HFAudio(Clips):
     An array whose size along one dimension follows the clip's length has rows along it (`tensor_axes`), and one whose
     first dimension does has windows for rows; one that is (1, ...) for every clip has a row a part. Integers and masks
     follow from the length alone, and are extras.
-
-    Attributes:
-        slot: the processor's audio token.
-        places: whether it has one.
-        processor: JSON of all that it needs, see `described`.
-        sample_rate: Hz.
-        shapes: name, shape of a row, dtype, "row" or "part", and axis of each array and extra.
-        long_clips: what the processor would cut without a word is an "error", or "cut".
-        tracks: as `AudioPreprocessor` has it.
     """
 
     num_extents = 1
 
-    slot: Slot = Slot(mark="")
-    places: bool = True
-    processor: str
-    sample_rate: int
-    shapes: tuple[Shape, ...]
-    long_clips: Literal["error", "cut"] = "error"
-    tracks: bool = False
+    slot: Slot = Slot(mark="")  # the processor's audio token
+    places: bool = True  # whether it has one
+    processor: str  # JSON of all that it needs, see `described`
+    sample_rate: int  # Hz
+    shapes: tuple[Shape, ...]  # of each array and extra
+    long_clips: Literal["error", "cut"] = "error"  # of what the processor would cut without a word
+    tracks: bool = False  # as `AudioPreprocessor` has it
 
     def arrays(self) -> Mapping[str, ArraySpec]:
         return {each.name: ArraySpec(each.row, each.dtype, each.per) for each in self.shapes if each.is_array}
@@ -379,9 +360,7 @@ def _plain_items(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def rebuilt(given: str) -> tuple[Any, dict[str, Any]]:
-    """The processor without its tokenizer, and what its audio method is called with: by several threads, which change
-    nothing.
-    """
+    """The processor without its tokenizer, and what its audio method is called with: no thread changes it."""
     source = json.loads(given)
     kind, extractor = class_at(source["class"]), source["extractor"]
     processor = kind.__new__(kind)

@@ -17,30 +17,19 @@ SeesAhead = Literal["", "media", "prefix"]
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How a model reads a batch.
+    """How a model reads a batch."""
 
-    Attributes:
-        packs: whether samples may stand in one row at all; whether they are kept apart there is tried (`trials`).
-        mrope: whether positions are (4, rows, T): counting, then time, height and width.
-        first_position: of each sample.
-        sees_ahead: what attends in both directions: tokens of the same "media" part, or the "prefix" that is only
-            read. Padded, `token_type_ids` say so (1 on media, or after the prefix). Packed, transformers would let
-            samples see each other, so it gets the masks.
-        nested: whether pixel arrays have a leading dimension for samples, (1, num_tiles, ...).
-        part_features: modalities whose features it takes ready made, in `mm_encoder_outputs`: they can be encoded per
-            phase.
-        expects_runs: whether it takes tokens of media that all stand alone for marks of an older processor.
-        decoder: whether text is what a decoder says of what its encoder hears: no media in the sequence.
-    """
-
-    packs: bool = True
-    mrope: bool = False
-    first_position: int = 0
+    packs: bool = True  # samples may stand in one row at all; whether they are kept apart there is tried (`trials`)
+    mrope: bool = False  # positions are (4, rows, T): counting, then time, height and width
+    first_position: int = 0  # of each sample
+    # What attends in both directions: tokens of the same "media" part, or the "prefix" that is only read. Padded,
+    # `token_type_ids` say so (1 on media, or after the prefix). Packed, transformers would let samples see each other,
+    # so it gets the masks.
     sees_ahead: SeesAhead = ""
-    nested: bool = False
-    part_features: tuple[str, ...] = ("image",)
-    decoder: bool = False
-    expects_runs: bool = False
+    nested: bool = False  # pixel arrays have a leading dimension for samples, (1, num_tiles, ...)
+    part_features: tuple[str, ...] = ("image",)  # taken ready made, in `mm_encoder_outputs`: can be encoded per phase
+    decoder: bool = False  # text is what a decoder says of what its encoder hears: no media in the sequence
+    expects_runs: bool = False  # tokens of media that all stand alone are taken for marks of an older processor
 
 
 _QWEN_VL: Final = Family(mrope=True, part_features=("image", "video"))

@@ -78,27 +78,16 @@ class HFImages(ImageFiles):
 
     Arrays have the names of Hugging Face's image processor, a row a tile or patch; extras are what follows from an
     image's size (`image_grid_thw`, `image_sizes`). An extent is (width, height), then the numbers of the extras.
-
-    Attributes:
-        source: the image processor and what else its processor says of images, as JSON.
-        outputs: what the image processor gives.
-        counted: by a "rule" of its class, or "measured" on a blank image of each size.
-        native: whether this library prepares pixels itself, having been seen to do it as the image processor does.
-        merge: side of a merged token in patches, where tokens are a grid of them; 0 where they are not.
-        row_positions: positions that the encoder computes for a row (patches of a tile).
-        placeholder: what stands for an image in rendered chats: the processor's `image_placeholder_token`, where it has
-            one, else its `image_token`. It is `slot.mark`, the token of one feature, but for a few: Gemma-3's
-            placeholder is its start token.
     """
 
-    source: str = field(repr=False)
-    outputs: tuple[Output, ...]
-    counted: Literal["rule", "measured"]
-    native: bool = False
-    merge: int = 0
-    row_positions: int = 1
-    placeholder: str = ""
-    slot: Slot = Slot()
+    source: str = field(repr=False)  # the image processor and what else its processor says of images, as JSON
+    outputs: tuple[Output, ...]  # of the image processor
+    counted: Literal["rule", "measured"]  # by a rule of its class, or on a blank image of each size
+    native: bool = False  # this library prepares pixels itself: it was seen to do it as the image processor does
+    merge: int = 0  # side of a merged token in patches, where tokens are a grid of them; 0 where they are not
+    row_positions: int = 1  # that the encoder computes for a row (patches of a tile)
+    placeholder: str = ""  # in rendered chats: `slot.mark`, but for a few, as Gemma-3's start token
+    slot: Slot = Slot()  # the token of one feature
     num_extents: int = 2
 
     def arrays(self) -> Mapping[str, ArraySpec]:

@@ -92,12 +92,9 @@ class NoTinyModelError(ValueError):
 
 
 def tiny_model(config: Any, attn_implementation: str | None = None, positions: int | None = None) -> Any:
-    """A tiny random model of a configuration (of Qwen-Omni the thinker's), on the CPU, in float32 and in training mode;
-    its language model knows at most `positions`.
-
-    Its weights are the same at each call, and so large that every input matters to its logits. Random state, default
-    dtype and device, and modes of autograd of the caller have no influence, and are untouched. Raises NoTinyModelError,
-    with the error of the last attempt as its cause.
+    """A tiny random model of a configuration (of Qwen-Omni the thinker's), on the CPU, in float32 and in training mode,
+    the same at each call; its language model knows at most `positions`. Nothing of the caller's has influence, or is
+    touched. Raises NoTinyModelError.
     """
     config = thinker(config)
     kind, last = model_class(config), None
@@ -111,9 +108,7 @@ def tiny_model(config: Any, attn_implementation: str | None = None, positions: i
 
 
 def built(kind: Any, config: Any, attention: str | None) -> Any:
-    """One model of a class and a small configuration, that runs on a text. Raises what it raises, and NoTinyModelError
-    for one that is too large. For use within `undisturbed`.
-    """
+    """One model of a class and a small configuration, that runs on a text. For use within `undisturbed`."""
     for _, each in parts(config) if attention else ():
         each._attn_implementation = attention
     with torch.device("meta"):
@@ -209,11 +204,8 @@ def parts(config: Any, *, of_text: bool | None = None) -> Iterator[tuple[bool, A
 
 
 def tiny_configs(config: Any, positions: int | None = None) -> Iterator[Any]:
-    """Copies of a configuration of transformers, the smallest first: which of them runs, only trying tells.
-
-    Kept are the kinds of layers, and what images and clips depend on: patches, tiles, mel bins, tokens an image.
-    Windows and chunks of the language model reach back 8 positions. Dropout, router losses and quantisation are off;
-    weights are float32. The given configuration is not changed.
+    """Copies of a configuration, the smallest first: which of them runs, only trying tells. They have the same kinds of
+    layers, and what images and clips depend on. Dropout, router losses and quantisation are off.
     """
     yield _changed(config, _DIVISORS[0], positions)
     yield _changed(config, _DIVISORS[0], positions, twice=True)

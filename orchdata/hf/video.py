@@ -119,28 +119,18 @@ class HFVideos(VideoFiles):
     """Videos as a Hugging Face processor prepares them: made by `video_modality`.
 
     An extent is (grid in time, height, width; pictures taken; frames; numerator and denominator of seconds).
-
-    Attributes:
-        source: the video processor and the arguments that its processor calls it with, as JSON.
-        patch_dim: values of a patch.
-        merge, times: side of a merged token in patches, pictures of a temporal patch.
-        stamped: whether a time stands in the text before each temporal patch, as of Qwen3-VL, between which marks; ()
-            for none.
-        tokens_per_second: of rotary positions in time, as of Qwen2.5-VL; None where temporal patches are counted.
-        native: whether this library prepares pixels itself, having been seen to do it as the video processor does.
-        placeholder: what stands for a video in rendered chats.
     """
 
     num_extents = 7
 
-    source: str = field(repr=False)
-    patch_dim: int
-    merge: int
-    times: int
-    stamped: tuple[str, ...] = ()
-    tokens_per_second: float | None = None
-    native: bool = False
-    placeholder: str = ""
+    source: str = field(repr=False)  # the video processor and what its processor calls it with, as JSON
+    patch_dim: int  # values of a patch
+    merge: int  # side of a merged token in patches
+    times: int  # pictures of a temporal patch
+    stamped: tuple[str, ...] = ()  # marks around each temporal patch, where its time stands before it, as of Qwen3-VL
+    tokens_per_second: float | None = None  # of positions in time, as of Qwen2.5-VL; None: temporal patches are counted
+    native: bool = False  # this library prepares pixels itself: it was seen to do it as the video processor does
+    placeholder: str = ""  # in rendered chats
     slot: Slot = Slot()
 
     def arrays(self) -> Mapping[str, ArraySpec]:
@@ -217,9 +207,6 @@ class HFVideos(VideoFiles):
         return [(moments[at] + moments[at + self.times - 1]) / 2 for at in range(0, len(moments), self.times)]
 
     def extras(self, sizes: Sequence[PartSize]) -> Mapping[str, NDArray[Any]]:
-        """What follows from sizes, in Hugging Face's names and dtypes: video_grid_thw, int64 (num_videos, 3), and of
-        Qwen2.5-VL second_per_grid_ts, float32 (num_videos,).
-        """
         extras: dict[str, NDArray[Any]] = {GRID: np.array([size.extent[:3] for size in sizes], np.int64).reshape(-1, 3)}
         if self.tokens_per_second is not None:
             extras[_INTERVAL] = np.array([self.seconds_per_grid(size) for size in sizes], np.float32)
@@ -275,11 +262,8 @@ def _counted(videos: HFVideos, frames: int, fps: float, width: int, height: int)
 
 
 def video_modality(processor: Any, *, tokens_per_second: float = 2.0) -> HFVideos:
-    """Videos as a processor of Qwen2-VL, Qwen2.5-VL or Qwen3-VL prepares them, whose `video_processor` says which
-    pictures are taken: with `do_sample_frames`, `fps` of a second, or `num_frames`; else all.
-
-    Raises TypeError for no video processor in it; ValueError for one of another class, or that does something else than
-    this knows of it.
+    """Videos as a processor of Qwen2-VL, Qwen2.5-VL or Qwen3-VL prepares them. Raises TypeError for no video processor
+    in it; ValueError for one of another class, or that does something else than this knows of it.
     """
     name = type(processor).__name__
     video: Any = getattr(processor, "video_processor", None)

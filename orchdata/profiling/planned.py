@@ -38,19 +38,15 @@ _ROUND: Final = 1024
 
 
 class PlannedStep(NamedTuple):
-    """One step. Costs are in the unit of the cost model, see `orchdata.planning.balance`.
-
-    `totals` are sums over ranks of each phase; `microbatches` are of each rank, samples and tokens of all. `tokenized`
-    are the tokens that ranks read and tokenize, more than `tokens` where members of teams do so for whole sequences.
-    """
+    """One step. Costs are in the unit of the cost model, see `orchdata.planning.balance`."""
 
     cost: int
     phase_costs: Mapping[str, int]
-    totals: Mapping[str, int]
-    microbatches: int
+    totals: Mapping[str, int]  # sums over ranks of each phase
+    microbatches: int  # of each rank
     samples: int
     tokens: int
-    tokenized: int = 0
+    tokenized: int = 0  # that ranks read and tokenize: more where members of teams do so for whole sequences
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,11 +168,8 @@ def plan_enough(
     specs: Mapping[Key, PlanSpec], priced: tuple[str, ...], first: int, most: int, num_peers: int = 1
 ) -> dict[Key, PlannedSteps]:
     """Plan the same steps under several specs: `first` of them, then each time about as many more as there are, until
-    every standard error is below `SMALL_ERROR`, or there are `most`.
-
-    After each round the steps so far are spread over an epoch. The specs differ in balance and costs, not in order and
-    size of steps. `priced` are the phases that make up the step. Of a rank with `num_peers`, each encodes all media of
-    the rank, unless a spec has them share.
+    every standard error is below `SMALL_ERROR`, or there are `most`. After each round the steps so far are spread over
+    an epoch. `priced` are the phases that make up the step.
     """
     steps = spread_steps(next(iter(specs.values())), most)
     known = np.zeros(len(steps), bool)

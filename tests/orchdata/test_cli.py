@@ -260,4 +260,4 @@ def test_index_with_a_limit_ends_as_index_does(tmp_path: Path) -> None:
     for wrong in ("0", "-5"):
         assert "at least 1" in run("index", shard, f"--limit={wrong}").stderr
     assert "leave --out, --share, --index-field, --again out" in run("index", shard, "--limit", "5", "--again").stderr
-    assert "leave --jobs out" in run("index", shard, "--limit", "5", "--jobs", "2").stderr
+    assert "leave --jobs," in run("index", shard, "--limit", "5", "--jobs", "2").stderr
