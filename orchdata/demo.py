@@ -16,8 +16,9 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -297,16 +298,12 @@ class _Lane:
         self._ready = 0.0, 0.0
         for parameter in self.model.parameters():
             parameter.register_post_accumulate_grad_hook(self._tick)
-        self.batches = self._forever()
+        self.batches = chain.from_iterable(repeat(self._loader))  # epoch after epoch
         self.records: list[tuple[float, ...]] = []  # of each step: seconds, until ready, CPU until ready, loss
         self.imbalances: list[dict[str, float]] = []  # planned, largest over mean of the ranks
 
     def _tick(self, _: Tensor) -> None:
         self._ready = time.perf_counter(), time.process_time()
-
-    def _forever(self) -> Iterator[od.Batch]:
-        while True:
-            yield from self._loader
 
     def train(self, batch: od.Batch) -> None:
         dist.barrier()

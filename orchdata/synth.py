@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from orchdata.yaml_file import read_yaml
@@ -126,7 +125,11 @@ def synthesize(
             raise ValueError(f"samples must be at least 1, got {samples}")
         plan |= {"samples": samples, "shards": min(plan["shards"], samples)}
     paths = tuple(out / f"shard-{number:06d}.tar" for number in range(plan["shards"]))
-    _refuse_mixing(out, paths)
+    if others := sorted(path.name for path in out.glob("*.tar") if path not in paths):
+        raise FileExistsError(
+            f"{out} already holds {len(others)} other tar files (first: {others[0]}); "
+            "a glob would read them as one dataset with these. Choose another folder, or remove them"
+        )
     out.mkdir(parents=True, exist_ok=True)
 
     totals: Counter[str] = Counter()
@@ -222,15 +225,6 @@ def _chat(
         chat.append({"role": "user", "content": "".join(f"{placeholder}\n" for placeholder, _ in mine) + question})
         chat.append({"role": "assistant", "content": _prose(rng, [words for _, words in mine], max(1, share))})
     return chat
-
-
-def _refuse_mixing(out: Path, paths: tuple[Path, ...]) -> None:
-    others = sorted(path.name for path in out.glob("*.tar") if path not in paths) if out.is_dir() else []
-    if others:
-        raise FileExistsError(
-            f"{out} already holds {len(others)} other tar files (first: {others[0]}); "
-            "a glob would read them as one dataset with these. Choose another folder, or remove them"
-        )
 
 
 def read_description(source: Mapping[str, Any] | str | Path) -> Description:
@@ -332,9 +326,12 @@ def make_image(rng: np.random.Generator, width: int, height: int, format: str, q
         centre = (radius + x * (width - 2 * radius), radius + y * (height - 2 * radius))
         draw_shape(draw, shape, centre, radius, COLOURS[colour])
 
-    pixels = np.asarray(_grain(rng, canvas))
+    # Sensor noise of a few grey levels, from one small tile: without it JPEGs are a tenth of a photograph's size.
+    tile = rng.integers(-7, 8, (97, 89, 1), dtype=np.int16)
+    repeats = (math.ceil(height / tile.shape[0]), math.ceil(width / tile.shape[1]), 1)
+    pixels = np.asarray(canvas).astype(np.int16) + np.tile(tile, repeats)[:height, :width]
     stream = io.BytesIO()
-    picture = Image.fromarray(pixels)
+    picture = Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
     if format == "jpg":
         picture.save(stream, "JPEG", quality=quality)
     else:
@@ -363,16 +360,6 @@ def draw_shape(
         draw.rectangle(box, fill=colour)
     else:
         draw.polygon([(x, y - radius), (x - radius, y + radius), (x + radius, y + radius)], fill=colour)
-
-
-def _grain(rng: np.random.Generator, canvas: Image.Image) -> NDArray[np.uint8]:
-    """Sensor noise of a few grey levels, from one small tile: without it JPEGs are a tenth of a photograph's size."""
-    tile = rng.integers(-7, 8, (97, 89, 1), dtype=np.int16)
-    pixels = np.asarray(canvas).astype(np.int16)
-    height, width = pixels.shape[:2]
-    repeats = (math.ceil(height / tile.shape[0]), math.ceil(width / tile.shape[1]), 1)
-    pixels += np.tile(tile, repeats)[:height, :width]
-    return np.clip(pixels, 0, 255).astype(np.uint8)
 
 
 def make_audio(rng: np.random.Generator, seconds: float, rate: int, format: str) -> tuple[bytes, str]:

@@ -216,15 +216,13 @@ def one_line_errors(command: Callable[Arguments, Result]) -> Callable[Arguments,
             # The reader of the output has ended, as `head` does. What is left to write goes nowhere.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(_CLOSED_PIPE) from None
-        except (OrchdataError, ValueError, OSError, ImportError, MemoryError, NotImplementedError) as error:
-            text = " ".join(str(error).split()) or type(error).__name__
-            typer.echo(f"orchdata: error: {text}", err=True)
-            raise typer.Exit(1) from error
         except Exception as error:
-            broken = broken_package(error)
-            if broken is None:
+            known = (OrchdataError, ValueError, OSError, ImportError, MemoryError, NotImplementedError)
+            said = error if isinstance(error, known) else broken_package(error)
+            if said is None:
                 raise
-            typer.echo(f"orchdata: error: {broken}", err=True)
+            text = " ".join(str(said).split()) or type(said).__name__
+            typer.echo(f"orchdata: error: {text}", err=True)
             raise typer.Exit(1) from error
         except KeyboardInterrupt:
             typer.echo("orchdata: stopped", err=True)

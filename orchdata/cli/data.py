@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import fields, replace
 from fractions import Fraction
@@ -361,6 +361,8 @@ def show(
     from orchdata.cli.dataset import indexed
     from orchdata.dataset.shards import unchosen_rows
     from orchdata.dataset.unread import unread_of
+    from orchdata.loaders.records import LEFT_OUT
+    from orchdata.loaders.text.conversation import WORDS_SUFFIX
     from orchdata.showing import rows_of_key, save_in, shown_rows
 
     sample_key = next((each for each in key or () if each != "last_dot"), None)
@@ -381,8 +383,11 @@ def show(
         return
     for sample in samples:
         _print_sample(sample, full=full)
-    if ignored_fields := ignored_words(unread_of(dataset, index)["names"]):
-        typer.echo(_visible(f"fields of these shards that the recipe does not read: {ignored_fields}"))
+    unread = {name: count for name, count in unread_of(dataset, index)["names"].items() if name != LEFT_OUT}
+    shown = [f"{name.removesuffix(WORDS_SUFFIX)} ({count:,})" for name, count in [*unread.items()][:MOST_IGNORED]]
+    if shown:
+        words = ", ".join(shown) + (", ..." if len(unread) > len(shown) else "")
+        typer.echo(_visible(f"fields of these shards that the recipe does not read: {words}"))
     for file in files:
         typer.echo(_visible(f"saved {file}"))
 
@@ -576,13 +581,3 @@ def _shortened(text: str, *, full: bool) -> str:
         return text
     half = LONGEST // 2
     return f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"
-
-
-def ignored_words(ignored: Mapping[str, int]) -> str:
-    """Names of fields that are not read, with how many there are."""
-    from orchdata.loaders.records import LEFT_OUT
-    from orchdata.loaders.text.conversation import WORDS_SUFFIX
-
-    named = {name: count for name, count in ignored.items() if name != LEFT_OUT}
-    shown = [f"{name.removesuffix(WORDS_SUFFIX)} ({count:,})" for name, count in list(named.items())[:MOST_IGNORED]]
-    return f"{', '.join(shown)}{', ...' if len(named) > len(shown) else ''}"

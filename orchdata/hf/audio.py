@@ -277,13 +277,10 @@ class HFAudio(Clips):
         tokens = sum(piece for piece in pieces if isinstance(piece, int))
         if self.places and not tokens:
             raise DecodeError(f"its processor makes no token of a clip of {seconds:.3f} s: leave it out of the data")
-        return PartSize(max(1, rows * self._positions_per_row), tokens, rows, (num_samples,))
-
-    @property
-    def _positions_per_row(self) -> int:
-        """Frames of a window: the longest side of the largest array."""
+        # Frames of a window: the longest side of the largest array.
         largest = max((each for each in self.shapes if each.is_array), key=lambda each: np.prod(each.row))
-        return 1 if largest.axis or not largest.row else max(largest.row)
+        positions = rows if largest.axis or not largest.row else rows * max(largest.row)
+        return PartSize(max(1, positions), tokens, rows, (num_samples,))
 
     def expand(self, size: PartSize) -> tuple[str | int, ...] | None:
         """Return the text that the processor writes for the clip."""

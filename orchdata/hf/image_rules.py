@@ -97,42 +97,9 @@ def _framed(image: Canvas, height: int, width: int, colour: Sequence[int]) -> Ca
     return canvas
 
 
-def sides_of_patches(settings: Settings, width: int, height: int) -> tuple[int, int]:
-    """(height, width) in pixels, whole blocks of merged patches, that the class's own `smart_resize` gives."""
-    size, resize = dict(settings.size), settings.module.smart_resize
-    given = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
-    if _limits_frames(resize):  # GLM's limits count the pixels of all pictures of a patch
-        frames = settings.temporal_patch_size
-        given |= {"num_frames": frames, "temporal_factor": frames}
-    factor = settings.patch_size * settings.merge_size
-    high, wide = resize(height=height, width=width, factor=factor, **given)
-    return high, wide
-
-
 @cache
 def _limits_frames(resize: Callable[..., Any]) -> bool:
     return "num_frames" in signature(resize).parameters
-
-
-def whole_tiles(height: int, width: int, side: int) -> tuple[int, int]:
-    """The whole tiles that Idefics3 resizes to: of the longer edge, then of the other at the same aspect."""
-    aspect = width / height
-    if width >= height:
-        width = math.ceil(width / side) * side
-        return math.ceil(int(width / aspect) / side) * side, width
-    height = math.ceil(height / side) * side
-    return height, math.ceil(int(height * aspect) / side) * side
-
-
-def crops(settings: Settings, image: NDArray[Any]) -> Sequence[NDArray[Any]]:
-    """The crops that Gemma-3 takes of an image (3, height, width)."""
-    if not settings.do_pan_and_scan:
-        return ()
-    names = ("min_crop_size", "max_num_crops", "min_ratio_to_activate")
-    chosen = {f"pan_and_scan_{name}": getattr(settings, f"pan_and_scan_{name}") for name in names}
-    cut = getattr(settings.processor, "pan_and_scan_batched", None) or settings.processor.pan_and_scan
-    cuts: Sequence[NDArray[Any]] = cut(image, **chosen)
-    return cuts
 
 
 class Cut(NamedTuple):
@@ -166,8 +133,13 @@ def _rows_of_patches(settings: Settings) -> Cut:
 
 
 def _resized(settings: Settings, image: Canvas) -> Iterator[Canvas]:
-    """Qwen-VL and its like: whole blocks of patches."""
-    yield settings.resize(image, *sides_of_patches(settings, image.shape[1], image.shape[0]))
+    """Qwen-VL and its like: whole blocks of merged patches, by the class's own `smart_resize`."""
+    size, resize = dict(settings.size), settings.module.smart_resize
+    given = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+    if _limits_frames(resize):  # GLM's limits count the pixels of all pictures of a patch
+        given |= dict.fromkeys(("num_frames", "temporal_factor"), settings.temporal_patch_size)
+    factor = settings.patch_size * settings.merge_size
+    yield settings.resize(image, *resize(height=image.shape[0], width=image.shape[1], factor=factor, **given))
 
 
 def _cropped(settings: Settings, image: Canvas) -> Iterator[Canvas]:
@@ -231,7 +203,15 @@ def _split_canvases(settings: Settings, image: Canvas) -> Iterator[Canvas]:
     size = settings.module.get_resize_output_image_size(pixels(3, *image.shape[:2]), settings.size["longest_edge"])
     image = settings.resize(image, *size)
     if settings.do_image_splitting:
-        height, width = whole_tiles(image.shape[0], image.shape[1], side)
+        # Whole tiles of the longer edge, then of the other at the same aspect.
+        height, width = image.shape[:2]
+        aspect = width / height
+        if width >= height:
+            width = math.ceil(width / side) * side
+            height = math.ceil(int(width / aspect) / side) * side
+        else:
+            height = math.ceil(height / side) * side
+            width = math.ceil(int(height * aspect) / side) * side
         image = settings.resize(image, height, width)
         if max(height, width) > side:
             yield image
@@ -242,8 +222,12 @@ def _pan_and_scan_canvases(settings: Settings, image: Canvas) -> Iterator[Canvas
     """Gemma-3: the picture, then crops of it where it is flat or tall."""
     side = settings.side("size")
     yield settings.resize(image, *side)
-    for crop in crops(settings, image.transpose(2, 0, 1)):
-        yield settings.resize(crop.transpose(1, 2, 0), *side)
+    if settings.do_pan_and_scan:
+        names = ("min_crop_size", "max_num_crops", "min_ratio_to_activate")
+        chosen = {f"pan_and_scan_{name}": getattr(settings, f"pan_and_scan_{name}") for name in names}
+        cut = getattr(settings.processor, "pan_and_scan_batched", None) or settings.processor.pan_and_scan
+        for crop in cut(image.transpose(2, 0, 1), **chosen):
+            yield settings.resize(crop.transpose(1, 2, 0), *side)
 
 
 # Numbers that follow from a size: of (settings, image, its canvases, its rows).

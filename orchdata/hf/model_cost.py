@@ -110,18 +110,15 @@ def cost(
         config = getattr(model, "thinker_config", None) or model
         training = _said(_components_of(config), **given)
     cost = CostModel(**_priced(config, training, phases))
-    return cost if video_patches is None else _with_video(cost, video_patches)
-
-
-def _with_video(model: CostModel, patches: int) -> CostModel:
-    """The same, and videos in the image tower: a temporal patch is a sequence there."""
-    costs = dict(zip(model.phases, model.costs, strict=True))
+    if video_patches is None:
+        return cost
+    # Videos in the image tower: a temporal patch is a sequence there.
+    costs = dict(zip(cost.phases, cost.costs, strict=True))
     if "image" not in costs:
-        raise ValueError(f"video_patches={patches} is of a model that has an image tower, and this has none")
+        raise ValueError(f"video_patches={video_patches} is of a model that has an image tower, and this has none")
     tower = costs["image"]
-    windows = (*tower.windows, (patches, tower.quadratic))
-    video = PhaseCost(tower.linear + tower.constant / patches, windows=windows)
-    return CostModel(**costs, video=video)
+    windows = (*tower.windows, (video_patches, tower.quadratic))
+    return CostModel(**costs, video=PhaseCost(tower.linear + tower.constant / video_patches, windows=windows))
 
 
 def _phases(config: Any) -> tuple[str, ...]:
@@ -247,22 +244,19 @@ def _read(model: nn.Module, components: tuple[str, ...]) -> dict[str, Training]:
             f"no parameter of {type(model).__name__} is named as those of an {missing[0]} tower are: give its config,"
             " and what of it is frozen"
         )
-    return {component: _trained(parameters, looked_up, component) for component, parameters in by_component.items()}
-
-
-def _trained(parameters: list[tuple[str, nn.Parameter]], looked_up: set[int], component: str) -> Training:
-    weights = [
-        (each.numel(), each.requires_grad)
-        for name, each in parameters
-        if each.dim() > 1 and id(each) not in looked_up and _ADAPTER not in name
-    ]
-    total = sum(count for count, _ in weights)
-    adapters = [each for name, each in parameters if _ADAPTER in name and _word(component) != CONNECTOR]
-    return Training(
-        share=sum(count for count, trained in weights if trained) / total if total else 0.0,
-        gradients=any(each.requires_grad for _, each in parameters),
-        adapters=float(sum((6 if each.requires_grad else 2) * each.numel() for each in adapters)),
-    )
+    read = {}
+    for component, named in by_component.items():
+        weights = [
+            each for name, each in named if each.dim() > 1 and id(each) not in looked_up and _ADAPTER not in name
+        ]
+        total = sum(each.numel() for each in weights)
+        adapters = [each for name, each in named if _ADAPTER in name and _word(component) != CONNECTOR]
+        read[component] = Training(
+            share=sum(each.numel() for each in weights if each.requires_grad) / total if total else 0.0,
+            gradients=any(each.requires_grad for _, each in named),
+            adapters=float(sum((6 if each.requires_grad else 2) * each.numel() for each in adapters)),
+        )
+    return read
 
 
 def _named(name: str, components: tuple[str, ...]) -> list[str]:

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
+from PIL import Image
 
 from orchdata.hf.image_rules import Outputs, Settings, ruled
 from orchdata.loaders.modalities.image_decode import pass_order
@@ -129,7 +130,13 @@ def source_of(processor: Any, image_processor: Any) -> str:
             for name, value in attributes.items()
             if _is_plain(value)
         }
-        source["nested"] = _takes_nested(processor)
+        # Whether the image processor takes a list of each text's images.
+        given: dict[str, Any] = {"images": [Image.new("RGB", (8, 8))], "text": [placeholder_of(processor)]}
+        try:
+            layout = processor.prepare_inputs_layout(**given)[0]
+        except KeyError:  # of those that look there for what they are called with
+            layout = processor.prepare_inputs_layout(**given, **merged)[0]
+        source["nested"] = isinstance(layout[0], list | tuple)
     return json.dumps(source, sort_keys=True)
 
 
@@ -139,19 +146,6 @@ def _is_plain(value: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-def _takes_nested(processor: Any) -> bool:
-    """Return whether the image processor takes a list of each text's images."""
-    from PIL import Image
-
-    blank = Image.new("RGB", (8, 8))
-    text = [placeholder_of(processor)]
-    try:
-        layout = processor.prepare_inputs_layout(images=[blank], text=text)[0]
-    except KeyError:  # of those that look there for what they are called with
-        layout = processor.prepare_inputs_layout(images=[blank], text=text, **merged_kwargs(processor))[0]
-    return isinstance(layout[0], list | tuple)
 
 
 @dataclass(frozen=True)
@@ -193,8 +187,6 @@ class Running:
 
     def measured(self, width: int, height: int) -> tuple[Outputs, str | None]:
         """Return what `outputs` gives for a grey image of this size."""
-        from PIL import Image
-
         return self.outputs(Image.new("RGB", (width, height), (99, 99, 99)))
 
 

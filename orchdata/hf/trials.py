@@ -30,8 +30,17 @@ from torch.nn.functional import cross_entropy, pad
 
 from orchdata.batch.batch import Batch
 from orchdata.batch.tensors import IGNORE, LLMBatch, Team, TeamUse, TextBatch
-from orchdata.hf.families import Family, model_class, thinker
-from orchdata.hf.tiny import NoTinyModelError, parts, text_of, text_part, tiny_model, undisturbed
+from orchdata.hf.models import (
+    Family,
+    NoTinyModelError,
+    model_class,
+    parts,
+    text_of,
+    text_part,
+    thinker,
+    tiny_model,
+    undisturbed,
+)
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage.atomic import write_once
 from orchdata.loaders.storage.cache import CacheFolder
@@ -167,7 +176,7 @@ def _tried(config: Any, family: Family, arguments_of: ArgumentsOf, attention: st
         except Exception as error:
             said = f"no tiny model of {config.model_type} trains: {type(error).__name__}: {error}"
             raise NoTinyModelError(said) from error
-        if not all(bool(each.isfinite().all()) for each in (*alone.logits, *alone.gradients)):
+        if not all(bool(each.isfinite().all()) for each in (*alone[0], *alone[1])):
             why = "has logits or gradients that are not finite on random weights"
             return Verdict(packs=False, attention=found, why=why)
         try:
@@ -247,16 +256,10 @@ def _batch_of(ids: Tensor, labels: Tensor, counting: Tensor, samples: Sequence[T
     )
 
 
-@dataclass(frozen=True)
-class _Outputs:
-    """Of a model, for some samples: logits of each, (T, vocabulary), and gradients of the summed loss, by parameter."""
-
-    logits: list[Tensor]
-    gradients: list[Tensor]
-
-
-def _outputs(model: Any, arguments: Arguments, batches: list[Batch]) -> _Outputs:
-    """Return outputs for a batch of each sample, or for one with all of them."""
+def _outputs(model: Any, arguments: Arguments, batches: list[Batch]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return logits of each sample, (T, vocabulary), and gradients of the summed loss, by parameter; of a batch of each
+    sample, or of one with all of them.
+    """
     model.zero_grad(set_to_none=True)
     logits: list[Tensor] = []
     for batch in batches:
@@ -272,16 +275,16 @@ def _outputs(model: Any, arguments: Arguments, batches: list[Batch]) -> _Outputs
         else:
             logits += predicted.detach()[0].split(lengths)
     zeros = (torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters())
-    return _Outputs(logits, [each.clone() for each in zeros])
+    return logits, [each.clone() for each in zeros]
 
 
-def _difference(outputs: _Outputs, expected: _Outputs) -> tuple[float, float]:
+def _difference(
+    outputs: tuple[list[Tensor], list[Tensor]], expected: tuple[list[Tensor], list[Tensor]]
+) -> tuple[float, float]:
     """Return the largest differences, relative to the largest value: of logits, and of any parameter's gradient."""
-    logits = [
-        float((one - other).abs().max() / other.abs().max())
-        for one, other in zip(outputs.logits, expected.logits, strict=True)
-    ]
-    return _largest(logits), _difference_of_gradients(outputs.gradients, expected.gradients)
+    pairs = zip(outputs[0], expected[0], strict=True)
+    logits = [float((one - other).abs().max() / other.abs().max()) for one, other in pairs]
+    return _largest(logits), _difference_of_gradients(outputs[1], expected[1])
 
 
 def _difference_of_gradients(gradients: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

@@ -53,25 +53,6 @@ def taken(source: str, frames: int, fps: float) -> tuple[int, ...]:
     return numbers
 
 
-# Sizes that pictures become, as the `resize` of each class has them; proven when a modality is made.
-def _resized(settings: Settings, count: int, width: int, height: int) -> tuple[int, int]:
-    """(height, width) of `count` pictures. Qwen2-VL's limits of pixels are of a picture, Qwen3-VL's of all."""
-    if not settings.do_resize:
-        raise ValueError("without do_resize")
-    size, factor, times = dict(settings.size), settings.patch_size * settings.merge_size, settings.temporal_patch_size
-    least, most, frames = size["shortest_edge"], size["longest_edge"], {}
-    of_all = type(settings.processor).__name__ == "Qwen3VLVideoProcessor"
-    if of_all:
-        frames = {"num_frames": count, "temporal_factor": times}
-    if settings.cap_pixels_per_frame:
-        cap = settings.max_video_tokens * factor * factor
-        of_picture = min(cap, most // count) if of_all else min(most, int(cap * 0.9) * times // count)
-        most = max(of_picture, int(least * 1.05)) * (count if of_all else 1)
-    sizes = {"height": height, "width": width, "factor": factor, "min_pixels": least, "max_pixels": most}
-    high, wide = settings.module.smart_resize(**sizes, **frames)
-    return high, wide
-
-
 _KNOWN: Final = ("Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor")
 
 
@@ -255,10 +236,23 @@ class HFVideos(VideoFiles):
 @lru_cache(maxsize=1 << 14)
 def _counted(videos: HFVideos, frames: int, fps: float, width: int, height: int) -> tuple[int, int, int]:
     """Pictures taken, and patches along height and width. Raises ValueError for a clip that the processor refuses."""
-    count = len(taken(videos.source, frames, fps))
-    run = running(videos.source)
-    high, wide = _resized(run.settings, count, width, height)
-    return count, high // run.settings.patch_size, wide // run.settings.patch_size
+    count, settings = len(taken(videos.source, frames, fps)), running(videos.source).settings
+    if not settings.do_resize:
+        raise ValueError("without do_resize")
+
+    # As the `resize` of each class has it, proven when a modality is made. Limits of pixels are of a picture for
+    # Qwen2-VL, and of all pictures for Qwen3-VL.
+    size, factor, times = dict(settings.size), settings.patch_size * settings.merge_size, settings.temporal_patch_size
+    least, most = size["shortest_edge"], size["longest_edge"]
+    of_all = type(settings.processor).__name__ == "Qwen3VLVideoProcessor"
+    if settings.cap_pixels_per_frame:
+        cap = settings.max_video_tokens * factor * factor
+        of_picture = min(cap, most // count) if of_all else min(most, int(cap * 0.9) * times // count)
+        most = max(of_picture, int(least * 1.05)) * (count if of_all else 1)
+    sizes = {"height": height, "width": width, "factor": factor, "min_pixels": least, "max_pixels": most}
+    sizes |= {"num_frames": count, "temporal_factor": times} if of_all else {}
+    high, wide = settings.module.smart_resize(**sizes)
+    return count, high // settings.patch_size, wide // settings.patch_size
 
 
 def video_modality(processor: Any, *, tokens_per_second: float = 2.0) -> HFVideos:

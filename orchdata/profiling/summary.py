@@ -177,7 +177,16 @@ def _of_waiting(profile: Figures) -> list[Finding]:
     if not helped:
         found.append(_of_no_help(profile, none))
     if any(finding.high > _bounds(settings[finding.setting], 0.0)[1] for finding in found if finding.setting):
-        found.append(_of_unplanned(profile, is_named=bool(found[-1].shard)))
+        # What "over a whole epoch" means; the sentence before may be about the largest sample.
+        no_step, adds = "No planned step had", '"over a whole epoch" counts what such samples add at most.'
+        largest = profile.largest[0]
+        rest = f"the largest sample. A step in which one rank has it takes at least {_times(largest.step)} as "
+        rest += f"long as an even one; {adds}"
+        found.append(
+            Finding(f"{no_step} this sample: {adds}")
+            if found[-1].shard
+            else Finding(f"{no_step} {rest}", largest.shard, largest.key)
+        )
     return found + _of_sharing(profile)
 
 
@@ -318,20 +327,6 @@ def _added(profile: Figures) -> dict[SettingName, float]:
     }
     # A sample adds no more where peers share its parts than where each of them encodes all.
     return added | ({"peers": added["joint"]} if "peers" in added else {})
-
-
-def _of_unplanned(profile: Figures, *, is_named: bool) -> Finding:
-    """Say what "over a whole epoch" means; `is_named`: the sentence before is about the largest sample."""
-    no_step, adds = "No planned step had", '"over a whole epoch" counts what such samples add at most.'
-    if is_named:
-        return Finding(text=f"{no_step} this sample: {adds}")
-    largest = profile.largest[0]
-    return Finding(
-        text=f"{no_step} the largest sample. A step in which one rank has it takes at least {_times(largest.step)} as "
-        f"long as an even one; {adds}",
-        shard=largest.shard,
-        key=largest.key,
-    )
 
 
 def _times(ratio: float) -> str:

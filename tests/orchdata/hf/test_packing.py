@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import orchdata as od
-from orchdata.hf import tiny, trials
+from orchdata.hf import models, trials
 from orchdata.hf.trials import judged
 from orchdata.ranks.agreement import account, check_accounts
 
@@ -142,8 +142,8 @@ def test_a_leak_past_the_window_alone_is_found(planted: Any, monkeypatch: pytest
         assert od.hf.Inputs(planted(sliding_window=4096, leaks=True)).padded
     assert not od.hf.Inputs(planted(sliding_window=4096, leaks=False)).padded
     # It is the shorter window that shows it.
-    wide = tuple((roles, 4096) for roles, _ in tiny._FEW_OF_TEXT)
-    monkeypatch.setattr(tiny, "_FEW_OF_TEXT", wide)
+    wide = tuple((roles, 4096) for roles, _ in models._FEW_OF_TEXT)
+    monkeypatch.setattr(models, "_FEW_OF_TEXT", wide)
     assert not od.hf.Inputs(planted(sliding_window=4096, leaks=True)).padded
 
 
