@@ -28,6 +28,7 @@ from orchdata.native.decoding import patchify
 Outputs = dict[str, Any]
 Canvas = NDArray[np.uint8]
 
+_ZERO: Final = np.zeros(1, np.float32)
 RESAMPLES: Final = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
 """As Pillow numbers them."""
 
@@ -78,12 +79,12 @@ class Settings:
 
 def pixels(*shape: int) -> NDArray[np.float32]:
     """An array of a shape, without memory."""
-    return np.broadcast_to(np.float32(0), shape)
+    return np.ndarray(shape, np.float32, _ZERO, strides=(0,) * len(shape))
 
 
 def stub(height: int, width: int) -> Canvas:
     """A picture without memory: what is made of it is one again."""
-    return np.broadcast_to(np.uint8(0), (height, width, 3))
+    return np.ndarray((height, width, 3), np.uint8, _ZERO, strides=(0, 0, 0))
 
 
 def _framed(image: Canvas, height: int, width: int, colour: Sequence[int]) -> Canvas:
@@ -143,13 +144,17 @@ def _resized(settings: Settings, image: Canvas) -> Iterator[Canvas]:
 
 
 def _cropped(settings: Settings, image: Canvas) -> Iterator[Canvas]:
+    cropped = getattr(settings.processor, "do_center_crop", None)
+    if not any(image.strides):  # of any size, it becomes one of this
+        yield stub(*settings.side("crop_size" if cropped else "size"))
+        return
     from transformers.image_transforms import get_resize_output_image_size
 
     height, width = settings.side("size")
     if "shortest_edge" in dict(settings.size):
         height, width = get_resize_output_image_size(pixels(3, *image.shape[:2]), height, default_to_square=False)
     image = settings.resize(image, height, width)
-    if getattr(settings.processor, "do_center_crop", None):
+    if cropped:
         high, wide = settings.side("crop_size")
         if high > height or wide > width:
             raise LookupError("a crop larger than the image")
@@ -161,7 +166,7 @@ def _cropped(settings: Settings, image: Canvas) -> Iterator[Canvas]:
 def _padded(settings: Settings, image: Canvas) -> Iterator[Canvas]:
     """LLaVA: squares in the colour of the mean."""
     side = max(image.shape[:2])
-    if settings.do_pad and side != min(image.shape[:2]):
+    if any(image.strides) and settings.do_pad and side != min(image.shape[:2]):
         image = _framed(image, side, side, [int(mean * 255) for mean in settings.image_mean])
     return _cropped(settings, image)
 
@@ -175,8 +180,10 @@ def _any_resolution_canvases(settings: Settings, image: Canvas) -> Iterator[Canv
         raise LookupError("tiles that are cropped")
     yield settings.resize(image, side, side)
     high, wide = settings.module.select_best_resolution(size, settings.image_grid_pinpoints)
-    height, width = settings.module.get_patch_output_size(pixels(3, *size), (high, wide), "channels_first")
-    canvas = _framed(settings.resize(image, height, width), high, wide, (0, 0, 0))
+    if any(image.strides):
+        inner = settings.module.get_patch_output_size(pixels(3, *size), (high, wide), "channels_first")
+        image = settings.resize(image, *inner)
+    canvas = _framed(image, high, wide, (0, 0, 0))
     if cell == side and high % side == wide % side == 0:
         yield canvas
         return
