@@ -66,6 +66,8 @@ class Settings:
         return np.ascontiguousarray(values.reshape(3, 256))
 
     def resize(self, image: Canvas, height: int, width: int) -> Canvas:
+        if not self.do_resize:
+            raise LookupError("images as they are")
         if not any(image.strides):
             return stub(height, width)
         resizer = "torchvision" if self.processor.backend == "torchvision" else "pillow"
@@ -120,8 +122,9 @@ def _square_side(sides: tuple[int, int]) -> int:
     return sides[0]
 
 
-def _tiles_of(name: str) -> Callable[[Settings], Cut]:
-    return lambda settings: Cut(_square_side(settings.side(name)))
+def _tiles(settings: Settings) -> Cut:
+    cropped = getattr(settings.processor, "do_center_crop", None)
+    return Cut(_square_side(settings.side("crop_size" if cropped else "size")))
 
 
 def _blocks_of_patches(settings: Settings) -> Cut:
@@ -287,25 +290,21 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "HunYuanVL": Family(_resized, _rows_of_patches, _grid, is_flat=True),
     "PaddleOCRVL": Family(_resized, _rows_of_patches, _grid),
     "VideoLlama3": Family(_resized, _blocks_of_patches, _grid_and_merge, is_flat=True),
-    "CLIP": Family(_cropped, _tiles_of("crop_size")),
-    "Siglip": Family(_cropped, _tiles_of("size")),
-    "Llava": Family(_padded, _tiles_of("crop_size")),
-    "LlavaNext": Family(_any_resolution_canvases, _tiles_of("size"), _size, batched=True),
-    "LlavaOnevision": Family(_any_resolution_canvases, _tiles_of("size"), _size_and_sharing, batched=True),
-    "GotOcr2": Family(_tiled, _tiles_of("size"), lambda *found: {"num_patches": np.array(found[-1:], np.int64)}),
+    "CLIP": Family(_cropped, _tiles),
+    "Siglip": Family(_cropped, _tiles),
+    "Llava": Family(_padded, _tiles),
+    "LlavaNext": Family(_any_resolution_canvases, _tiles, _size, batched=True),
+    "LlavaOnevision": Family(_any_resolution_canvases, _tiles, _size_and_sharing, batched=True),
+    "GotOcr2": Family(_tiled, _tiles, lambda *found: {"num_patches": np.array(found[-1:], np.int64)}),
     "Idefics3": _SPLIT,
     "SmolVLM": _SPLIT,
-    "Gemma3": Family(
-        _pan_and_scan_canvases, _tiles_of("size"), lambda *found: {"num_crops": np.array([found[-1] - 1], np.int64)}
-    ),
+    "Gemma3": Family(_pan_and_scan_canvases, _tiles, lambda *found: {"num_crops": np.array([found[-1] - 1], np.int64)}),
 }
 """Class, without "ImageProcessor" -> its family."""
 
 
 def family_of(settings: Settings) -> Family:
-    """Return the family of a processor's class, in either backend. Raises LookupError, also for images as they are."""
-    if not settings.do_resize:
-        raise LookupError("images as they are")
+    """Return the family of a processor's class, in either backend. Raises LookupError."""
     name = type(settings.processor).__name__.removesuffix("Pil").removesuffix("Fast")
     return FAMILIES[name.removesuffix("ImageProcessor")]
 
