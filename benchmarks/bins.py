@@ -25,7 +25,7 @@ from benchmarks.command import run_command
 from benchmarks.distributions import DISTRIBUTIONS, LLM_CROSSOVER, Distribution
 from orchdata.balancers import bin_bound, pack_bins
 from orchdata.balancers.assignment import loads_by_rank_and_microbatch
-from orchdata.bench.harness import Result, WideTable
+from orchdata.bench import Result, WideTable
 from orchdata.native.bins.fill import martello_toth
 
 Ints = NDArray[np.int64]

@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.command import run_command
 from benchmarks.made_clips import make_video
-from orchdata.bench.harness import Result, WideTable, interleave
+from orchdata.bench import Result, WideTable, interleave
 from orchdata.engines.threads import use_one_thread
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import read_header

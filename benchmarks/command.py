@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from orchdata.bench.harness import Result, WideTable, make_report
+from orchdata.bench import Result, WideTable, make_report
 from orchdata.cli.command import print_json, print_table
 
 Config = TypeVar("Config")

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from orchdata.balancers.costs.model import CostModel
 from orchdata.balancers.costs.phase import TransformerCost
-from orchdata.bench.plan import ENCODER, LLM, OMNI_COST
+from orchdata.bench import ENCODER, LLM, OMNI_COST
 
 # Costs of one sequence of l positions, in token units: a language model of 4,096 hidden units spends as much on
 # attention as on its weights at about 24,000 positions, a vision encoder of 1,280 at about 7,700.

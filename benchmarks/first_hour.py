@@ -21,7 +21,7 @@ import numpy as np
 
 import orchdata as od
 from benchmarks.command import run_command
-from orchdata.bench.harness import Result, work_folder
+from orchdata.bench import Result, work_folder
 from orchdata.planning.plan import Plan
 from orchdata.synth import synthesize
 

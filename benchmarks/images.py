@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from benchmarks.command import run_command
-from orchdata.bench.harness import Result, WideTable, interleave
+from orchdata.bench import Result, WideTable, interleave
 from orchdata.engines.threads import use_one_thread
 from orchdata.hf.images import HFImages, image_modality
 from orchdata.loaders.limits import Limits

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.command import run_command
 from benchmarks.loading.corpus import Corpus
-from orchdata.bench.harness import Result, interleave, work_folder
+from orchdata.bench import Result, interleave, work_folder
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.costs import cost_shard
 from orchdata.loaders.index.facts import Probes

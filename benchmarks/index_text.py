@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.command import run_command
 from benchmarks.pieces import PiecesBench, made_up, write_texts
-from orchdata.bench.harness import Result, WideTable
+from orchdata.bench import Result, WideTable
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
 from orchdata.loaders.storage.cache import CacheFolder

@@ -17,8 +17,7 @@ import numpy as np
 import orchdata as od
 from benchmarks.command import run_command
 from benchmarks.indexed_shards import IndexedShards
-from orchdata.bench.harness import Result, work_folder
-from orchdata.bench.plan import synthetic_index
+from orchdata.bench import Result, synthetic_index, work_folder
 from orchdata.loop.loop import Position
 from orchdata.order.steps import StepTask
 from orchdata.planning.make_plan import make_plan

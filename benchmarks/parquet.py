@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from benchmarks.command import run_command
-from orchdata.bench.harness import Result, interleave, work_folder
+from orchdata.bench import Result, interleave, work_folder
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.parquet.file import ParquetReader

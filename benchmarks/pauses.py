@@ -26,7 +26,7 @@ import numpy as np
 import orchdata as od
 from benchmarks.command import run_command
 from benchmarks.pieces import PiecesBench, made_up, write_texts
-from orchdata.bench.harness import Result, WideTable
+from orchdata.bench import Result, WideTable
 from orchdata.loaders.text.preprocessor import Encoded, FastTokenizer
 
 _LONG_PAUSE = 0.001

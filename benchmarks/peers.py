@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 from benchmarks.loading.processes import LaneError, run_in_child
 from benchmarks.throughput.lanes import interpreter_of
-from orchdata.bench.harness import WideTable, work_folder
+from orchdata.bench import WideTable, work_folder
 
 Lane = TypeVar("Lane", bound="Peer")
 _VERSION_SECONDS: Final = 60

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.command import run_command
-from orchdata.bench.harness import Result, WideTable
+from orchdata.bench import Result, WideTable
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample

@@ -38,7 +38,7 @@ from benchmarks.command import run_command
 from benchmarks.exchange import run_job
 from benchmarks.launch import end_with_parent, leave
 from orchdata.balancers import fit_phase_cost
-from orchdata.bench.harness import Result, WideTable
+from orchdata.bench import Result, WideTable
 from orchdata.order.order import Order
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planners import Assumed, Cluster, Columns, Layout, Module, Placement, Workload, simulate

@@ -23,7 +23,7 @@ import orchdata as od
 from benchmarks.command import run_command
 from benchmarks.train.job import LANES, predicted_seconds
 from benchmarks.train.run import WARMUP_STEPS, TrainBench, measured
-from orchdata.bench.harness import Result, WideTable
+from orchdata.bench import Result, WideTable
 from orchdata.planners import Cluster, Layout, Module, Placement, Workload, simulate
 
 RANKS, BATCH_SIZE = 2, 8

@@ -27,7 +27,7 @@ from types import ModuleType
 import numpy as np
 
 from benchmarks.command import run_command
-from orchdata.bench.harness import Result, WideTable
+from orchdata.bench import Result, WideTable
 from orchdata.planners.jobs import GpuKind, Job, JobCell, Running, plan_jobs, run_jobs
 from orchdata.planners.waves import Operators, TogetherTable, plan_together, plan_waves, side_by_side
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from benchmarks.command import run_command
 from benchmarks.exchange import run_job
 from benchmarks.launch import end_with_parent, leave
-from orchdata.bench.harness import Result
+from orchdata.bench import Result
 from orchdata.planning.balance import Balance
 from orchdata.post_balancing.loader import post_balance
 from orchdata.post_balancing.step import Part

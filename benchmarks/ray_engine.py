@@ -22,7 +22,7 @@ import torch
 
 import orchdata as od
 from benchmarks.command import run_command
-from orchdata.bench.harness import Result
+from orchdata.bench import Result
 from orchdata.synth import synthesize
 
 _MIB = 1 << 20

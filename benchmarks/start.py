@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.command import run_command
-from orchdata.bench.harness import Result, work_folder
-from orchdata.bench.plan import synthetic_index
+from orchdata.bench import Result, synthetic_index, work_folder
 from orchdata.loaders.storage.sealed import forget
 
 

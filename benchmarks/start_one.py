@@ -25,7 +25,7 @@ def main(path: Path, num_ranks: int, batch_size: int) -> dict[str, float]:
     step it points at, at the start of an epoch and after nine tenths of it. Of CPU seconds, the least of some.
     """
     from benchmarks.indexed_shards import IndexedShards
-    from orchdata.bench.plan import OMNI_COST
+    from orchdata.bench import OMNI_COST
     from orchdata.dataloader import DataLoader
     from orchdata.loaders.index.index import Index
     from orchdata.loop.loop import Position

@@ -26,7 +26,7 @@ from torch import nn
 import orchdata as od
 from benchmarks.command import run_command
 from benchmarks.loading.corpus import Corpus
-from orchdata.bench.harness import WideTable
+from orchdata.bench import WideTable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,7 @@ from benchmarks.balance.real_lengths import all_lengths
 from benchmarks.command import run_command
 from benchmarks.distributions import Distribution
 from orchdata.balancers import TeamAssignment, balance, balance_teams
-from orchdata.bench.harness import Result, WideTable
+from orchdata.bench import Result, WideTable
 from orchdata.native.jit import kernel
 from orchdata.planning.balance import Balance, Objective
 from orchdata.planning.sharing.shares import StepSamples

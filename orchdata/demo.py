@@ -16,8 +16,9 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -75,14 +76,11 @@ class DemoConfig:
 class DemoReport:
     """The demo's result; `to_dict` is what `--json` prints.
 
-    Attributes:
-        lanes: of "unbalanced" and "balanced", over the measured steps: `step_ms` (median of the slowest rank's),
-            `waiting_ms` (mean over steps and ranks until the slowest is ready) and `waiting_share` of the step,
-            `compute_imbalance` (longest compute time over the mean) and `cpu_imbalance`, in CPU time, which other work
-            on the machine does not lengthen, and `planned_imbalance`, phase -> max / mean over ranks by the cost model;
-            `step` is all.
-        speedup: unbalanced step time over balanced, summed over the same global batches.
-        loss_difference: largest relative difference of the two loss curves; same samples, other order of summation.
+    `lanes`, "unbalanced" and "balanced", over the measured steps: `step_ms` (median of the slowest rank's),
+    `waiting_ms` (mean over steps and ranks until the slowest is ready) and `waiting_share` of the step,
+    `compute_imbalance` (longest compute time over the mean) and `cpu_imbalance`, in CPU time, which other work does not
+    lengthen, and `planned_imbalance`, phase -> max / mean over ranks by the cost model. `speedup` is of step times over
+    the same global batches, `loss_difference` the largest of the two loss curves, relative.
     """
 
     config: DemoConfig
@@ -105,9 +103,7 @@ def run_demo(
     config: DemoConfig | None = None, *, html: Path | None = None, progress: Progress | None = None
 ) -> DemoReport:
     """Run the whole demo, by default for about a minute on two cores; `html` is a file for the report of the data set.
-
-    `progress` is called with what is being done, and how far it is: ("training", steps done, steps in all). Raises
-    torch.multiprocessing's ProcessRaisedException and ProcessExitedException if a training process failed.
+    `progress` is called with what is being done, and how far it is: ("training", steps done, steps in all).
     """
     config = config if config is not None else DemoConfig()
     tell = progress if progress is not None else lambda what, done, total: None
@@ -302,16 +298,12 @@ class _Lane:
         self._ready = 0.0, 0.0
         for parameter in self.model.parameters():
             parameter.register_post_accumulate_grad_hook(self._tick)
-        self.batches = self._forever()
+        self.batches = chain.from_iterable(repeat(self._loader))  # epoch after epoch
         self.records: list[tuple[float, ...]] = []  # of each step: seconds, until ready, CPU until ready, loss
         self.imbalances: list[dict[str, float]] = []  # planned, largest over mean of the ranks
 
     def _tick(self, _: Tensor) -> None:
         self._ready = time.perf_counter(), time.process_time()
-
-    def _forever(self) -> Iterator[od.Batch]:
-        while True:
-            yield from self._loader
 
     def train(self, batch: od.Batch) -> None:
         dist.barrier()

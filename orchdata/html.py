@@ -108,12 +108,7 @@ vertical-align:middle}
 
 
 def view(title: str, *parts: str) -> str:
-    """Return a view.
-
-    Args:
-        title: plain text.
-        parts: HTML.
-    """
+    """Return a view of a title, plain text, and parts, HTML."""
     return f'<div class="orchdata-view"><style>{_STYLE}</style><strong>{escape(title)}</strong>{"".join(parts)}</div>'
 
 

@@ -180,10 +180,8 @@ def _text(span: TextSpan, recipe: Recipe) -> Iterator[dict[str, Any]]:
 
 def _plain(values: NDArray[Any]) -> Any:
     """Return lists, with None for infinite and NaN values, which JSON does not have."""
-    if values.dtype.kind == "f" and not np.isfinite(values).all():
-        strange = ~np.isfinite(values)
-        values = values.astype(object)
-        values[strange] = None
+    if values.dtype.kind == "f":
+        values = np.where(np.isfinite(values), values.astype(object), None)  # type: ignore[call-overload]
     rows = values.tolist()
     return rows[0] if len(rows) == 1 else rows
 

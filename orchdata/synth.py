@@ -3,10 +3,7 @@
     description --seed, sample number--> one sample's fields --webdataset's TarWriter--> OUT/shard-000000.tar ...
 
 Each sample is drawn from its own generator, seeded by (seed, number): a shorter dataset is a prefix of a longer one,
-and the same description gives the same bytes. Fields follow WebDataset's conventions: `key.jpg` or `key.0.jpg`,
-`key.1.jpg`, `key.flac`, and `key.txt` or a chat in `key.json` with `<image>` and `<audio>` placeholders.
-
-A description says how many samples and shards, and which *kinds* of samples, each with a weight:
+and the same description gives the same bytes. It says how many samples and shards, and which *kinds* of samples:
 
     seed: 0
     samples: 512
@@ -24,9 +21,8 @@ A description says how many samples and shards, and which *kinds* of samples, ea
 Wherever a number is drawn, one of four forms is allowed: a plain number, `{uniform: [low, high]}`,
 `{lognormal: [median, sigma], min: ..., max: ...}` or `{choice: {value: weight, ...}}`.
 
-Media are cheap to make, yet not trivial: images have gradients, shapes and grain, so that JPEGs come out near the bytes
-per pixel of photographs; sounds are chirps with overtones in noise; sentences follow a small fixed grammar. The text
-describes the image or sound, so that a model that looks at it predicts the text better than one that does not.
+JPEGs come out near the bytes per pixel of photographs. The text describes the image or sound, so that a model that
+looks at it predicts the text better than one that does not.
 """
 
 from __future__ import annotations
@@ -36,12 +32,11 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from orchdata.yaml_file import read_yaml
@@ -100,7 +95,7 @@ class SynthReport:
     audio_clips: int
     audio_seconds: float
     words: int
-    kinds: Mapping[str, int] = field(default_factory=dict)
+    kinds: Mapping[str, int]
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-safe values."""
@@ -118,12 +113,9 @@ def synthesize(
     """Write the described dataset as `out/shard-000000.tar` and on; shards of the same names in the folder are
     replaced.
 
-    A description is a dict of the same form as the YAML, the path of a YAML file, or the name of one that is installed,
-    such as "omni". With `samples` the first ones of the same dataset are written, so many. `progress` is called after
-    each sample with (samples written, samples in all).
-
-    Raises ValueError, which names the field, and FileExistsError if `out` holds other tar files, with which these would
-    be read as one dataset.
+    A description is as for `read_description`. With `samples` the first ones of the same dataset are written, so many.
+    `progress` is called after each sample with (samples written, samples in all). Raises ValueError, which names the
+    field, and FileExistsError if `out` holds other tar files, with which these would be read as one dataset.
     """
     from webdataset import TarWriter
 
@@ -133,7 +125,11 @@ def synthesize(
             raise ValueError(f"samples must be at least 1, got {samples}")
         plan |= {"samples": samples, "shards": min(plan["shards"], samples)}
     paths = tuple(out / f"shard-{number:06d}.tar" for number in range(plan["shards"]))
-    _refuse_mixing(out, paths)
+    if others := sorted(path.name for path in out.glob("*.tar") if path not in paths):
+        raise FileExistsError(
+            f"{out} already holds {len(others)} other tar files (first: {others[0]}); "
+            "a glob would read them as one dataset with these. Choose another folder, or remove them"
+        )
     out.mkdir(parents=True, exist_ok=True)
 
     totals: Counter[str] = Counter()
@@ -167,9 +163,7 @@ def synthesize(
 
 
 def make_sample(description: Description, index: int) -> tuple[str, dict[str, bytes], dict[str, int]]:
-    """Make sample number `index` of a checked description, drawn from its own generator. Return the kind's name, the
-    fields without the key (`{"0.jpg": ..., "txt": ...}`), and counts for the report.
-    """
+    """Make sample number `index`: the kind's name, fields (`{"0.jpg": ..., "txt": ...}`), and counts for the report."""
     rng = np.random.default_rng((description["seed"], index))
     kinds = description["kinds"]
     name = list(kinds)[pick(rng, {name: kind["weight"] for name, kind in kinds.items()})]
@@ -231,15 +225,6 @@ def _chat(
         chat.append({"role": "user", "content": "".join(f"{placeholder}\n" for placeholder, _ in mine) + question})
         chat.append({"role": "assistant", "content": _prose(rng, [words for _, words in mine], max(1, share))})
     return chat
-
-
-def _refuse_mixing(out: Path, paths: tuple[Path, ...]) -> None:
-    others = sorted(path.name for path in out.glob("*.tar") if path not in paths) if out.is_dir() else []
-    if others:
-        raise FileExistsError(
-            f"{out} already holds {len(others)} other tar files (first: {others[0]}); "
-            "a glob would read them as one dataset with these. Choose another folder, or remove them"
-        )
 
 
 def read_description(source: Mapping[str, Any] | str | Path) -> Description:
@@ -330,9 +315,7 @@ def _path_of(source: str) -> Path:
 
 
 def make_image(rng: np.random.Generator, width: int, height: int, format: str, quality: int = 85) -> tuple[bytes, str]:
-    """Draw a picture of shapes on a textured ground, in `jpg` or `png`; PNG ignores the quality. The same state of
-    `rng` gives the same picture. Return the encoded bytes, and what is drawn: "two red circles".
-    """
+    """Draw shapes on a textured ground, as `jpg` or `png`. Return the bytes, and what is drawn: "two red circles"."""
     canvas = ground(rng, width, height)
     colour = list(COLOURS)[int(rng.integers(len(COLOURS)))]
     shape = SHAPES[int(rng.integers(len(SHAPES)))]
@@ -343,9 +326,12 @@ def make_image(rng: np.random.Generator, width: int, height: int, format: str, q
         centre = (radius + x * (width - 2 * radius), radius + y * (height - 2 * radius))
         draw_shape(draw, shape, centre, radius, COLOURS[colour])
 
-    pixels = np.asarray(_grain(rng, canvas))
+    # Sensor noise of a few grey levels, from one small tile: without it JPEGs are a tenth of a photograph's size.
+    tile = rng.integers(-7, 8, (97, 89, 1), dtype=np.int16)
+    repeats = (math.ceil(height / tile.shape[0]), math.ceil(width / tile.shape[1]), 1)
+    pixels = np.asarray(canvas).astype(np.int16) + np.tile(tile, repeats)[:height, :width]
     stream = io.BytesIO()
-    picture = Image.fromarray(pixels)
+    picture = Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
     if format == "jpg":
         picture.save(stream, "JPEG", quality=quality)
     else:
@@ -376,20 +362,9 @@ def draw_shape(
         draw.polygon([(x, y - radius), (x - radius, y + radius), (x + radius, y + radius)], fill=colour)
 
 
-def _grain(rng: np.random.Generator, canvas: Image.Image) -> NDArray[np.uint8]:
-    """Sensor noise of a few grey levels, from one small tile: without it JPEGs are a tenth of a photograph's size."""
-    tile = rng.integers(-7, 8, (97, 89, 1), dtype=np.int16)
-    pixels = np.asarray(canvas).astype(np.int16)
-    height, width = pixels.shape[:2]
-    repeats = (math.ceil(height / tile.shape[0]), math.ceil(width / tile.shape[1]), 1)
-    pixels += np.tile(tile, repeats)[:height, :width]
-    return np.clip(pixels, 0, 255).astype(np.uint8)
-
-
 def make_audio(rng: np.random.Generator, seconds: float, rate: int, format: str) -> tuple[bytes, str]:
-    """Synthesise a chirp with two overtones, a slow tremolo and noise; mono, 16 bit, in `wav` or `flac`, at least one
-    frame. The same state of `rng` gives the same sound. Return the encoded bytes, and what is heard: "a low rising
-    tone".
+    """Synthesise a chirp with two overtones, a slow tremolo and noise; mono, 16 bit, as `wav` or `flac`, at least one
+    frame. Return the bytes, and what is heard: "a low rising tone".
     """
     import soundfile
 

@@ -61,17 +61,11 @@ _LIMIT = f"{FREE_BYTES} bytes of memory and twice what the index says it takes"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """The samples of a data set that a loader could not use.
+    """The samples of a data set that a loader could not use."""
 
-    Attributes:
-        num_samples: number of good samples.
-        failures: failures in the order of the data set; those of a whole shard have no key.
-        num_indexed_bad: number of failures that the index had before anything was decoded.
-    """
-
-    num_samples: int
-    failures: tuple[DataError, ...]
-    num_indexed_bad: int
+    num_samples: int  # good ones
+    failures: tuple[DataError, ...]  # in the order of the data set; those of a whole shard have no key
+    num_indexed_bad: int  # failures that the index had before anything was decoded
 
 
 def verify(
@@ -85,26 +79,11 @@ def verify(
     files: Files = PLAIN_FILES,
     progress: Callable[[int, int], None] | None = None,
 ) -> Verification:
-    """Read and decode every sample, in processes of limited memory and time.
+    """Read and decode every sample, in `jobs` processes of limited memory, `timeout` seconds at most each; by default
+    one per CPU, on this machine. Shards are compared with their checksums in the index. `progress` gets (done, all).
 
-    Shards are compared with the checksums in the index.
-
-    Args:
-        index: index of the shards under the recipe.
-        recipe: must pickle, because other processes decode under it.
-        jobs: number of processes; default: one per CPU that this process may use.
-        timeout: seconds that one sample may take.
-        engine: the Ray cluster where the processes run; default: on this machine.
-        containers: of the user's, which open shards of the index.
-        files: where the shards are.
-        progress: called with (samples done, samples in total).
-
-    Raises:
-        ValueError: jobs below 1, or timeout not above 0.
-        TypeError: names the member of the recipe that does not pickle.
-        StaleIndexError: a shard is not the one that was indexed.
-        StorageError: a shard cannot be read now.
-        PackageError: a package that the recipe needs is missing or broken.
+    Raises ValueError; TypeError, which names the member of the recipe that does not pickle; StaleIndexError for a shard
+    that is not the one that was indexed; StorageError, PackageError.
     """
     jobs = len(os.sched_getaffinity(0)) if jobs is None else jobs
     if jobs < 1 or not timeout > 0:

@@ -20,7 +20,6 @@ from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.html import axes_of, bar, pairs, paragraph, percent, shown, table, view
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import OrchdataError, one_line
-from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.index_file import open_index
 from orchdata.loaders.index.table import Totals
 from orchdata.loaders.samples.sample import MediaPart, Sample, TextPart
@@ -105,7 +104,9 @@ def dataset_view(dataset: ShardDataset) -> str:
     # Without the choice, which may take long or be impossible, the figures of all samples are shown as such.
     totals, note = index.totals, ""
     try:
-        totals = _totals_in_time(dataset, index)
+        until = time.monotonic() + _MOST_SECONDS
+        columns = dataset.own_columns(index, may_build=False)
+        totals = chosen_totals(index, left_out(index, dataset.selections, columns, until=until), until=until)
     except TimeoutError:
         note = f"{_OF_ALL}, because counting the chosen ones takes long. len(dataset) counts them."
     except (ValueError, OrchdataError) as error:
@@ -138,15 +139,6 @@ def _modalities(totals: Totals) -> str:
         for name, counts in modalities.items()
     ]
     return table(("modality", "share of samples", "share of LLM tokens", "LLM tokens"), rows, numbers_from=3)
-
-
-def _totals_in_time(dataset: ShardDataset, index: Index) -> Totals:
-    """Return totals of the chosen samples. Raises TimeoutError if that takes longer than a view may, ValueError for a
-    filter that cannot be used with this index, MissingIndexError for columns of the user's that were not read yet.
-    """
-    until = time.monotonic() + _MOST_SECONDS
-    columns = dataset.own_columns(index, may_build=False)
-    return chosen_totals(index, left_out(index, dataset.selections, columns, until=until), until=until)
 
 
 def mixture_view(mixture: Mixture) -> str:

@@ -1,7 +1,6 @@
-"""A user's YAML file, read within limits on bytes, values (with aliases expanded) and levels.
+"""A user's YAML file. A name may occur once in its mapping, and 1e-3 is a number as in JSON.
 
-A name may occur once in its mapping, and 1e-3 is a number as in JSON. Reading any file takes time and memory in
-proportion to its length.
+Reading takes time and memory in proportion to the length: bytes and values, with aliases expanded, have limits.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from orchdata.loaders.storage.atomic import read_small
 
 MOST_BYTES: Final = 4 << 20
 MOST_VALUES: Final = 50_000
-MOST_LEVELS: Final = 32
 _MOST_DIGITS: Final = 100
 _NUMBERS: Final = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _EXPONENT: Final = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
@@ -31,32 +29,28 @@ def read_yaml(path: str | Path) -> Any:
     data = read_small(path, MOST_BYTES)
     try:
         return _Loader(data.decode()).get_single_data()
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    # Of levels beyond Python's, and of the parser for a value that does not fit its tag, such as a 13th month.
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path}: not readable as YAML: {error}") from error
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._levels = self._values = 0
+        self._begun = 0
         self._sizes: dict[int, int] = {}  # of each complete node: the values in it, with aliases expanded
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
-        mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
-        self._levels += 1
-        self._values += 1
-        if self._levels > MOST_LEVELS:
-            raise ComposerError(None, None, f"it is nested deeper than {MOST_LEVELS} levels", mark)
-        if self._values > MOST_VALUES:
-            raise ComposerError(None, None, f"it has more than {MOST_VALUES} values", mark)
-        node = super().compose_node(parent, index)
-        self._levels -= 1
-        if not is_alias:
-            self._sizes[id(node)] = 1 + sum(map(self._sizes.__getitem__, map(id, _children(node))))
-        elif id(node) not in self._sizes:
-            raise ComposerError(None, None, "an alias refers to a value that contains it", mark)
-        if self._sizes[id(node)] > MOST_VALUES:
-            raise ComposerError(None, None, f"it has more than {MOST_VALUES} values with aliases expanded", mark)
+        self._begun += 1
+        is_alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index) if self._begun <= MOST_VALUES else None
+        if node is not None and not is_alias:
+            inner = [each for pair in node.value for each in pair] if isinstance(node, yaml.MappingNode) else node.value
+            inner = [] if isinstance(node, yaml.ScalarNode) else inner
+            self._sizes[id(node)] = 1 + sum(self._sizes[id(each)] for each in inner)
+        # An alias within its own value has no size yet: it would never end.
+        if self._sizes.get(id(node), MOST_VALUES + 1) > MOST_VALUES:
+            raise ComposerError(None, None, f"it has more than {MOST_VALUES} values with aliases expanded")
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -71,20 +65,9 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         # Converting n digits takes time in proportion to n squared.
-        if node.tag in _NUMBERS and isinstance(node, yaml.ScalarNode) and len(node.value) > _MOST_DIGITS:
+        if node.tag in _NUMBERS and len(node.value) > _MOST_DIGITS:
             raise ConstructorError(None, None, f"a number has more than {_MOST_DIGITS} digits", node.start_mark)
-        try:
-            return super().construct_object(node, deep)
-        except (ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
-            # The parser's constructors raise these for a value that does not fit its tag, such as a 13th month.
-            message = f"{node.value!r:.80} is not a value of the tag {node.tag}: {error!r:.80}"
-            raise ConstructorError(None, None, message, node.start_mark) from error
+        return super().construct_object(node, deep)
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
-
-
-def _children(node: yaml.Node) -> list[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        return [each for pair in node.value for each in pair]
-    return node.value if isinstance(node, yaml.SequenceNode) else []

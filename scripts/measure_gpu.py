@@ -38,8 +38,7 @@ from rich.console import Console
 
 from examples.model import Sizes
 from orchdata.balancers import CostModel, fit_phase_cost
-from orchdata.bench.harness import WideTable, machine
-from orchdata.bench.plan import synthetic_index
+from orchdata.bench import WideTable, machine, synthetic_index
 from orchdata.dataset.index_costs import IndexCosts
 from orchdata.loaders.index.index import Index
 from orchdata.order.order import Order, Shuffle

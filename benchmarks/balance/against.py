@@ -15,7 +15,7 @@ from benchmarks.balance.cases import Job, Scale, Timed, measure
 from benchmarks.distributions import DISTRIBUTIONS
 from orchdata.balancers import Assignment, balance
 from orchdata.balancers.assignment import loads_of
-from orchdata.bench.harness import Result, WideTable, interleave
+from orchdata.bench import Result, WideTable, interleave
 
 SOME_ABSENT = ("audio phase", "image phase")  # Distributions in which some samples cost nothing.
 # Ranks and samples a rank of the cases the oracle gets.

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.distributions import DISTRIBUTIONS, Distribution
-from orchdata.bench.harness import Result, interleave
+from orchdata.bench import Result, interleave
 
 SAMPLES_A_MEASUREMENT = 40_960  # Small batches are solved many at a time, so that what is timed is not the clock.
 NOTABLE_BOUND = 1.05  # LB/mean above which the largest samples, not the balancer, set the pace.

@@ -24,7 +24,7 @@ from benchmarks.balance.cases import (
 )
 from benchmarks.distributions import DISTRIBUTIONS, omni_phases
 from orchdata.balancers import PhaseCost, balance, balance_padded, balance_phases
-from orchdata.bench.harness import Result, WideTable
+from orchdata.bench import Result, WideTable
 
 # Ranks, samples a rank, makespan / lower bound, milliseconds.
 PACKED = (

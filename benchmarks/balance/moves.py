@@ -20,7 +20,7 @@ from benchmarks.balance.cases import (
     worst_ratio,
 )
 from orchdata.balancers import MovedAssignment, balance_from, balance_grid, balance_grouped
-from orchdata.bench.harness import Result
+from orchdata.bench import Result
 
 RANKS_PER_NODE = 8
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from benchmarks.balance.cases import Job, Scale, measure
 from benchmarks.papers.disttrain import order_after_disttrain
 from orchdata.balancers import order_microbatches, simulate_1f1b
-from orchdata.bench.harness import Result
+from orchdata.bench import Result
 
 Times = NDArray[np.float64]
 

@@ -20,7 +20,7 @@ from benchmarks.balance.real_lengths import lengths_folder, real_distributions
 from benchmarks.distributions import DISTRIBUTIONS, Distribution
 from orchdata.balancers import balance, lower_bound
 from orchdata.balancers.assignment import loads_of
-from orchdata.bench.harness import Result, WideTable
+from orchdata.bench import Result, WideTable
 
 Method = Callable[[NDArray[np.int64], int], peers.Ranks]
 Row = tuple[str | float | None, ...]

@@ -13,8 +13,7 @@ from benchmarks.balance.cases import Job, Scale, measure, owners, slowest
 from benchmarks.balance.real_lengths import lengths_folder, real_lengths
 from benchmarks.distributions import LARGE_VISION_COST, omni_phases
 from orchdata.balancers import CostModel, balance_grid, balance_grouped, balance_phases
-from orchdata.bench.harness import Result
-from orchdata.bench.plan import OMNI_COST
+from orchdata.bench import OMNI_COST, Result
 
 RANKS = (64, 512)
 SAMPLES_PER_RANK = 32

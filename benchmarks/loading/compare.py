@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchdata.bench.harness import Result, WideTable
+from orchdata.bench import Result, WideTable
 
 if TYPE_CHECKING:
     from benchmarks.loading.job import Job

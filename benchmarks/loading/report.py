@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.loading.lanes import BARE, Lane
 from benchmarks.loading.measure import Figures
 from benchmarks.loading.processes import Memory
-from orchdata.bench.harness import Result, WideTable
+from orchdata.bench import Result, WideTable
 
 _MIB: Final = 1 << 20
 _SHOWN_MS: Final = 0.01  # of a process, for a sample

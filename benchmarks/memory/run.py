@@ -15,7 +15,7 @@ from benchmarks.loading.processes import LaneError, run_in_child
 from benchmarks.memory import energon, hugging_face, ours
 from benchmarks.memory.job import MemoryJob, Used, measure
 from benchmarks.peers import Peer, chosen, settings_table
-from orchdata.bench.harness import WideTable, work_folder
+from orchdata.bench import WideTable, work_folder
 from orchdata.synth import make_sentences
 
 _SHARDS: Final = 2  # of a source: `interleave_datasets` gives work to as many workers as the smallest source has shards

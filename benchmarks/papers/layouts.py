@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.papers.mixes import Lengths
 from orchdata.balancers import TransformerCost
-from orchdata.bench.harness import WideTable
+from orchdata.bench import WideTable
 from orchdata.planners import Cluster, Columns, Module, Workload, simulate
 from orchdata.planners.cluster import Many, Means, closed_form, gpu_bytes, mean_memory
 from orchdata.planners.run import Candidate, candidates

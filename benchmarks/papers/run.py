@@ -16,7 +16,7 @@ from benchmarks.papers import layouts
 from benchmarks.papers.cases import CASES, GROUP_SIZE, PIPELINES, REPORTED, Case, PipelineCase
 from benchmarks.papers.mixes import Samples
 from benchmarks.papers.pipeline import COLUMNS, LEGEND, speedups
-from orchdata.bench.harness import WideTable
+from orchdata.bench import WideTable
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance

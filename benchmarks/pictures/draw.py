@@ -12,7 +12,7 @@ from benchmarks.pictures.diagrams import diagrams
 from benchmarks.pictures.loss_curves import LARGEST_DIFFERENCE, RANKS, curve_name
 from benchmarks.pictures.svg import COLOURS, svg_of
 from benchmarks.report.results import numbers, read_report
-from orchdata.bench.harness import Report
+from orchdata.bench import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,7 +18,7 @@ from benchmarks.papers.mixes import Media, Samples
 from benchmarks.pictures.loads import WAYS
 from benchmarks.plans.mixes import ENCODER_630M, LLM_7B, VISION_6B, Listed, mixes
 from orchdata.balancers import CostModel, TransformerCost
-from orchdata.bench.harness import Result, WideTable
+from orchdata.bench import Result, WideTable
 from orchdata.order.merge import Stage
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import MixedSource, Order, Shuffle, TokenSums

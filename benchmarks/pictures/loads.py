@@ -18,7 +18,7 @@ from benchmarks.command import run_command
 from benchmarks.papers.mixes import Samples
 from benchmarks.plans.mixes import MODELS, mixes
 from benchmarks.plans.scopes import plans_of
-from orchdata.bench.harness import Result, WideTable
+from orchdata.bench import Result, WideTable
 from orchdata.planning.balance import Balance
 from orchdata.planning.plan import Plan
 

@@ -18,7 +18,7 @@ from benchmarks.command import run_command
 from benchmarks.launch import torchrun
 from benchmarks.train.lanes import make_recipe
 from benchmarks.train.records import compare_curves, fastest_repeats, summarise_lane
-from orchdata.bench.harness import Result, WideTable, work_folder
+from orchdata.bench import Result, WideTable, work_folder
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.synth import synthesize

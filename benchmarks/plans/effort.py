@@ -12,7 +12,7 @@ from benchmarks.distributions import omni_phases
 from benchmarks.plans.mixes import MODELS, large_mixes, mixes
 from benchmarks.plans.scopes import plans_of
 from orchdata.balancers import balance_phases
-from orchdata.bench.harness import Result, WideTable
+from orchdata.bench import Result, WideTable
 from orchdata.planning.balance import Balance
 
 # Ranks, samples a rank, and at effort 1: sum of largest loads over that of lower bounds, milliseconds.

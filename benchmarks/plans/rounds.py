@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.balance.cases import Scale
 from benchmarks.plans.mixes import MODELS, mixes
 from benchmarks.plans.scopes import plans_of
-from orchdata.bench.harness import Result, WideTable
+from orchdata.bench import Result, WideTable
 from orchdata.planning.balance import Balance
 from orchdata.planning.plan import Plan
 

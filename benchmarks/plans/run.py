@@ -15,7 +15,7 @@ from benchmarks.balance.cases import Scale
 from benchmarks.plans.effort import effort, large_plans, plans_by_effort
 from benchmarks.plans.rounds import peers, rounds
 from benchmarks.plans.scopes import scopes
-from orchdata.bench.harness import Result, WideTable
+from orchdata.bench import Result, WideTable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

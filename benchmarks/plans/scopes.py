@@ -12,7 +12,7 @@ from benchmarks.balance.cases import Scale
 from benchmarks.papers.mixes import Mix, Samples
 from benchmarks.plans.mixes import MODELS, mixes
 from orchdata.balancers import CostModel, balance_phases
-from orchdata.bench.harness import Result, WideTable
+from orchdata.bench import Result, WideTable
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance

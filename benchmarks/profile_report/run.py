@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from orchdata.bench.harness import Result, WideTable, work_folder
-from orchdata.bench.plan import synthetic_index
+from orchdata.bench import Result, WideTable, synthetic_index, work_folder
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _ONE = Path(__file__).with_name("one.py")

@@ -11,7 +11,7 @@ from typing import Final
 from benchmarks.loading.corpus import Corpus
 from benchmarks.remote.job import FarShards
 from benchmarks.remote.store import FarStore
-from orchdata.bench.harness import Result, interleave
+from orchdata.bench import Result, interleave
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.pace import threads_or_default
 from orchdata.loaders.recipe import Recipe

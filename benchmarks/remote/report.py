@@ -10,7 +10,7 @@ from benchmarks.loading.lanes import Lane
 from benchmarks.remote.job import EPOCHS, RemoteJob
 from benchmarks.remote.lanes import ALONE, NEAR
 from benchmarks.remote.turns import Turn, Turns
-from orchdata.bench.harness import Result, WideTable
+from orchdata.bench import Result, WideTable
 
 MOST_REQUESTS: Final = 1.2
 MOST_BYTES: Final = 1.1

@@ -24,7 +24,7 @@ from benchmarks.remote.store import FarStore, far_store
 from benchmarks.remote.turns import Turns
 from benchmarks.throughput.decoding import Decoder
 from benchmarks.throughput.records import Records, RecordSamples
-from orchdata.bench.harness import Result, WideTable, work_folder
+from orchdata.bench import Result, WideTable, work_folder
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.storage.cache import CacheFolder

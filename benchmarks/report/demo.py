@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks.command import run_command
-from orchdata.bench.harness import Result
+from orchdata.bench import Result
 from orchdata.demo import DemoConfig, DemoReport, run_demo
 
 

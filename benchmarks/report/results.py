@@ -1,4 +1,4 @@
-"""Stored reports: `benchmarks/results/NAME.json` -> `orchdata.bench.harness.Report`."""
+"""Stored reports: `benchmarks/results/NAME.json` -> `orchdata.bench.Report`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.bench.harness import Report, Result, WideTable
+from orchdata.bench import Report, Result, WideTable
 
 FOLDER = Path(__file__).resolve().parents[1] / "results"
 

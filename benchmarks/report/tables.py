@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from benchmarks.report.results import ResultsError, column, figure, ran_on, read_report
-from orchdata.bench.harness import Report, WideTable, digits
+from orchdata.bench import Report, WideTable, digits
 
 Cell = str | float | None
 

@@ -18,7 +18,7 @@ from benchmarks.resume.data import KINDS, make_data
 from benchmarks.resume.lanes import LANES, Lane
 from benchmarks.resume.rank import Outcome, Task
 from benchmarks.throughput.records import PeersJob
-from orchdata.bench.harness import WideTable, digits, work_folder
+from orchdata.bench import WideTable, digits, work_folder
 
 SAVED_ON: Final = 2
 RESUMED_ON: Final = (2, 1, 4)

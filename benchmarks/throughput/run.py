@@ -17,7 +17,7 @@ from benchmarks.loading.job import Shards
 from benchmarks.throughput.decoding import Decoder, PillowImages
 from benchmarks.throughput.lanes import chosen_lanes
 from benchmarks.throughput.records import PeersJob, Records, RecordSamples
-from orchdata.bench.harness import Result, WideTable, work_folder
+from orchdata.bench import Result, WideTable, work_folder
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.modalities.image import ImagePreprocessor
 from orchdata.loaders.recipe import Recipe

@@ -23,7 +23,7 @@ from benchmarks.train.records import (
     fastest_repeats,
     summarise_lane,
 )
-from orchdata.bench.harness import Result, WideTable
+from orchdata.bench import Result, WideTable
 
 _BASE = "unbalanced"
 _GAIN_DEMAND = 0.9

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from orchdata.bench.harness import Result, WideTable
+from orchdata.bench import Result, WideTable
 
 if TYPE_CHECKING:
     from orchdata.loaders.index.index import Index

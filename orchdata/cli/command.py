@@ -126,12 +126,8 @@ _CLOSED_PIPE = 128 + signal.SIGPIPE
 def takes(
     kind: type[Kind], *names: str
 ) -> Callable[[Callable[Concatenate[Kind, Arguments], Result]], Callable[..., Result]]:
-    """Make a command of a function whose first argument is a frozen value: its fields are the first options.
-
-    Errors are as `one_line_errors` has them.
-
-    Args:
-        names: of the fields that are options; default: all.
+    """Make a command of a function whose first argument is a frozen value: its fields of these `names`, or all, are the
+    first options.
     """
     hints = get_type_hints(kind, include_extras=True)
     shared = [
@@ -172,11 +168,7 @@ def storage_options_of(given: Sequence[str] | None) -> dict[str, str] | None:
 
 
 def load_object(name: str, kind: type[Kind], option: str) -> Kind:
-    """The object that `MODULE:NAME` names; modules of the working directory count, as under `python -m`.
-
-    Raises:
-        ValueError: when the name has no colon, cannot be imported, or names something else than a `kind`.
-    """
+    """The object that `MODULE:NAME` names; modules of the working directory count, as under `python -m`."""
     module_name, attribute = check_name(name, option), name.partition(":")[2]
     here = str(Path.cwd())
     if here not in sys.path:
@@ -224,15 +216,13 @@ def one_line_errors(command: Callable[Arguments, Result]) -> Callable[Arguments,
             # The reader of the output has ended, as `head` does. What is left to write goes nowhere.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(_CLOSED_PIPE) from None
-        except (OrchdataError, ValueError, OSError, ImportError, MemoryError, NotImplementedError) as error:
-            text = " ".join(str(error).split()) or type(error).__name__
-            typer.echo(f"orchdata: error: {text}", err=True)
-            raise typer.Exit(1) from error
         except Exception as error:
-            broken = broken_package(error)
-            if broken is None:
+            known = (OrchdataError, ValueError, OSError, ImportError, MemoryError, NotImplementedError)
+            said = error if isinstance(error, known) else broken_package(error)
+            if said is None:
                 raise
-            typer.echo(f"orchdata: error: {broken}", err=True)
+            text = " ".join(str(said).split()) or type(said).__name__
+            typer.echo(f"orchdata: error: {text}", err=True)
             raise typer.Exit(1) from error
         except KeyboardInterrupt:
             typer.echo("orchdata: stopped", err=True)

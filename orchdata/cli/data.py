@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Sequence
+from contextlib import redirect_stdout, suppress
 from dataclasses import fields, replace
 from fractions import Fraction
 from math import ceil
@@ -47,15 +47,11 @@ _COLOURS: Final = {"trained": "green", "masked": None}
 def _share_or_count(text: str) -> Fraction | int:
     """`1%` -> Fraction(1, 100); `25` -> 25. Raises typer.BadParameter for anything else."""
     number = text.strip().removesuffix("%").rstrip()
-    try:
-        if number != text.strip():
-            share = Fraction(number) / 100
-            if 0 <= share <= 1:
-                return share
-        elif number.isascii() and number.isdigit():
-            return int(number)
-    except (ValueError, ZeroDivisionError):
-        pass
+    if number.isascii() and number.isdigit() and number == text.strip():
+        return int(number)
+    with suppress(ValueError, ZeroDivisionError):
+        if number != text.strip() and 0 <= (share := Fraction(number) / 100) <= 1:
+            return share
     raise typer.BadParameter(f"{text!r} is neither a share such as 1% or 0.5%, nor a number of samples")
 
 
@@ -105,12 +101,9 @@ def index(
         return
     dataset = data.dataset()
     if limit is not None:
-        if jobs is not None:
-            raise ValueError("--limit measures in this process: leave --jobs out")
-        if out is not None or share is not None or dataset.index_fields or force:
-            raise ValueError(
-                "--limit indexes the first samples alone: leave --out, --share, --index-field, --again out"
-            )
+        if any(each is not None for each in (jobs, out, share)) or dataset.index_fields or force:
+            others = "--jobs, --out, --share, --index-field, --again"
+            raise ValueError(f"--limit indexes the first samples alone, in this process: leave {others} out")
         dataset = dataset.take(limit)
     named = None if out is None else dataset.named_file(checked_target(out))
     where: dict[str, Any] = {}
@@ -133,11 +126,8 @@ def index(
 
         given = {"recipe": dataset.recipe, "containers": by_identity(dataset.containers), "files": dataset.files}
         warn_of_unended(IndexedShards(index=built, build_id=built.build_id, **given))  # type: ignore[arg-type]
-    report = (
-        index_report(dataset, built, scanned, time.perf_counter() - start)
-        | ({"index_fields": own} if own else {})
-        | where
-    )
+    report = index_report(dataset, built, scanned, time.perf_counter() - start) | where
+    report |= {"index_fields": own} if own else {}
     if as_json:
         print_json(report)
     else:
@@ -371,6 +361,8 @@ def show(
     from orchdata.cli.dataset import indexed
     from orchdata.dataset.shards import unchosen_rows
     from orchdata.dataset.unread import unread_of
+    from orchdata.loaders.records import LEFT_OUT
+    from orchdata.loaders.text.conversation import WORDS_SUFFIX
     from orchdata.showing import rows_of_key, save_in, shown_rows
 
     sample_key = next((each for each in key or () if each != "last_dot"), None)
@@ -391,8 +383,11 @@ def show(
         return
     for sample in samples:
         _print_sample(sample, full=full)
-    if ignored_fields := ignored_words(unread_of(dataset, index)["names"]):
-        typer.echo(_visible(f"fields of these shards that the recipe does not read: {ignored_fields}"))
+    unread = {name: count for name, count in unread_of(dataset, index)["names"].items() if name != LEFT_OUT}
+    shown = [f"{name.removesuffix(WORDS_SUFFIX)} ({count:,})" for name, count in [*unread.items()][:MOST_IGNORED]]
+    if shown:
+        words = ", ".join(shown) + (", ..." if len(unread) > len(shown) else "")
+        typer.echo(_visible(f"fields of these shards that the recipe does not read: {words}"))
     for file in files:
         typer.echo(_visible(f"saved {file}"))
 
@@ -586,13 +581,3 @@ def _shortened(text: str, *, full: bool) -> str:
         return text
     half = LONGEST // 2
     return f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"
-
-
-def ignored_words(ignored: Mapping[str, int]) -> str:
-    """Names of fields that are not read, with how many there are."""
-    from orchdata.loaders.records import LEFT_OUT
-    from orchdata.loaders.text.conversation import WORDS_SUFFIX
-
-    named = {name: count for name, count in ignored.items() if name != LEFT_OUT}
-    shown = [f"{name.removesuffix(WORDS_SUFFIX)} ({count:,})" for name, count in list(named.items())[:MOST_IGNORED]]
-    return f"{', '.join(shown)}{', ...' if len(named) > len(shown) else ''}"

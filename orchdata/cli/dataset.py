@@ -117,12 +117,8 @@ def build(
 def read_mixture(
     path: str | Path, recipe: Recipe, *, allow_recipes: bool = False, containers: tuple[Container, ...] = ()
 ) -> Mixture:
-    """Return the mixture that a file describes. Sources that name no recipe have `recipe`; those that name no
-    containers have those of `containers` that claim one of their paths; `allow_recipes`: modules that the file names
-    may be imported.
-
-    Raises FileNotFoundError for no such file, or a source without shards; ValueError, which names the file and the
-    field.
+    """Return the mixture that a file describes; `allow_recipes`: modules that the file names may be imported. Raises
+    FileNotFoundError for no such file, or a source without shards; ValueError, which names the file and the field.
     """
     file = Path(path)
     content = read_yaml(file)

@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from orchdata.bench.harness import PlanBench, ThroughputBench
 from orchdata.cli.command import (
     JsonOption,
     StorageOptionsOption,
@@ -38,7 +37,7 @@ from orchdata.loaders.environment import requirements, way_out
 from orchdata.notices import progress_bar
 
 if TYPE_CHECKING:
-    from orchdata.bench.harness import Result, WideTable
+    from orchdata.bench import Result, WideTable
     from orchdata.loaders.storage.cache import Amount
 
 cache_app = typer.Typer(
@@ -223,13 +222,60 @@ def _amount(amount: Amount) -> str:
     return f"{counted(amount.files, 'file')}, {human_bytes(amount.bytes)}"
 
 
+_Repeats = Annotated[int, typer.Option(help="Times to measure each thing.")]
+_Seed = Annotated[int, typer.Option(help="Seed of the data.")]
+_Folder = Annotated[str | None, typer.Option(help="Where to write the data; default: a temporary folder.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanBench:
+    """What `orchdata bench plan` measures: `repeats` steps, all different. Its index takes about 170 bytes a sample."""
+
+    ranks: Annotated[int, typer.Option(help="Simulated data-parallel ranks.")] = 2_560
+    samples_per_rank: Annotated[int, typer.Option(help="Samples per rank and step.")] = 16
+    samples: Annotated[int, typer.Option(help="Samples of the index.")] = 10_000_000
+    repeats: _Repeats = 30
+    seed: _Seed = 0
+    folder: _Folder = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputBench:
+    """What `orchdata bench throughput` measures."""
+
+    paths: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PATHS]...", help="Your shards: files, globs or braces; default: a made-up data set."),
+    ] = None
+    recipe: Annotated[str | None, typer.Option(metavar="MODULE:NAME", help="An od.Recipe; default: od.Recipe().")] = (
+        None
+    )
+    media_root: Annotated[
+        str | None, typer.Option(help="Folder below which the files lie that records of JSON name.")
+    ] = None
+    samples: Annotated[int, typer.Option(help="Of the made-up data set; of yours, at most, at random.")] = 800
+    consumer_ms: Annotated[float, typer.Option(help="CPU time of pure Python that is run for each batch.")] = 0.0
+    batch_size: Annotated[int, typer.Option(help="Samples of a batch.")] = 16
+    workers: Annotated[int, typer.Option(help="Threads, or worker processes.")] = 2
+    repeats: _Repeats = 3
+    seed: _Seed = 0
+    folder: _Folder = None
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "batch_size", "workers", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.paths and (self.recipe or self.media_root):
+            raise ValueError("recipe and media_root are of a data set of yours: give its paths too")
+
+
 @bench_app.command()
 @takes(PlanBench)
 def plan(config: PlanBench, as_json: JsonOption = False) -> None:
     """Plan steps at scale, over a made-up index."""
-    from orchdata.bench.plan import run
+    from orchdata.bench import run_plan
 
-    _measure("plan", config, run, as_json)
+    _measure("plan", config, run_plan, as_json)
 
 
 @bench_app.command()
@@ -238,20 +284,20 @@ def throughput(
     config: ThroughputBench, storage_options: StorageOptionsOption = None, as_json: JsonOption = False
 ) -> None:
     """Load a made-up data set or yours, in threads and in worker processes, compared with what the decoder allows."""
-    from orchdata.bench.throughput import run
+    from orchdata.bench import run_throughput
 
     # Options are secret, and the report shows its config.
     how: dict[str, Any] = {
         "recipe": recipe_named(config.recipe),
         "storage_options": storage_options_of(storage_options),
     }
-    _measure("throughput", config, partial(run, **how), as_json)
+    _measure("throughput", config, partial(run_throughput, **how), as_json)
 
 
 def _measure(name: str, config: Any, run: Callable[[Any], Sequence[Result | WideTable]], as_json: bool) -> None:
     from rich.console import Console
 
-    from orchdata.bench.harness import make_report
+    from orchdata.bench import make_report
 
     console = Console(stderr=True)
     with console.status(f"measuring: {name}") if console.is_terminal else nullcontext():
@@ -302,9 +348,18 @@ def demo(
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
     from orchdata.demo import DemoConfig, render, run_demo
+    from orchdata.loaders.errors import PackageError
+    from orchdata.profiling.page import check_report
 
     config = DemoConfig(samples=samples, steps=steps, batch_size=batch_size, seed=seed)
-    target, said = _place_of_report(html)
+    target: Path | None = (_REPORT if html is None else html).absolute()
+    said = f"report of the dataset: {target}"
+    try:
+        check_report(str(target))
+    except (PackageError, ValueError) as error:
+        if html is not None:
+            raise
+        target, said = None, f"no report of the dataset: {error}"
     try:
         with stage_progress() as advance:
             report = run_demo(config, html=target, progress=advance)
@@ -320,21 +375,3 @@ def demo(
     typer.echo()
     print_table(render(report))
     typer.echo(said)
-
-
-def _place_of_report(html: Path | None) -> tuple[Path | None, str]:
-    """Return the file of the report, and what to say of it; None where it cannot be written and was not asked for.
-
-    Raises PackageError and ValueError as `check_report` if a file was given.
-    """
-    from orchdata.loaders.errors import PackageError
-    from orchdata.profiling.page import check_report
-
-    target = (_REPORT if html is None else html).absolute()
-    try:
-        check_report(target)
-    except (PackageError, ValueError) as error:
-        if html is not None:
-            raise
-        return None, f"no report of the dataset: {error}"
-    return target, f"report of the dataset: {target}"

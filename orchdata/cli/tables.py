@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pyarrow as pa
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -46,9 +45,9 @@ def profile_table(profile: Profile) -> RenderableType:
     waiting = "How uneven ranks are, in positions, not time"
     if profile.has_cost_model:
         waiting = "How long ranks wait, as a share of the step by your cost model"
-    shown = [("What sources give in an epoch", summary.sources(profile))] if profile.sources else []
+    shown = [("What sources give in an epoch", summary.sources(profile, profile.sources))] if profile.sources else []
     shown += [
-        (f"What samples are made of{stored}", summary.modalities(profile)),
+        (f"What samples are made of{stored}", summary.modalities(profile, "samples", "parts")),
         (f"Positions per sample, of those in the phase{stored}", summary.phases(profile)),
         (waiting, summary.settings(profile)),
     ]
@@ -76,12 +75,11 @@ def profile_table(profile: Profile) -> RenderableType:
     )
 
 
-def _printed(title: str, table: pa.Table) -> Table:
-    printed = plain_table(f"\n{title}", *table.column_names)
-    forms = summary.formats(table)
+def _printed(title: str, table: summary.Table) -> Table:
+    printed = plain_table(f"\n{title}", *table.columns)
+    forms = ["{:.1%}" if form == SHARE else form for form in table.columns.values()]
     for column, form in zip(printed.columns, forms, strict=True):
         column.justify = "left" if form in (TEXT, DATA) else column.justify
-    for values in zip(*table.to_pydict().values(), strict=True):
-        cells = zip(values, forms, strict=True)
-        printed.add_row(*(Text(summary.written(cell, "{:.1%}" if form == SHARE else form)) for cell, form in cells))
+    for row in table.rows:
+        printed.add_row(*(Text(summary.written(cell, form)) for cell, form in zip(row, forms, strict=True)))
     return printed

@@ -26,13 +26,9 @@ class Prepared:
     dataset = None  # Accelerate asks whether it is one that it shards
 
     def __init__(self, loader: DataLoader | OptimizerSteps, accelerator: Any) -> None:
-        self.loader = loader
-        self.state_dict, self.load_state_dict, self.set_epoch = (
-            loader.state_dict,
-            loader.load_state_dict,
-            loader.set_epoch,
-        )
-        self._accelerator = accelerator
+        self.loader, self._accelerator = loader, accelerator
+        self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
+        self.set_epoch = loader.set_epoch
 
     def __iter__(self) -> Iterator[Any]:
         from accelerate.utils import send_to_device
@@ -99,7 +95,7 @@ def accelerate(loader: DataLoader | OptimizerSteps, accelerator: Any) -> Prepare
     config = getattr(accelerator, "parallelism_config", None)
     num_ranks = accelerator.num_processes // (1 if config is None else config.non_data_parallel_size)
     instead = (
-        "iterate the loader itself, move each batch to accelerator.device, and save loader.state_dict() for each rank"
+        "iterate the loader itself, move batches to accelerator.device, and save loader.state_dict() for each rank"
     )
     steps.check_ranks(num_ranks, "the accelerator", "the Accelerator", instead)
     if accelerator.num_processes > 1:

@@ -23,7 +23,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.hf.processors import as_array, class_at, merged_kwargs, path_of, runs
+from orchdata.hf.processors import as_array, class_at, id_of, joined, merged_kwargs, path_of, runs
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio import AudioPreprocessor, Clips, WindowSize, write_features
@@ -41,15 +41,10 @@ _RULES: Final[Mapping[str, Mapping[str, Any]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class WhisperAudio(AudioPreprocessor):
-    """Audio of models whose tower is Whisper's or made like it, computed by `AudioPreprocessor`.
+    """Audio of models whose tower is Whisper's or made like it, computed by `AudioPreprocessor`."""
 
-    Attributes:
-        slot: the processor's audio token.
-        places: False for Whisper itself, whose decoder's text has no place for audio.
-    """
-
-    slot: Slot = Slot(mark="")
-    places: bool = True
+    slot: Slot = Slot(mark="")  # the processor's audio token
+    places: bool = True  # False for Whisper itself, whose decoder's text has no place for audio
 
     def arrays(self) -> Mapping[str, ArraySpec]:
         return {"input_features": ArraySpec(self.row_shape[::-1], self.dtype)}
@@ -96,20 +91,13 @@ class WhisperAudio(AudioPreprocessor):
 
 
 def audio_modality(processor: Any, *, long_clips: LongClips = "error") -> WhisperAudio | HFAudio:
-    """How a Hugging Face processor takes audio.
-
-    Clips above what it takes at once (30 s for Whisper and Qwen2-Audio, `chunk_length` of its feature extractor) are
-    "error"s of their sample; "cut" keeps the beginning, as the processor itself does without a word; "split" makes
-    several windows of them, which follow one another in one place of the text.
-
-    Raises TypeError for no processor of audio; ValueError for one that does not tell what stands in the text for a
-    clip, or how large its arrays are, or that cannot do `long_clips`.
+    """How a Hugging Face processor takes audio; `long_clips` are above `chunk_length` of its feature extractor. Raises
+    TypeError for no processor of audio; ValueError for one that does not tell what becomes of a clip, or that cannot do
+    `long_clips`.
     """
     name = type(processor).__name__
     if extractor_of(processor) is None:
         raise TypeError(f"{name} has no feature extractor for audio: give it none, Recipe(audio=None)")
-    if long_clips not in ("error", "cut", "split"):
-        raise ValueError(f"long_clips must be 'error', 'cut' or 'split', got {long_clips!r}")
     given = described(processor)
     modality = _by_rule(processor, given, long_clips)
     if modality is not None:
@@ -120,11 +108,6 @@ def audio_modality(processor: Any, *, long_clips: LongClips = "error") -> Whispe
     sample_rate = int(extractor_of(processor).sampling_rate)
     try:
         shapes = shapes_of(processor, given, sample_rate)
-    except NotImplementedError as error:
-        raise ValueError(
-            f"{name} does not tell what stands in the text for a clip (replace_audio_token), as that of a later "
-            "transformers may"
-        ) from error
     except Exception as error:
         raise ValueError(
             f"{name} does not tell what it makes of a clip alone ({type(error).__name__}: {error})"
@@ -188,15 +171,7 @@ def _is_proven(rule: WhisperAudio, processor: Any, kwargs: dict[str, Any]) -> bo
 def _audio_token(processor: Any) -> tuple[str, int]:
     """The token that stands for audio, and its id; ("", 0) where the text has none. Raises ValueError."""
     token = getattr(processor, "audio_token", None)
-    if token is None:
-        return "", 0
-    token, tokenizer = str(token), processor.tokenizer
-    ids = tokenizer(token, add_special_tokens=False)["input_ids"]
-    if len(ids) != 1:
-        raise ValueError(
-            f"{type(processor).__name__}.audio_token {token!r} is {len(ids)} tokens of its tokenizer: add it as one"
-        )
-    return token, int(ids[0])
+    return ("", 0) if token is None else (str(token), id_of(processor.tokenizer, str(token), is_added=False))
 
 
 _EXTRACTORS: Final = ("feature_extractor", "audio_processor")
@@ -245,26 +220,17 @@ class HFAudio(Clips):
     An array whose size along one dimension follows the clip's length has rows along it (`tensor_axes`), and one whose
     first dimension does has windows for rows; one that is (1, ...) for every clip has a row a part. Integers and masks
     follow from the length alone, and are extras.
-
-    Attributes:
-        slot: the processor's audio token.
-        places: whether it has one.
-        processor: JSON of all that it needs, see `described`.
-        sample_rate: Hz.
-        shapes: name, shape of a row, dtype, "row" or "part", and axis of each array and extra.
-        long_clips: what the processor would cut without a word is an "error", or "cut".
-        tracks: as `AudioPreprocessor` has it.
     """
 
     num_extents = 1
 
-    slot: Slot = Slot(mark="")
-    places: bool = True
-    processor: str
-    sample_rate: int
-    shapes: tuple[Shape, ...]
-    long_clips: Literal["error", "cut"] = "error"
-    tracks: bool = False
+    slot: Slot = Slot(mark="")  # the processor's audio token
+    places: bool = True  # whether it has one
+    processor: str  # JSON of all that it needs, see `described`
+    sample_rate: int  # Hz
+    shapes: tuple[Shape, ...]  # of each array and extra
+    long_clips: Literal["error", "cut"] = "error"  # of what the processor would cut without a word
+    tracks: bool = False  # as `AudioPreprocessor` has it
 
     def arrays(self) -> Mapping[str, ArraySpec]:
         return {each.name: ArraySpec(each.row, each.dtype, each.per) for each in self.shapes if each.is_array}
@@ -311,13 +277,10 @@ class HFAudio(Clips):
         tokens = sum(piece for piece in pieces if isinstance(piece, int))
         if self.places and not tokens:
             raise DecodeError(f"its processor makes no token of a clip of {seconds:.3f} s: leave it out of the data")
-        return PartSize(max(1, rows * self._positions_per_row), tokens, rows, (num_samples,))
-
-    @property
-    def _positions_per_row(self) -> int:
-        """Frames of a window: the longest side of the largest array."""
+        # Frames of a window: the longest side of the largest array.
         largest = max((each for each in self.shapes if each.is_array), key=lambda each: np.prod(each.row))
-        return 1 if largest.axis or not largest.row else max(largest.row)
+        positions = rows if largest.axis or not largest.row else rows * max(largest.row)
+        return PartSize(max(1, positions), tokens, rows, (num_samples,))
 
     def expand(self, size: PartSize) -> tuple[str | int, ...] | None:
         """Return the text that the processor writes for the clip."""
@@ -334,7 +297,7 @@ class HFAudio(Clips):
         wave = decode_wave(data, self.sample_rate, size.extent[0], limits)
         measured = _measured(self, size.extent[0])
         arrays, text = processed(*rebuilt(self.processor), wave)
-        if text != _joined(measured.pieces, self.slot.mark or ""):
+        if text != joined(measured.pieces, self.slot.mark or ""):
             raise DecodeError("its processor writes other text for the clip than for silence of its length")
         for each in self.shapes:
             rows = each.rows(arrays.get(each.name))
@@ -360,21 +323,15 @@ def extractor_of(processor: Any) -> Any:
 
 
 def described(processor: Any) -> str:
-    """All that its audio depends on, as JSON: classes, the extractor's parameters, what it is called with, and plain
-    attributes. What is rebuilt of it has no tokenizer. Raises ValueError where the parameters have no JSON form.
+    """All that its audio depends on, as JSON; what is rebuilt of it has no tokenizer. Raises TypeError where the
+    extractor's parameters have no JSON form.
     """
     name = next(name for name in _EXTRACTORS if getattr(processor, name, None) is not None)
     extractor = getattr(processor, name)
     kwargs: dict[str, Any] = {}
     if type(processor).__name__ != "WhisperProcessor":  # which hands on what it is called with, and nothing else
         kwargs = merged_kwargs(processor)["audio_kwargs"]
-    try:
-        parameters = json.loads(extractor.to_json_string())
-    except TypeError as error:
-        raise ValueError(
-            f"the feature extractor of {type(processor).__name__} has no JSON form ({error}): give it parameters that "
-            "do, or write an od.Modality"
-        ) from error
+    parameters = json.loads(extractor.to_json_string())
     parameters = {key: value for key, value in parameters.items() if not key.endswith("_class")}
     source = {
         "transformers": import_module("transformers").__version__,
@@ -400,9 +357,7 @@ def _plain_items(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def rebuilt(given: str) -> tuple[Any, dict[str, Any]]:
-    """The processor without its tokenizer, and what its audio method is called with: by several threads, which change
-    nothing.
-    """
+    """The processor without its tokenizer, and what its audio method is called with: no thread changes it."""
     source = json.loads(given)
     kind, extractor = class_at(source["class"]), source["extractor"]
     processor = kind.__new__(kind)
@@ -440,10 +395,6 @@ def _measured(modality: HFAudio, num_samples: int) -> _Measured:
     return _Measured(num_rows, runs(text, mark) if mark else (), is_cut, extras)
 
 
-def _joined(pieces: Sequence[str | int], token: str) -> str:
-    return "".join(piece if isinstance(piece, str) else token * piece for piece in pieces)
-
-
 def shapes_of(processor: Any, given: str, sample_rate: int) -> tuple[Shape, ...]:
     """What a processor returns, from silence of several lengths.
 
@@ -452,10 +403,8 @@ def shapes_of(processor: Any, given: str, sample_rate: int) -> tuple[Shape, ...]
     called = rebuilt(given)
     noise = np.random.default_rng(0).normal(scale=0.1, size=sample_rate).astype(np.float32)
     (own, own_text), (arrays, text) = (processed(each, called[1], noise) for each in (processor, called[0]))
-    if (
-        own_text != text
-        or own.keys() != arrays.keys()
-        or any(not np.array_equal(own[name], arrays[name]) for name in own)
+    if (own_text, own.keys()) != (text, arrays.keys()) or any(
+        not np.array_equal(own[each], arrays[each]) for each in own
     ):
         raise ValueError("built from its JSON it gives other values")
     runs = [processed(*called, np.zeros(int(seconds * sample_rate), np.float32))[0] for seconds in _TRIED_SECONDS]

@@ -110,22 +110,18 @@ def recipe(
         **{**tokenizer.special_tokens_map, **variables},
     )
     template = replace(template, pairs=own)
-    audio = None
+    audio = image = None
     if extractor_of(processor) is not None:
         with _advised("audio"):
-            audio = audio_modality(processor, long_clips=long_clips)
-    image = None
+            audio = replace(audio_modality(processor, long_clips=long_clips), tracks=audio_tracks)
+    elif audio_tracks:
+        raise ValueError(f"audio_tracks=True, and {type(processor).__name__} takes no audio")
     if getattr(processor, "image_processor", None) is not None:
         with _advised("image"):
             image = image_modality(processor)
-    if audio_tracks and audio is None:
-        raise ValueError(f"audio_tracks=True, and {type(processor).__name__} takes no audio")
-    if audio is not None:
-        audio = replace(audio, tracks=audio_tracks)
+    eos_token_id = tokenizer.eos_token_id if append_eos else None
     return Recipe(
-        text=TextPreprocessor(
-            tokenizer, template=template, eos_token_id=tokenizer.eos_token_id if append_eos else None
-        ),
+        text=TextPreprocessor(tokenizer, template=template, eos_token_id=eos_token_id),
         image=image,
         audio=audio,
         video=video_modality(processor, tokens_per_second=tokens_per_second) if video else None,
@@ -148,8 +144,7 @@ def _advised(modality: str) -> Iterator[None]:
 
 def _template(processor: Any) -> Any:
     """Return what renders chats: the processor's template, else its default, else a refusal."""
-    name = type(processor).__name__
-    holders = (processor, getattr(processor, "tokenizer", None))
-    if any(getattr(holder, "chat_template", None) for holder in holders):
+    if any(getattr(each, "chat_template", None) for each in (processor, getattr(processor, "tokenizer", None))):
         return processor
+    name = type(processor).__name__
     return _TEMPLATES.get(name) or _REFUSAL.format(name=name)

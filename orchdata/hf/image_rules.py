@@ -1,7 +1,7 @@
 """What Hugging Face's image processors make of an image: the shapes, from its size alone, and the values, in less time.
 
-    (width, height) --rule of the class--> arrays of the right shape, without memory, and numbers that follow from it
     pixels (height, width, 3) --resized, cropped, padded--> canvases, whole tiles each --patchify--> rows
+    (width, height), as a picture without memory --the same--> the number of rows, and others that follow from a size
 
 Arithmetic is the processor's own wherever that can be called. All steps of theirs but the last work on bytes, so that
 normalising is a table of 256 values a channel, which the processor itself fills. Whoever uses a rule, or rows, compares
@@ -28,6 +28,7 @@ from orchdata.native.decoding import patchify
 Outputs = dict[str, Any]
 Canvas = NDArray[np.uint8]
 
+_ZERO: Final = np.zeros(1, np.float32)
 RESAMPLES: Final = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
 """As Pillow numbers them."""
 
@@ -53,9 +54,8 @@ class Settings:
             import torch
 
             scaling = (self.do_rescale, self.rescale_factor, self.do_normalize)
-            values = self.processor.rescale_and_normalize(torch.from_numpy(levels)[None], *scaling, means, stds)[
-                0
-            ].numpy()
+            images = torch.from_numpy(levels)[None]
+            values = self.processor.rescale_and_normalize(images, *scaling, means, stds)[0].numpy()
         else:
             if self.do_rescale:
                 values = self.processor.rescale(values, self.rescale_factor)
@@ -66,8 +66,12 @@ class Settings:
         return np.ascontiguousarray(values.reshape(3, 256))
 
     def resize(self, image: Canvas, height: int, width: int) -> Canvas:
+        if not self.do_resize:
+            raise LookupError("images as they are")
+        if not any(image.strides):
+            return stub(height, width)
         resizer = "torchvision" if self.processor.backend == "torchvision" else "pillow"
-        return np.ascontiguousarray(resized(image, (width, height), resizer, RESAMPLES[int(self.resample)]))
+        return resized(np.ascontiguousarray(image), (width, height), resizer, RESAMPLES[int(self.resample)])
 
     def side(self, name: str) -> tuple[int, int]:
         """(height, width) of `size` or `crop_size`."""
@@ -77,114 +81,28 @@ class Settings:
 
 def pixels(*shape: int) -> NDArray[np.float32]:
     """An array of a shape, without memory."""
-    return np.broadcast_to(np.float32(0), shape)
+    return np.ndarray(shape, np.float32, _ZERO, strides=(0,) * len(shape))
 
 
-def _patches(settings: Settings, width: int, height: int) -> Outputs:
-    patch = settings.patch_size
-    if not settings.do_resize:
-        raise ValueError("without do_resize")
-    high, wide = sides_of_patches(settings, width, height)
-    grid = (1, high // patch, wide // patch)
-    dim = 3 * settings.temporal_patch_size * patch * patch
-    return {"pixel_values": pixels(grid[1] * grid[2], dim), "image_grid_thw": np.array([grid], np.int64)}
+def stub(height: int, width: int) -> Canvas:
+    """A picture without memory: what is made of it is one again."""
+    return np.ndarray((height, width, 3), np.uint8, _ZERO, strides=(0, 0, 0))
 
 
-def sides_of_patches(settings: Settings, width: int, height: int) -> tuple[int, int]:
-    """(height, width) in pixels, whole blocks of merged patches, that the class's own `smart_resize` gives."""
-    size, resize = dict(settings.size), settings.module.smart_resize
-    given = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
-    if _limits_frames(resize):  # GLM's limits count the pixels of all pictures of a patch
-        frames = settings.temporal_patch_size
-        given |= {"num_frames": frames, "temporal_factor": frames}
-    factor = settings.patch_size * settings.merge_size
-    high, wide = resize(height=height, width=width, factor=factor, **given)
-    return high, wide
+def _framed(image: Canvas, height: int, width: int, colour: Sequence[int]) -> Canvas:
+    """An image in the middle of a canvas."""
+    if not any(image.strides):
+        return stub(height, width)
+    canvas = np.empty((height, width, 3), np.uint8)
+    canvas[:] = colour
+    top, left = (height - image.shape[0]) // 2, (width - image.shape[1]) // 2
+    canvas[top : top + image.shape[0], left : left + image.shape[1]] = image
+    return canvas
 
 
 @cache
 def _limits_frames(resize: Callable[..., Any]) -> bool:
     return "num_frames" in signature(resize).parameters
-
-
-def _patches_as_pictures(settings: Settings, width: int, height: int) -> Outputs:
-    patches, side = _patches(settings, width, height), settings.patch_size
-    return {
-        **patches,
-        "pixel_values": pixels(len(patches["pixel_values"]), 3 * settings.temporal_patch_size, side, side),
-    }
-
-
-def _patches_and_merge(settings: Settings, width: int, height: int) -> Outputs:
-    return {**_patches(settings, width, height), "image_merge_sizes": np.array([settings.merge_size], np.int64)}
-
-
-def _square(settings: Settings, *_size: int) -> Outputs:
-    cropped = getattr(settings.processor, "do_center_crop", None)
-    return {"pixel_values": pixels(1, 3, *settings.side("crop_size" if cropped else "size"))}
-
-
-def _any_resolution(settings: Settings, width: int, height: int) -> Outputs:
-    side = settings.side("crop_size" if settings.crop_size and settings.do_center_crop else "size")
-    cell = settings.side("crop_size" if settings.crop_size else "size")[0]
-    best = settings.module.select_best_resolution((height, width), settings.image_grid_pinpoints)
-    tiles = 1 + -(-best[0] // cell) * -(-best[1] // cell)
-    return {"pixel_values": pixels(1, tiles, 3, *side), "image_sizes": np.array([[height, width]], np.int64)}
-
-
-def _one_vision(settings: Settings, width: int, height: int) -> Outputs:
-    return {**_any_resolution(settings, width, height), "batch_num_images": np.array([1], np.int64)}
-
-
-def _canvas(settings: Settings, width: int, height: int) -> Outputs:
-    side, tiles = settings.side("size"), 1
-    if settings.crop_to_patches:
-        cols, rows = settings.module.get_optimal_tiled_canvas(
-            (height, width), side, settings.min_patches, settings.max_patches
-        )
-        tiles = rows * cols + (rows * cols > 1)
-    return {"pixel_values": pixels(tiles, 3, *side), "num_patches": np.array([tiles], np.int64)}
-
-
-def _split(settings: Settings, width: int, height: int) -> Outputs:
-    side, rows, cols = settings.max_image_size["longest_edge"], 0, 0
-    if settings.do_image_splitting:
-        high, wide = height, width
-        if settings.do_resize:
-            stub = pixels(3, height, width)
-            high, wide = settings.module.get_resize_output_image_size(stub, settings.size["longest_edge"])
-        high, wide = whole_tiles(high, wide, side)
-        if max(high, wide) > side:
-            rows, cols = high // side, wide // side
-    # Without its pixel_attention_mask: tiles of one image are of one size and so it is all ones, as the models have it
-    # where none is given. Ones that are left to them serve a dummy too, whose arrays are zeros.
-    return {"pixel_values": pixels(1, rows * cols + 1, 3, side, side), "rows": [[rows]], "cols": [[cols]]}
-
-
-def whole_tiles(height: int, width: int, side: int) -> tuple[int, int]:
-    """The whole tiles that Idefics3 resizes to: of the longer edge, then of the other at the same aspect."""
-    aspect = width / height
-    if width >= height:
-        width = math.ceil(width / side) * side
-        return math.ceil(int(width / aspect) / side) * side, width
-    height = math.ceil(height / side) * side
-    return height, math.ceil(int(height * aspect) / side) * side
-
-
-def crops(settings: Settings, image: NDArray[Any]) -> Sequence[NDArray[Any]]:
-    """The crops that Gemma-3 takes of an image (3, height, width)."""
-    if not settings.do_pan_and_scan:
-        return ()
-    names = ("min_crop_size", "max_num_crops", "min_ratio_to_activate")
-    chosen = {f"pan_and_scan_{name}": getattr(settings, f"pan_and_scan_{name}") for name in names}
-    cut = getattr(settings.processor, "pan_and_scan_batched", None) or settings.processor.pan_and_scan
-    cuts: Sequence[NDArray[Any]] = cut(image, **chosen)
-    return cuts
-
-
-def _pan_and_scan(settings: Settings, width: int, height: int) -> Outputs:
-    count = len(crops(settings, pixels(3, height, width)))
-    return {"pixel_values": pixels(1 + count, 3, *settings.side("size")), "num_crops": np.array([count], np.int64)}
 
 
 class Cut(NamedTuple):
@@ -194,6 +112,9 @@ class Cut(NamedTuple):
     merge: int = 1
     repeats: int = 1
 
+    def tiles(self, canvas: Canvas) -> int:
+        return int(canvas.shape[0] // self.side * (canvas.shape[1] // self.side))
+
 
 def _square_side(sides: tuple[int, int]) -> int:
     if sides[0] != sides[1]:
@@ -201,8 +122,9 @@ def _square_side(sides: tuple[int, int]) -> int:
     return sides[0]
 
 
-def _tiles_of(name: str) -> Callable[[Settings], Cut]:
-    return lambda settings: Cut(_square_side(settings.side(name)))
+def _tiles(settings: Settings) -> Cut:
+    cropped = getattr(settings.processor, "do_center_crop", None)
+    return Cut(_square_side(settings.side("crop_size" if cropped else "size")))
 
 
 def _blocks_of_patches(settings: Settings) -> Cut:
@@ -215,35 +137,40 @@ def _rows_of_patches(settings: Settings) -> Cut:
 
 
 def _resized(settings: Settings, image: Canvas) -> Iterator[Canvas]:
-    yield settings.resize(image, *sides_of_patches(settings, image.shape[1], image.shape[0]))
+    """Qwen-VL and its like: whole blocks of merged patches, by the class's own `smart_resize`."""
+    size, resize = dict(settings.size), settings.module.smart_resize
+    given = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+    if _limits_frames(resize):  # GLM's limits count the pixels of all pictures of a patch
+        given |= dict.fromkeys(("num_frames", "temporal_factor"), settings.temporal_patch_size)
+    factor = settings.patch_size * settings.merge_size
+    yield settings.resize(image, *resize(height=image.shape[0], width=image.shape[1], factor=factor, **given))
 
 
 def _cropped(settings: Settings, image: Canvas) -> Iterator[Canvas]:
+    cropped = getattr(settings.processor, "do_center_crop", None)
+    if not any(image.strides):  # of any size, it becomes one of this
+        yield stub(*settings.side("crop_size" if cropped else "size"))
+        return
     from transformers.image_transforms import get_resize_output_image_size
 
     height, width = settings.side("size")
     if "shortest_edge" in dict(settings.size):
         height, width = get_resize_output_image_size(pixels(3, *image.shape[:2]), height, default_to_square=False)
     image = settings.resize(image, height, width)
-    if getattr(settings.processor, "do_center_crop", None):
+    if cropped:
         high, wide = settings.side("crop_size")
         if high > height or wide > width:
             raise LookupError("a crop larger than the image")
         top, left = (height - high) // 2, (width - wide) // 2
         image = image[top : top + high, left : left + wide]
-    yield np.ascontiguousarray(image)
+    yield image
 
 
 def _padded(settings: Settings, image: Canvas) -> Iterator[Canvas]:
     """LLaVA: squares in the colour of the mean."""
-    height, width = image.shape[:2]
-    if settings.do_pad and height != width:
-        side = max(height, width)
-        square = np.empty((side, side, 3), np.uint8)
-        square[:] = [int(mean * 255) for mean in settings.image_mean]
-        top, left = (side - height) // 2, (side - width) // 2
-        square[top : top + height, left : left + width] = image
-        image = square
+    side = max(image.shape[:2])
+    if any(image.strides) and settings.do_pad and side != min(image.shape[:2]):
+        image = _framed(image, side, side, [int(mean * 255) for mean in settings.image_mean])
     return _cropped(settings, image)
 
 
@@ -256,16 +183,16 @@ def _any_resolution_canvases(settings: Settings, image: Canvas) -> Iterator[Canv
         raise LookupError("tiles that are cropped")
     yield settings.resize(image, side, side)
     high, wide = settings.module.select_best_resolution(size, settings.image_grid_pinpoints)
-    height, width = settings.module.get_patch_output_size(pixels(3, *size), (high, wide), "channels_first")
-    canvas = np.zeros((high, wide, 3), np.uint8)
-    top, left = (high - height) // 2, (wide - width) // 2
-    canvas[top : top + height, left : left + width] = settings.resize(image, height, width)
+    if any(image.strides):
+        inner = settings.module.get_patch_output_size(pixels(3, *size), (high, wide), "channels_first")
+        image = settings.resize(image, *inner)
+    canvas = _framed(image, high, wide, (0, 0, 0))
     if cell == side and high % side == wide % side == 0:
         yield canvas
         return
     # LLaVA-NeXT's defaults: sizes of 336 pixels in tiles of 224. What is left over is a part of a tile, enlarged.
     for top, left in product(range(0, high, cell), range(0, wide, cell)):
-        yield from _cropped(settings, np.ascontiguousarray(canvas[top : top + cell, left : left + cell]))
+        yield from _cropped(settings, canvas[top : top + cell, left : left + cell])
 
 
 def _tiled(settings: Settings, image: Canvas) -> Iterator[Canvas]:
@@ -286,7 +213,15 @@ def _split_canvases(settings: Settings, image: Canvas) -> Iterator[Canvas]:
     size = settings.module.get_resize_output_image_size(pixels(3, *image.shape[:2]), settings.size["longest_edge"])
     image = settings.resize(image, *size)
     if settings.do_image_splitting:
-        height, width = whole_tiles(image.shape[0], image.shape[1], side)
+        # Whole tiles of the longer edge, then of the other at the same aspect.
+        height, width = image.shape[:2]
+        aspect = width / height
+        if width >= height:
+            width = math.ceil(width / side) * side
+            height = math.ceil(int(width / aspect) / side) * side
+        else:
+            height = math.ceil(height / side) * side
+            width = math.ceil(int(height * aspect) / side) * side
         image = settings.resize(image, height, width)
         if max(height, width) > side:
             yield image
@@ -297,40 +232,93 @@ def _pan_and_scan_canvases(settings: Settings, image: Canvas) -> Iterator[Canvas
     """Gemma-3: the picture, then crops of it where it is flat or tall."""
     side = settings.side("size")
     yield settings.resize(image, *side)
-    for crop in crops(settings, image.transpose(2, 0, 1)):
-        yield settings.resize(np.ascontiguousarray(crop.transpose(1, 2, 0)), *side)
+    if settings.do_pan_and_scan:
+        names = ("min_crop_size", "max_num_crops", "min_ratio_to_activate")
+        chosen = {f"pan_and_scan_{name}": getattr(settings, f"pan_and_scan_{name}") for name in names}
+        cut = getattr(settings.processor, "pan_and_scan_batched", None) or settings.processor.pan_and_scan
+        for crop in cut(image.transpose(2, 0, 1), **chosen):
+            yield settings.resize(crop.transpose(1, 2, 0), *side)
 
 
-Rule = Callable[[Settings, int, int], Outputs]
-_Canvases = Callable[[Settings, Canvas], Iterator[Canvas]]
-_Family = tuple[Rule, _Canvases | None, Callable[[Settings], Cut] | None]
-_SPLIT: Final[_Family] = (_split, _split_canvases, lambda settings: Cut(settings.max_image_size["longest_edge"]))
-FAMILIES: Final[Mapping[str, _Family]] = {
+# Numbers that follow from a size: of (settings, image, its canvases, its rows).
+
+
+def _grid(settings: Settings, _: Canvas, canvases: Sequence[Canvas], rows: int) -> Outputs:
+    wide = canvases[0].shape[1] // settings.patch_size
+    return {"image_grid_thw": np.array([[1, rows // wide, wide]], np.int64)}
+
+
+def _grid_and_merge(settings: Settings, *found: Any) -> Outputs:
+    return {**_grid(settings, *found), "image_merge_sizes": np.array([settings.merge_size], np.int64)}
+
+
+def _size(_: Settings, image: Canvas, *__: Any) -> Outputs:
+    return {"image_sizes": np.array([image.shape[:2]], np.int64)}
+
+
+def _size_and_sharing(settings: Settings, *found: Any) -> Outputs:
+    return {**_size(settings, *found), "batch_num_images": np.array([1], np.int64)}
+
+
+def _split_into(settings: Settings, _: Canvas, canvases: Sequence[Canvas], rows: int) -> Outputs:
+    # Without its pixel_attention_mask: tiles of one image are of one size and so it is all ones, as the models have it
+    # where none is given. Ones that are left to them serve a dummy too, whose arrays are zeros.
+    wide = canvases[0].shape[1] // settings.max_image_size["longest_edge"] if rows > 1 else 0
+    return {"rows": [[(rows - 1) // max(1, wide)]], "cols": [[wide]]}
+
+
+class Family(NamedTuple):
+    """How the processors of a class make rows: canvases, how these are cut, and numbers besides; whether a row is one
+    axis of values, and whether an axis of images precedes the rows.
+    """
+
+    canvases: Callable[[Settings, Canvas], Iterator[Canvas]]
+    cut: Callable[[Settings], Cut]
+    numbers: Callable[..., Outputs] = lambda *_: {}
+    is_flat: bool = False
+    batched: bool = False
+
+
+_SPLIT: Final = Family(
+    _split_canvases, lambda settings: Cut(settings.max_image_size["longest_edge"]), _split_into, batched=True
+)
+FAMILIES: Final[Mapping[str, Family]] = {
     **dict.fromkeys(
-        "Qwen2VL CohereCompass Ernie4_5_VLMoe Ernie4_5_VL_Moe Glm46V Glm4v Glmga".split(),
-        (_patches, _resized, _blocks_of_patches),
+        "Qwen2VL CohereCompass Cosmos3Edge Ernie4_5_VLMoe Ernie4_5_VL_Moe Glm46V Glm4v Glmga".split(),
+        Family(_resized, _blocks_of_patches, _grid, is_flat=True),
     ),
-    "Cosmos3Edge": (_patches, None, None),
-    "HunYuanVL": (_patches, _resized, _rows_of_patches),
-    "PaddleOCRVL": (_patches_as_pictures, _resized, _rows_of_patches),
-    "VideoLlama3": (_patches_and_merge, _resized, _blocks_of_patches),
-    "CLIP": (_square, _cropped, _tiles_of("crop_size")),
-    "Siglip": (_square, _cropped, _tiles_of("size")),
-    "Llava": (_square, _padded, _tiles_of("crop_size")),
-    "LlavaNext": (_any_resolution, _any_resolution_canvases, _tiles_of("size")),
-    "LlavaOnevision": (_one_vision, _any_resolution_canvases, _tiles_of("size")),
-    "GotOcr2": (_canvas, _tiled, _tiles_of("size")),
+    "HunYuanVL": Family(_resized, _rows_of_patches, _grid, is_flat=True),
+    "PaddleOCRVL": Family(_resized, _rows_of_patches, _grid),
+    "VideoLlama3": Family(_resized, _blocks_of_patches, _grid_and_merge, is_flat=True),
+    "CLIP": Family(_cropped, _tiles),
+    "Siglip": Family(_cropped, _tiles),
+    "Llava": Family(_padded, _tiles),
+    "LlavaNext": Family(_any_resolution_canvases, _tiles, _size, batched=True),
+    "LlavaOnevision": Family(_any_resolution_canvases, _tiles, _size_and_sharing, batched=True),
+    "GotOcr2": Family(_tiled, _tiles, lambda *found: {"num_patches": np.array(found[-1:], np.int64)}),
     "Idefics3": _SPLIT,
     "SmolVLM": _SPLIT,
-    "Gemma3": (_pan_and_scan, _pan_and_scan_canvases, _tiles_of("size")),
+    "Gemma3": Family(_pan_and_scan_canvases, _tiles, lambda *found: {"num_crops": np.array([found[-1] - 1], np.int64)}),
 }
-"""Class, without "ImageProcessor" -> its rule, its canvases, and how these are cut; None where never compared."""
+"""Class, without "ImageProcessor" -> its family."""
 
 
-def family_of(settings: Settings) -> _Family:
+def family_of(settings: Settings) -> Family:
     """Return the family of a processor's class, in either backend. Raises LookupError."""
     name = type(settings.processor).__name__.removesuffix("Pil").removesuffix("Fast")
     return FAMILIES[name.removesuffix("ImageProcessor")]
+
+
+def ruled(settings: Settings, width: int, height: int) -> Outputs:
+    """Return what becomes of an image of this size, without memory. Raises LookupError for a class or setting that this
+    does not know, ValueError for a size that the processor refuses.
+    """
+    family, image = family_of(settings), stub(height, width)
+    cut, canvases = family.cut(settings), list(family.canvases(settings, image))
+    rows = sum(map(cut.tiles, canvases))
+    row = (3 * cut.repeats, cut.side, cut.side)
+    shape = (*((1,) if family.batched else ()), rows, *((math.prod(row),) if family.is_flat else row))
+    return {"pixel_values": pixels(*shape), **family.numbers(settings, image, canvases, rows)}
 
 
 def write_rows(settings: Settings, image: Canvas, rows: NDArray[np.float32]) -> None:
@@ -338,14 +326,11 @@ def write_rows(settings: Settings, image: Canvas, rows: NDArray[np.float32]) -> 
 
     Raises LookupError for a class or setting that this does not know, ValueError for another number of rows.
     """
-    _, canvases, cut_of = family_of(settings)
-    if canvases is None or cut_of is None or not settings.do_resize:
-        raise LookupError("images as they are, or of a class that was never compared")
-    cut, table = cut_of(settings), settings.byte_table
-    flat, first = rows.reshape(len(rows), -1), 0
-    for canvas in canvases(settings, image):
-        count = canvas.shape[0] // cut.side * (canvas.shape[1] // cut.side)
-        patchify(canvas, cut.side, cut.merge, table, flat[first : first + count], cut.repeats)
+    family, table = family_of(settings), settings.byte_table
+    cut, flat, first = family.cut(settings), rows.reshape(len(rows), -1), 0
+    for canvas in family.canvases(settings, image):
+        count = cut.tiles(canvas)
+        patchify(np.ascontiguousarray(canvas), cut.side, cut.merge, table, flat[first : first + count], cut.repeats)
         first += count
     if first != len(rows):
         raise ValueError(f"prepared to {first} rows instead of {len(rows)}")
@@ -364,7 +349,7 @@ def picture_of_rows(settings: Settings, rows: NDArray[np.float32], grid: tuple[i
         return nearest_bytes(tiles, settings.byte_table)
     side, merge = int(settings.patch_size), int(settings.merge_size)
     with suppress(LookupError):  # of any other class, rows are taken to be in blocks
-        merge = cut_of(settings).merge if (cut_of := family_of(settings)[2]) else merge
+        merge = family_of(settings).cut(settings).merge
     rows = rows.reshape(len(rows), -1)
     if rows.shape[0] != grid[0] * grid[1] or rows.shape[1] % (3 * side * side):
         raise LookupError(f"rows of shape {rows.shape}")

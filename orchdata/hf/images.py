@@ -78,27 +78,16 @@ class HFImages(ImageFiles):
 
     Arrays have the names of Hugging Face's image processor, a row a tile or patch; extras are what follows from an
     image's size (`image_grid_thw`, `image_sizes`). An extent is (width, height), then the numbers of the extras.
-
-    Attributes:
-        source: the image processor and what else its processor says of images, as JSON.
-        outputs: what the image processor gives.
-        counted: by a "rule" of its class, or "measured" on a blank image of each size.
-        native: whether this library prepares pixels itself, having been seen to do it as the image processor does.
-        merge: side of a merged token in patches, where tokens are a grid of them; 0 where they are not.
-        row_positions: positions that the encoder computes for a row (patches of a tile).
-        placeholder: what stands for an image in rendered chats: the processor's `image_placeholder_token`, where it has
-            one, else its `image_token`. It is `slot.mark`, the token of one feature, but for a few: Gemma-3's
-            placeholder is its start token.
     """
 
-    source: str = field(repr=False)
-    outputs: tuple[Output, ...]
-    counted: Literal["rule", "measured"]
-    native: bool = False
-    merge: int = 0
-    row_positions: int = 1
-    placeholder: str = ""
-    slot: Slot = Slot()
+    source: str = field(repr=False)  # the image processor and what else its processor says of images, as JSON
+    outputs: tuple[Output, ...]  # of the image processor
+    counted: Literal["rule", "measured"]  # by a rule of its class, or on a blank image of each size
+    native: bool = False  # this library prepares pixels itself: it was seen to do it as the image processor does
+    merge: int = 0  # side of a merged token in patches, where tokens are a grid of them; 0 where they are not
+    row_positions: int = 1  # that the encoder computes for a row (patches of a tile)
+    placeholder: str = ""  # in rendered chats: `slot.mark`, but for a few, as Gemma-3's start token
+    slot: Slot = Slot()  # the token of one feature
     num_extents: int = 2
 
     def arrays(self) -> Mapping[str, ArraySpec]:
@@ -258,7 +247,7 @@ class HFImages(ImageFiles):
     def _numbers(self, outputs: Outputs) -> tuple[int, ...]:
         """Return the numbers that follow from the size, from one image's outputs."""
         sized = [as_array(outputs[each.name]).reshape(-1).tolist() for each in self.outputs if each.per == "size"]
-        return tuple(number for numbers in sized for number in numbers)
+        return tuple(chain(*sized))
 
 
 def as_shape(value: Any) -> tuple[int, ...]:
@@ -302,11 +291,6 @@ def image_modality(processor: Any, *, patch_size: int | None = None) -> HFImages
     ]
     try:
         seen = [run.outputs(Image.fromarray(image)) for image in looked_at]
-    except NotImplementedError as error:
-        raise ValueError(
-            f"{name} does not tell what stands in the text for an image (replace_image_token), as that of a later "
-            "transformers may"
-        ) from error
     except Exception as error:  # of settings that are missing, or do not go together
         raise ValueError(f"{name} does not take images as it is set: {type(error).__name__}: {error}") from error
     slot = _slot(whole, seen[0][1])
@@ -384,16 +368,11 @@ def _inputs(processor: Any, outputs: Outputs) -> set[str]:
 def _outputs(name: str, seen: Sequence[Outputs], kept: set[str]) -> tuple[Output, ...]:
     """Describe the arrays that an image processor gives, from its outputs for several sizes. Raises ValueError."""
     names = [each for each in seen[0] if each in kept]
-    main = next(
-        (each for each in names if hasattr(seen[0][each], "dtype") and seen[0][each].dtype.is_floating_point), None
-    )
-    if main is None:
-        raise ValueError(f"{name} gives no array of pixels for an image: {', '.join(seen[0])}")
-    dims = len(as_shape(seen[0][main]))
+    floats = [each for each in names if hasattr(seen[0][each], "dtype") and seen[0][each].dtype.is_floating_point]
+    main = next(iter(floats), "")
+    dims = len(as_shape(seen[0][main])) if main else 0
     if dims not in (2, 3, 4, 5):
-        raise ValueError(
-            f"{name} gives {main} with {dims} axes, which are not rows of tiles or patches: no batch holds it"
-        )
+        raise ValueError(f"{name} gives no array of tiles or patches for an image: {', '.join(seen[0])}")
     batched = dims in (3, 5)
     described = []
     for each in names:
@@ -421,33 +400,24 @@ def _outputs(name: str, seen: Sequence[Outputs], kept: set[str]) -> tuple[Output
 
 
 def _slot(processor: Any, text: str | None) -> Slot:
-    """The token of one feature, from the text that stands for an image."""
+    """The token of one feature, from the text that stands for an image: of the added ones, that which stands there most
+    often. The image_token of some processors is another, which stands there once, as in Llama 4.
+    """
     if processor is None:
         return Slot()
-    name = type(processor).__name__
+    name, tokenizer = type(processor).__name__, processor.tokenizer
     if text is None:
         raise ValueError(f"{name} has no image_token: how its images stand in text is not known")
-    tokenizer = getattr(processor, "tokenizer", None)
-    if tokenizer is None:
-        raise ValueError(f"{name} has no tokenizer, which knows the ids of what stands in text for an image")
-    mark = _feature_mark(processor, text)
-    if mark is None:
+    named = [getattr(holder, "image_token", None) for holder in (tokenizer, processor)]
+    marks = [*(str(each) for each in named if each is not None), *map(str, tokenizer.get_added_vocab())]
+    counts = {mark: text.count(mark) for mark in dict.fromkeys(marks) if mark and mark in text}
+    if not counts:
         raise ValueError(
             f"{name} puts {text[:80]!r} for an image, in which no added token of its tokenizer stands: add the one of "
             "a feature as a special token"
         )
+    mark = max(counts, key=counts.__getitem__)
     return Slot(mark=mark, token_id=id_of(tokenizer, mark))
-
-
-def _feature_mark(processor: Any, text: str) -> str | None:
-    """The token that stands for each feature: of the added ones, that which stands there most often. The image_token of
-    some processors is another, which stands there once, as in Llama 4.
-    """
-    tokenizer = processor.tokenizer
-    named = [getattr(holder, "image_token", None) for holder in (tokenizer, processor)]
-    marks = [*(str(each) for each in named if each is not None), *map(str, tokenizer.get_added_vocab())]
-    counts = {mark: text.count(mark) for mark in dict.fromkeys(marks) if mark and mark in text}
-    return max(counts, key=lambda mark: counts[mark]) if counts else None
 
 
 def _row_positions(outputs: Sequence[Output], processor: Any, patch: int | None) -> int:

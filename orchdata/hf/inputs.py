@@ -1,6 +1,7 @@
-"""Batches as the arguments of a Hugging Face model's forward.
+"""Batches as the arguments of a Hugging Face model's forward; per phase its features; the scaled loss of its outputs.
 
     od.DataLoader(..., collate_fn=od.hf.Inputs(model.config))        batch.model_inputs() -> model(**...)
+    model, batch --encode--> features, which travel to their samples      outputs, batch --loss--> the scaled loss
 
 Packed, samples follow one another in one row, separated by positions that restart: `attention_mask` and the cache are
 left out, because with either transformers stops looking for restarts and lets samples attend to each other. For flash
@@ -12,8 +13,9 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,16 +23,37 @@ import torch
 from torch import Tensor, nn
 
 from orchdata.batch.batch import Batch
+from orchdata.batch.rounds import UNUSED
+from orchdata.batch.rounds import rounds as rounds_of
 from orchdata.batch.tensors import IGNORE, LLMBatch, MediaBatch
-from orchdata.hf.families import FAMILIES, READ_PADDING, TOWERS, Family, family_of, model_class, takes, thinker
-from orchdata.hf.packing import Arguments, SwitchingRope, Verdict, attention_of, switching_rope, verdict_of
-from orchdata.hf.sharing import Sharing, Unshared, sharing_of
-from orchdata.hf.tiny import undisturbed
+from orchdata.hf.models import (
+    FAMILIES,
+    READ_PADDING,
+    TOWERS,
+    Family,
+    family_of,
+    model_class,
+    takes,
+    thinker,
+    undisturbed,
+)
+from orchdata.hf.trials import (
+    Arguments,
+    Sharing,
+    SwitchingRope,
+    Unshared,
+    Verdict,
+    attention_of,
+    sharing_of,
+    switching_rope,
+    verdict_of,
+)
 from orchdata.notices import warn_once
 from orchdata.planning.layout import Attention, Empty, Layout, Packed, Padded, Positions
+from orchdata.ranks.exchange import exchange
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from orchdata.loaders.recipe import Recipe
     from orchdata.planning.balance import Balance
@@ -183,17 +206,11 @@ class Inputs:
 
     @cached_property
     def scales_loss(self) -> bool:
-        return self._scales()
+        return not self.family.decoder and _loss_follows(self.config)
 
     @cached_property
     def scales_shifted(self) -> bool:
-        return self._scales(shifted=True)
-
-    def _scales(self, *, shifted: bool = False) -> bool:
-        try:
-            return not self.family.decoder and _loss_follows(self.config, shifted=shifted)
-        except Exception:  # noqa: BLE001 - of a class that is built otherwise, which has no labels then
-            return False
+        return not self.family.decoder and _loss_follows(self.config, shifted=True)
 
     @cached_property
     def _takes(self) -> frozenset[str]:
@@ -226,20 +243,16 @@ class Inputs:
         """Raise ValueError if the model would not see media as the recipe makes them, or not per phase; of those that
         are known to read the padding of other samples; and with teams if its attention cannot be shared.
         """
-        kind, of_its_own = self.config.model_type, "make it of the model's processor, od.hf.recipe(processor)"
+        kind = self.config.model_type
         if balance.teams is not None and not self.sharing.shares:
             raise ValueError(f"{kind} cannot share sequences, it {self.sharing.why}: leave Balance(teams=...) out")
         for name in encoders:
             modality, slot = recipe.modalities[name], recipe.slots[name]
+            advice = "make it of the model's processor, od.hf.recipe(processor)"
+            if name in recipe.of_processor:
+                advice = "take processor and configuration from one checkpoint"
             named = {_ARRAYS.get(array, array) if name == "image" else array for array in modality.arrays()}
             if unknown := sorted(named - self._takes):
-                # No advice to make the recipe of a processor if it was made so.
-                advice = (
-                    "its processor makes them for something else than the forward, such as generate(), or this "
-                    "processor and this configuration do not belong together"
-                    if name in recipe.of_processor
-                    else of_its_own
-                )
                 raise ValueError(
                     f"{kind} takes no {', '.join(unknown)}, which the recipe makes of {name}: {advice}; or leave it "
                     f"out, dataclasses.replace(recipe, {name}=None)"
@@ -247,12 +260,6 @@ class Inputs:
             token_ids = [getattr(self.config, f"{name}_token_{end}", None) for end in ("id", "index")]
             expected = next((token_id for token_id in token_ids if token_id is not None), slot.token_id)
             if modality.places and slot.token_id != expected:
-                advice = (
-                    f"its processor writes {slot.mark!r} for each feature, so this processor and this configuration do "
-                    f"not belong together: take both from one checkpoint, or set config.{name}_token_id"
-                    if name in recipe.of_processor
-                    else of_its_own
-                )
                 raise ValueError(
                     f"{kind} looks for {name} where the token {expected} stands, and the recipe writes "
                     f"{slot.token_id}: {advice}"
@@ -319,7 +326,13 @@ class Inputs:
                         "processor, and this microbatch has no others: leave clips of less than 80 ms out"
                     )
         if self._rope is not None and self.probe:
-            _check_lengths(self._rope, self.config.model_type, batch, arguments)
+            # A long sample would change the rotary positions of the others in its microbatch.
+            positions = arguments.get("position_ids")
+            counted = positions if positions is None or positions.dim() < 3 else positions[0]
+            longest = arguments["input_ids"].shape[1] if counted is None else int(counted.max()) + 1
+            if self._rope.changes(longest, llm.lengths):
+                warning = self._rope.warning(self.config.model_type)
+                raise ValueError(f"{warning}. od.hf.Inputs(config, probe=False) accepts the difference")
         if batch.loss_weights is None and (self.scales_shifted if batch.has_slices else self.scales_loss):
             labels = as_rows(llm.any_labels)
             arguments |= {"labels": labels, "num_items_in_batch": 1 / batch.loss_scale}
@@ -379,9 +392,7 @@ class Inputs:
         # Features in the dtype of half-precision weights; other families cast them themselves.
         features, dtype = self.media_arguments(batch), getattr(self.config, "dtype", None)
         if dtype in (torch.bfloat16, torch.float16):
-            features = {
-                name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in features.items()
-            }
+            features |= {name: tensor.to(dtype) for name, tensor in features.items() if tensor.is_floating_point()}
         return arguments | {"use_cache": False} | features
 
 
@@ -417,8 +428,9 @@ def _loss_follows(config: Any, *, shifted: bool = False) -> bool:
     """
     from transformers import PreTrainedModel
 
-    kind, vocab = model_class(config), config.get_text_config().vocab_size
-    with undisturbed(), torch.no_grad():
+    # A class that is built otherwise raises, and has no labels then.
+    with suppress(Exception), undisturbed(), torch.no_grad():
+        kind, vocab = model_class(config), config.get_text_config().vocab_size
         model, own = object.__new__(kind), copy.deepcopy(config)
         own._attn_implementation = "eager"  # none is computed, and others may not be installed here
         PreTrainedModel.__init__(model, own)
@@ -429,11 +441,12 @@ def _loss_follows(config: Any, *, shifted: bool = False) -> bool:
         given: dict[str, Any] = {"input_ids": ids, "position_ids": torch.arange(5)[None], "labels": labels}
         given |= {"shift_labels": labels} if shifted else {}
         runs = {items: model(**given, num_items_in_batch=items, use_cache=False) for items in (0.5, 4)}
-    # With `shifted` each label is that of its own position.
-    logits, wanted = runs[4].logits[0].float(), labels[0]
-    logits, wanted = (logits, wanted) if shifted else (logits[:-1], wanted[1:])
-    expected = torch.nn.functional.cross_entropy(logits, wanted, ignore_index=IGNORE, reduction="sum")
-    return all(torch.allclose(outputs.loss, expected / items, rtol=1e-5) for items, outputs in runs.items())
+        # With `shifted` each label is that of its own position.
+        logits, wanted = runs[4].logits[0].float(), labels[0]
+        logits, wanted = (logits, wanted) if shifted else (logits[:-1], wanted[1:])
+        expected = torch.nn.functional.cross_entropy(logits, wanted, ignore_index=IGNORE, reduction="sum")
+        return all(torch.allclose(outputs.loss, expected / items, rtol=1e-5) for items, outputs in runs.items())
+    return False
 
 
 def _by_part(media: MediaBatch, takes: Collection[str]) -> dict[str, Tensor]:
@@ -472,15 +485,6 @@ def _by_sample(sharing: Tensor) -> Tensor:
     return torch.tensor(counts, device=sharing.device)
 
 
-def _check_lengths(rope: SwitchingRope, model: str, batch: Batch, arguments: Mapping[str, Any]) -> None:
-    """Raise ValueError if a long sample changes the rotary positions of the others in its microbatch."""
-    positions = arguments.get("position_ids")
-    counted = positions if positions is None or positions.dim() < 3 else positions[0]
-    longest = arguments["input_ids"].shape[1] if counted is None else int(counted.max()) + 1
-    if rope.changes(longest, batch.llm.lengths):
-        raise ValueError(f"{rope.warning(model)}. od.hf.Inputs(config, probe=False) accepts the difference")
-
-
 def as_rows(tensor: Tensor) -> Tensor:
     """(T,) as one row, (1, T); rows as they are."""
     return tensor[None] if tensor.dim() == 1 else tensor
@@ -512,7 +516,15 @@ def _packed_masks(batch: Batch, config: Any, sees_ahead: str, attention: str) ->
     llm = batch.llm
     positions = torch.arange(len(llm.input_ids), device=llm.input_ids.device)
     sample = torch.searchsorted(llm.cu_seqlens[1:].long(), positions, right=True)
-    group = _parts(llm) if sees_ahead == "media" else _prefixes(llm, sample)
+    if sees_ahead == "media":  # the number of each token's media part, from 1; consecutive tokens are one part
+        media = torch.zeros_like(llm.input_ids)
+        for places in llm.media_positions.values():
+            media = media.index_fill(0, places, 1)
+        group = media * (media * (1 - torch.nn.functional.pad(media, (1, 0))[:-1])).cumsum(0)
+    else:  # 1 for tokens before the first loss token of their sample; padding counts as after it
+        seen = (llm.any_labels != IGNORE).long().cumsum(0)
+        before = torch.nn.functional.pad(seen, (1, 0))[llm.cu_seqlens[:-1].long()]
+        group = (seen == before[sample]).long()
     together = (group[:, None] == group) & (group > 0)
     sees_before = positions[:, None] >= positions
     full = (sample[:, None] == sample) & (sees_before | together)
@@ -529,24 +541,151 @@ def _packed_masks(batch: Batch, config: Any, sees_ahead: str, attention: str) ->
     return {"full_attention": _as_taken(full, attention), "sliding_attention": _as_taken(sliding, attention)}
 
 
-def _parts(llm: LLMBatch) -> Tensor:
-    """Return the number of each token's media part, from 1; 0 for text. Consecutive tokens are one part."""
-    media = torch.zeros_like(llm.input_ids)
-    for positions in llm.media_positions.values():
-        media = media.index_fill(0, positions, 1)
-    begins = media * (1 - torch.nn.functional.pad(media, (1, 0))[:-1])
-    return media * begins.cumsum(0)
-
-
-def _prefixes(llm: LLMBatch, sample: Tensor) -> Tensor:
-    """Return 1 for tokens before the first loss token of their sample, else 0; padding counts as after it."""
-    seen = (llm.any_labels != IGNORE).long().cumsum(0)
-    before = torch.nn.functional.pad(seen, (1, 0))[llm.cu_seqlens[:-1].long()]
-    return (seen == before[sample]).long()
-
-
 def _as_taken(allowed: Tensor, attention: str) -> Tensor:
     if attention == "eager":
         lowest = torch.finfo(torch.float32).min
         allowed = torch.zeros(allowed.shape, device=allowed.device).masked_fill(~allowed, lowest)
     return allowed[None, None]
+
+
+def encode(model: Any, batch: Batch, group: Any = None) -> dict[str, Any]:
+    """The features of a batch's parts, for `model(**batch.model_inputs(), mm_encoder_outputs=...)`.
+
+    Every rank encodes what the plan gives it, in `model.get_image_features`, and gets the features of its own samples;
+    all feature tensors of a part travel, such as the deepstack layers of Qwen3-VL, in one exchange. Gradients come back
+    along the routes, so every rank runs the backward too.
+
+    Args:
+        model: a Hugging Face model, or that in DistributedDataParallel. Under FSDP2 its method is registered as one
+            that gathers parameters.
+        batch: of a loader with `collate_fn=od.hf.Inputs(config)`, on the model's device.
+        group: the ranks of the routes, as `od.exchange` takes it.
+
+    Raises:
+        ValueError: a batch of another `collate_fn`, or of assignment="joint", whose `model_inputs()` have the media
+            themselves; features in other numbers than the plan has.
+    """
+    towers = _Towers(model, batch, "od.hf.encode")
+    return {name: towers.arrived(name, towers(name, media), batch, group) for name, media in batch.media.items()}
+
+
+def rounds(
+    model: Any, step: Sequence[Batch], group: Any = None, *, recompute: bool = False
+) -> Iterator[tuple[Batch, dict[str, Any]]]:
+    """Go through a step of `od.Balance(assignment="per_phase", encode=...)`: each batch, on the model's device, and its
+    features, for `model(**batch.model_inputs(), mm_encoder_outputs=features).loss.backward()`.
+
+    Towers run once a round, forward before its first batch and backward when the batch after its last one, or the end
+    of the step, is asked for: go through all of the step. The other arguments are those of `encode` and `od.rounds`. Of
+    a model in DistributedDataParallel, only the LLM's last micro-step is outside of `no_sync()`, as always.
+
+    Raises what `encode` and `od.rounds` raise, and RuntimeError where no loss of a round was run backward.
+    """
+    if getattr(model, "find_unused_parameters", False):
+        raise ValueError(UNUSED)
+    towers = _Towers(model, step[0], "od.hf.rounds")
+    for each in rounds_of(step, towers, recompute=recompute):
+        for batch in each:
+            rows = each.features(batch)
+            yield batch, {name: towers.arrived(name, rows[name], batch, group) for name in rows}
+        each.backward()
+
+
+class _Towers:
+    """(modality, media) -> rows of all feature tensors, (num_rows, sum of their widths): what `od.rounds` calls."""
+
+    def __init__(self, model: Any, batch: Batch, caller: str) -> None:
+        inputs = batch.inputs
+        if not isinstance(inputs, Inputs):
+            raise ValueError(f"{caller} reads batches of a DataLoader with collate_fn=od.hf.Inputs(config)")
+        if not batch.routes:
+            raise ValueError(
+                f"{caller} is for od.Balance(assignment='per_phase'): without it batch.model_inputs() has the media, "
+                "and the model encodes them"
+            )
+        if others := [name for name in batch.media if name not in inputs.family.part_features]:
+            raise ValueError(
+                f"{inputs.config.model_type} takes no features of {others[0]} ready made: give them as "
+                "batch.model_inputs() does, under assignment='joint'"
+            )
+        self._model, self._inputs = getattr(model, "module", model), inputs
+        self._made: dict[str, Callable[[Tensor, bool], Any]] = {}  # rows -> outputs, as the tower made them
+
+    def __call__(self, name: str, media: MediaBatch) -> Tensor:
+        from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+        method = TOWERS[name]
+        if isinstance(self._model, FSDPModule):  # a method other than forward gathers parameters only if registered
+            assert isinstance(self._model, torch.nn.Module)
+            register_fsdp_forward_method(self._model, method)
+        outputs = getattr(self._model, method)(**self._inputs.tower_arguments(media, name), return_dict=True)
+        tensors = [outputs.pooler_output, *(getattr(outputs, "deepstack_features", None) or ())]
+        rows = [
+            each.reshape(-1, each.shape[-1])
+            if isinstance(each, Tensor)
+            else torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in each])
+            for each in tensors
+        ]
+        shapes = [each.shape[1:] if isinstance(each, Tensor) else None for each in tensors]
+        self._made[name] = partial(_made, type(outputs), shapes, [each.shape[-1] for each in rows])
+        return torch.cat([each.to(rows[0].dtype) for each in rows], dim=-1)
+
+    def arrived(self, name: str, rows: Tensor, batch: Batch, group: Any) -> Any:
+        """Return the tower's outputs for the samples of this rank, from the rows that it has encoded."""
+        rows = exchange(rows, batch.route(name), group=group, requires_grad=rows.requires_grad)
+        # transformers fills places in the order of the sequence; a dummy's features stayed where they were made.
+        rows = rows[batch.llm.media_positions[name].argsort()]
+        rows = torch.cat([rows, rows.new_zeros(batch.llm.dummies.get(name, 0), rows.shape[-1])])
+        return self._made[name](rows, batch.has_slices)
+
+
+def _made(kind: Any, shapes: Sequence[torch.Size | None], widths: list[int], rows: Tensor, has_slices: bool) -> Any:
+    """Return outputs of a tower with other rows, in pieces of the shapes of its own (None: a tuple of pieces), or in
+    one, as slices may have part of a piece.
+    """
+    pooled, *others = (
+        (each,) if shape is None else each if len(shape) == 1 else each[None] if has_slices else each.view(-1, *shape)
+        for each, shape in zip(rows.split(widths, dim=-1), shapes, strict=True)
+    )
+    return kind(pooler_output=pooled, **({"deepstack_features": others} if others else {}))
+
+
+def loss(outputs: Any, batch: Batch) -> Tensor:
+    """The batch's part of the mean over the loss tokens of the global batch, as `batch.loss_scale` says: what to call
+    `backward` on.
+
+    Args:
+        outputs: of `model(**batch.model_inputs())`: logits (rows, L, vocab) are read.
+        batch: of a loader with `collate_fn=od.hf.Inputs(config)`.
+
+    Returns:
+        A scalar, summed in float32, or in the logits' dtype where that is more precise. Without any loss token it is
+        zero and joined to the graph.
+
+    Raises:
+        ValueError: outputs without logits for every position of the batch, or a batch of another `collate_fn`.
+    """
+    if not isinstance(batch.inputs, Inputs):
+        raise ValueError("od.hf.loss reads batches of a DataLoader with collate_fn=od.hf.Inputs(config)")
+    labels, weights = as_rows(batch.llm.any_labels), batch.loss_weights
+    first = 0 if batch.has_slices else 1  # labels of slices were shifted before the cut
+    wanted, logits = labels[:, first:], getattr(outputs, "logits", None)
+    # Of an encoder-decoder, a dummy has logits of one position for labels of one.
+    whole = 1 if batch.inputs.family.decoder else labels.shape[1]
+    if logits is not None and logits.shape[1] == whole:
+        logits = logits[:, : wanted.shape[1]]  # the logits of the last position predict no label
+    if logits is None or logits.shape[:-1] != wanted.shape:
+        shape = "none" if logits is None else f"{tuple(logits.shape)}"
+        raise ValueError(
+            f"the loss needs logits of every position of the batch {tuple(labels.shape)}, the outputs have {shape}: "
+            "leave logits_to_keep out, and let the model return them"
+        )
+    if torch.finfo(logits.dtype).bits < 32:
+        logits = logits.float()
+    reduction = "sum" if weights is None else "none"
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), wanted.flatten(), ignore_index=IGNORE, reduction=reduction
+    )
+    if weights is not None:
+        losses = (losses * weights.view(labels.shape)[:, first:].flatten()).sum()
+    return losses * batch.loss_scale

@@ -94,12 +94,10 @@ def cost(
         ValueError: a config that lacks a size or a rule, or contradicts itself, a phase it does not have, names for a
             model, or a model whose parameters are not found where others have theirs.
     """
-    given = {
-        name: (words,) if isinstance(words, str) else tuple(words)
-        for name, words in (("frozen", frozen), ("lora", lora))
-    }
+    words = {"frozen": frozen, "lora": lora}
+    given = {name: (each,) if isinstance(each, str) else tuple(each) for name, each in words.items()}
     if hasattr(model, "named_parameters"):
-        if named := [name for name, words in given.items() if words]:
+        if named := [name for name, each in given.items() if each]:
             raise ValueError(
                 f"{named[0]}= is for configs: of a model, requires_grad of its parameters says what trains"
             )
@@ -112,18 +110,15 @@ def cost(
         config = getattr(model, "thinker_config", None) or model
         training = _said(_components_of(config), **given)
     cost = CostModel(**_priced(config, training, phases))
-    return cost if video_patches is None else _with_video(cost, video_patches)
-
-
-def _with_video(model: CostModel, patches: int) -> CostModel:
-    """The same, and videos in the image tower: a temporal patch is a sequence there."""
-    costs = dict(zip(model.phases, model.costs, strict=True))
+    if video_patches is None:
+        return cost
+    # Videos in the image tower: a temporal patch is a sequence there.
+    costs = dict(zip(cost.phases, cost.costs, strict=True))
     if "image" not in costs:
-        raise ValueError(f"video_patches={patches} is of a model that has an image tower, and this has none")
+        raise ValueError(f"video_patches={video_patches} is of a model that has an image tower, and this has none")
     tower = costs["image"]
-    windows = (*tower.windows, (patches, tower.quadratic))
-    video = PhaseCost(tower.linear + tower.constant / patches, windows=windows)
-    return CostModel(**costs, video=video)
+    windows = (*tower.windows, (video_patches, tower.quadratic))
+    return CostModel(**costs, video=PhaseCost(tower.linear + tower.constant / video_patches, windows=windows))
 
 
 def _phases(config: Any) -> tuple[str, ...]:
@@ -201,29 +196,17 @@ def _used(config: Any, phase: str, tower: TransformerCost) -> PhaseCost:
         last = max(layer if layer >= 0 else tower.layers + 1 + layer for layer in chosen)
         unused = min(max(0, tower.layers - last), tower.layers - 1)
     cost = replace(tower, layers=tower.layers - unused).phase_cost()
-    idle: dict[str, Any] = {
-        "trainable": False,
-        "input_gradients": False,
-        "stem_macs": 0,
-        "connector_macs": 0,
-        "connector_first_macs": 0,
-    }
     if unused:
-        cost += replace(tower, layers=unused, **idle).phase_cost()
-    if (
-        phase == "image"
-        and phase_keys(keys, phase) is not keys
-        and (phase_keys(keys, phase) or {}).get("vision_use_head")
-    ):
+        idle: dict[str, Any] = dict.fromkeys(("stem_macs", "connector_macs", "connector_first_macs"), 0)
+        cost += replace(tower, layers=unused, trainable=False, input_gradients=False, **idle).phase_cost()
+    own = phase_keys(keys, phase)
+    if phase == "image" and own is not keys and (own or {}).get("vision_use_head"):
         cost += PhaseCost(4.0 * tower.hidden**2)  # SigLIP's pooling: keys and values
     return cost
 
 
 def _said(components: tuple[str, ...], frozen: tuple[str, ...], lora: tuple[str, ...]) -> dict[str, Training]:
-    """Return the training of each component, from the names in `frozen` and `lora`.
-
-    Raises ValueError for a name that is none of the components, or that is in both.
-    """
+    """Return the training of each component, from the names in `frozen` and `lora`."""
     allowed = {"frozen": list(dict.fromkeys(map(_word, components)))}
     allowed["lora"] = [word for word in allowed["frozen"] if word != CONNECTOR]
     for option, names in (("frozen", frozen), ("lora", lora)):
@@ -256,29 +239,24 @@ def _read(model: nn.Module, components: tuple[str, ...]) -> dict[str, Training]:
     for name, parameter in model.named_parameters():
         for component in _named(_ADDED.sub("", name), components):
             by_component[component].append((name, parameter))
-    if missing := [
-        component for component in components if not by_component[component] and _word(component) != CONNECTOR
-    ]:
+    if missing := [each for each in components if not by_component[each] and _word(each) != CONNECTOR]:
         raise ValueError(
             f"no parameter of {type(model).__name__} is named as those of an {missing[0]} tower are: give its config,"
             " and what of it is frozen"
         )
-    return {component: _trained(parameters, looked_up, component) for component, parameters in by_component.items()}
-
-
-def _trained(parameters: list[tuple[str, nn.Parameter]], looked_up: set[int], component: str) -> Training:
-    weights = [
-        (each.numel(), each.requires_grad)
-        for name, each in parameters
-        if each.dim() > 1 and id(each) not in looked_up and _ADAPTER not in name
-    ]
-    total = sum(count for count, _ in weights)
-    adapters = [each for name, each in parameters if _ADAPTER in name and _word(component) != CONNECTOR]
-    return Training(
-        share=sum(count for count, trained in weights if trained) / total if total else 0.0,
-        gradients=any(each.requires_grad for _, each in parameters),
-        adapters=float(sum((6 if each.requires_grad else 2) * each.numel() for each in adapters)),
-    )
+    read = {}
+    for component, named in by_component.items():
+        weights = [
+            each for name, each in named if each.dim() > 1 and id(each) not in looked_up and _ADAPTER not in name
+        ]
+        total = sum(each.numel() for each in weights)
+        adapters = [each for name, each in named if _ADAPTER in name and _word(component) != CONNECTOR]
+        read[component] = Training(
+            share=sum(each.numel() for each in weights if each.requires_grad) / total if total else 0.0,
+            gradients=any(each.requires_grad for _, each in named),
+            adapters=float(sum((6 if each.requires_grad else 2) * each.numel() for each in adapters)),
+        )
+    return read
 
 
 def _named(name: str, components: tuple[str, ...]) -> list[str]:

@@ -10,34 +10,27 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import import_module
 from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
+from PIL import Image
 
-from orchdata.hf.image_rules import Outputs, Settings, family_of
+from orchdata.hf.image_rules import Outputs, Settings, ruled
 from orchdata.loaders.modalities.image_decode import pass_order
 
 Built = TypeVar("Built")
 
 
 class OwnByThread(threading.local, Generic[Built]):
-    """What JSON describes, built once a thread: several decode at once, and not every class says that it can be shared.
-
-    Args:
-        build: makes it of what the JSON holds.
-    """
+    """JSON -> what `build` makes of it, once a thread: not every class says that threads can share it."""
 
     def __init__(self, build: Callable[[Mapping[str, Any]], Built]) -> None:
-        self._build = build
-        self._built: dict[str, Built] = {}
+        self._built = cache(lambda source: build(json.loads(source)))
 
     def __call__(self, source: str) -> Built:
-        built = self._built.get(source)
-        if built is None:
-            built = self._built[source] = self._build(json.loads(source))
-        return built
+        return self._built(source)
 
 
 def path_of(value: Any) -> list[str]:
@@ -81,8 +74,7 @@ def as_array(value: Any) -> np.ndarray[Any, Any]:
 
 def placeholder_of(processor: Any) -> str:
     """Return the text that a processor expects for an image; "" if it names none."""
-    marks = (getattr(processor, name, None) for name in ("image_placeholder_token", "image_token"))
-    return next((str(mark) for mark in marks if mark), "")
+    return str(getattr(processor, "image_placeholder_token", None) or getattr(processor, "image_token", None) or "")
 
 
 def runs(text: str, mark: str) -> tuple[str | int, ...]:
@@ -99,6 +91,11 @@ def runs(text: str, mark: str) -> tuple[str | int, ...]:
     return tuple(pieces)
 
 
+def joined(pieces: Sequence[str | int], mark: str) -> str:
+    """What `runs` has cut, as text again."""
+    return "".join(piece if isinstance(piece, str) else mark * piece for piece in pieces)
+
+
 _ITEMS: Final = "items by number"
 # Parts of a processor that are not its settings; none of them changes images.
 _PARTS = frozenset("tokenizer image_processor video_processor feature_extractor audio_tokenizer chat_template".split())
@@ -109,13 +106,8 @@ def source_of(processor: Any, image_processor: Any) -> str:
 
     Raises ValueError for classes that cannot be imported by name, TypeError for settings without a JSON form.
     """
-    source: dict[str, Any] = {
-        "image_processor": {"class": path_of(image_processor)},
-        "call": {},
-        "processor": None,
-        "nested": False,
-    }
-    source["image_processor"]["settings"] = json.loads(image_processor.to_json_string())
+    described = {"class": path_of(image_processor), "settings": json.loads(image_processor.to_json_string())}
+    source: dict[str, Any] = {"image_processor": described, "call": {}, "processor": None, "nested": False}
     if getattr(image_processor, "backend", "pil") == "pil":
         source["resizes"] = pass_order()
     if processor is not None:
@@ -138,7 +130,13 @@ def source_of(processor: Any, image_processor: Any) -> str:
             for name, value in attributes.items()
             if _is_plain(value)
         }
-        source["nested"] = _takes_nested(processor)
+        # Whether the image processor takes a list of each text's images.
+        given: dict[str, Any] = {"images": [Image.new("RGB", (8, 8))], "text": [placeholder_of(processor)]}
+        try:
+            layout = processor.prepare_inputs_layout(**given)[0]
+        except KeyError:  # of those that look there for what they are called with
+            layout = processor.prepare_inputs_layout(**given, **merged)[0]
+        source["nested"] = isinstance(layout[0], list | tuple)
     return json.dumps(source, sort_keys=True)
 
 
@@ -148,19 +146,6 @@ def _is_plain(value: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-def _takes_nested(processor: Any) -> bool:
-    """Return whether the image processor takes a list of each text's images."""
-    from PIL import Image
-
-    blank = Image.new("RGB", (8, 8))
-    text = [placeholder_of(processor)]
-    try:
-        layout = processor.prepare_inputs_layout(images=[blank], text=text)[0]
-    except KeyError:  # of those that look there for what they are called with
-        layout = processor.prepare_inputs_layout(images=[blank], text=text, **merged_kwargs(processor))[0]
-    return isinstance(layout[0], list | tuple)
 
 
 @dataclass(frozen=True)
@@ -189,22 +174,19 @@ class Running:
         """The text that stands for an image of which these are the outputs, or their stand-ins."""
         if self.processor is None or getattr(self.processor, "image_token", None) is None:
             return None
-        text: str = self.processor.replace_image_token(outputs, image_idx=0, **self.call)
-        return text
+        return str(self.processor.replace_image_token(outputs, image_idx=0, **self.call))
 
     @cached_property
     def settings(self) -> Settings:
         return Settings(self.image_processor, self.call)
 
     def ruled(self, width: int, height: int) -> tuple[Outputs, str | None]:
-        """Return what `outputs` does, by the rule of the class. Raises what the rule raises."""
-        arrays = family_of(self.settings)[0](self.settings, width, height)
+        """Return what `outputs` does, by the rule of the class. Raises as `image_rules.ruled`."""
+        arrays = ruled(self.settings, width, height)
         return arrays, self.text(arrays)
 
     def measured(self, width: int, height: int) -> tuple[Outputs, str | None]:
         """Return what `outputs` gives for a grey image of this size."""
-        from PIL import Image
-
         return self.outputs(Image.new("RGB", (width, height), (99, 99, 99)))
 
 

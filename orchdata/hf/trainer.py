@@ -12,8 +12,8 @@ SFTTrainer's constructor is given a data set of one tokenized row that stands fo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from copy import copy
 from functools import partial
 from importlib import import_module
@@ -34,9 +34,8 @@ from orchdata.batch.tensors import IGNORE
 from orchdata.dataloader import DataLoader
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
-from orchdata.hf.inputs import Inputs, as_rows
-from orchdata.hf.towers import encode
-from orchdata.hf.towers import loss as scaled_loss
+from orchdata.hf.inputs import Inputs, as_rows, encode
+from orchdata.hf.inputs import loss as scaled_loss
 from orchdata.loaders.errors import StateError
 from orchdata.loop.state import State
 from orchdata.steps import OptimizerSteps
@@ -84,7 +83,14 @@ class TrainerMixin(_Base):
         kinds = type(self).__mro__
         self._is_sft = any(each.__name__ == "SFTTrainer" and each.__module__.startswith("trl.") for each in kinds)
         if self._is_sft:
-            check_options((*args, *kwargs.values()))
+            given = (*args, *kwargs.values())
+            if any(isinstance(each, OptimizerSteps) for each in given):
+                for each, (name, instead) in product(given, _OPTIONS.items()):
+                    if isinstance(each, TrainingArguments) and getattr(each, name, None):
+                        raise ValueError(
+                            f"{name} of SFTConfig changes rows of a data set before they are batches, and does nothing "
+                            f"to batches of a DataLoader: leave it out, {instead}"
+                        )
             args, kwargs = tuple(map(stand_in, args)), {name: stand_in(value) for name, value in kwargs.items()}
         super().__init__(*args, **kwargs)
         if self._is_sft:
@@ -170,7 +176,10 @@ class TrainerMixin(_Base):
         for number, batch in enumerate(inputs, start=1):
             is_last = number == len(inputs)
             self.accelerator.gradient_state._set_sync_gradients(is_last)
-            with nullcontext() if is_last else self._without_sync(model):
+            # As the Trainer's own: DeepSpeed synchronises by itself, and FSDP saves memory with sync_each_batch.
+            kept = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+            syncs = is_last or kept or self.accelerator.distributed_type == "DEEPSPEED"
+            with nullcontext() if syncs else self.accelerator.no_sync(model=model):
                 losses.append(super().training_step(model, self._arguments(batch), num_items_in_batch))
         return torch.stack(losses).sum()
 
@@ -192,9 +201,8 @@ class TrainerMixin(_Base):
                 "transformers' Trainer in place of SFTTrainer"
             )
         if own_loss is not None:
-            arguments = {
-                name: arguments[name] for name in arguments.keys() - {"labels", "shift_labels", "num_items_in_batch"}
-            }
+            counted = {"labels", "shift_labels", "num_items_in_batch"}
+            arguments = {name: arguments[name] for name in arguments.keys() - counted}
         if isinstance(batch.inputs, Inputs) and batch.routes:
             arguments["mm_encoder_outputs"] = encode(model, batch)
         if computes_loss and own_loss is None:
@@ -328,14 +336,6 @@ class TrainerMixin(_Base):
         if args.eval_strategy != "no" or args.eval_on_start:
             for each in evaluated.values():
                 self._check_own_loader(_counted(each))
-        self._check_epochs(steps)
-
-    def _check_own_loader(self, steps: Any) -> None:
-        if isinstance(steps, OptimizerSteps) and steps.loader is getattr(_counted(self.train_dataset), "loader", None):
-            raise ValueError(ONE_LOADER)
-
-    def _check_epochs(self, steps: OptimizerSteps) -> None:
-        args = self.args
         try:
             first = len(steps)
         except TypeError as error:
@@ -345,6 +345,10 @@ class TrainerMixin(_Base):
             ) from error
         epochs = math.ceil(args.max_steps / max(1, first) if args.max_steps > 0 else args.num_train_epochs)
         compare_epochs("the Trainer", steps.num_steps, 0, epochs)
+
+    def _check_own_loader(self, steps: Any) -> None:
+        if isinstance(steps, OptimizerSteps) and steps.loader is getattr(_counted(self.train_dataset), "loader", None):
+            raise ValueError(ONE_LOADER)
 
     def _whole(self, steps: OptimizerSteps) -> OptimizerSteps:
         """The same samples at each evaluation."""
@@ -375,14 +379,6 @@ class TrainerMixin(_Base):
     def _num_items(self, batch: Batch) -> float:
         """Loss tokens by which the Trainer divides a summed loss, before it multiplies by the ranks, or does not."""
         return batch.global_loss_tokens if self.args.average_tokens_across_devices else 1 / batch.loss_scale
-
-    def _without_sync(self, model: Any) -> AbstractContextManager[Any]:
-        # As the Trainer's own: DeepSpeed synchronises by itself, and FSDP saves memory with sync_each_batch.
-        kept = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        if kept or self.accelerator.distributed_type == "DEEPSPEED":
-            return nullcontext()
-        context: AbstractContextManager[Any] = self.accelerator.no_sync(model=model)
-        return context
 
 
 def _unshifted(outputs: Any, batch: Batch) -> tuple[Any, Tensor]:
@@ -418,11 +414,8 @@ def _counted(dataset: Any) -> Any:
 
 
 _OPTIONS: Final = {
-    "packing": "collate_fn=od.hf.Inputs(config) packs already",
-    "eval_packing": "collate_fn=od.hf.Inputs(config) packs already",
-    "padding_free": "collate_fn=od.hf.Inputs(config) packs already",
-    "assistant_only_loss": "the recipe says which tokens are trained",
-    "completion_only_loss": "the recipe says which tokens are trained",
+    **dict.fromkeys(("packing", "eval_packing", "padding_free"), "collate_fn=od.hf.Inputs(config) packs already"),
+    **dict.fromkeys(("assistant_only_loss", "completion_only_loss"), "the recipe says which tokens are trained"),
 }
 """Options of SFTConfig about the rows of a data set -> what does the same for a loader."""
 
@@ -465,16 +458,3 @@ def sft_arguments(arguments: dict[str, Any], batch: Batch) -> dict[str, Any]:
     kept = {name: value for name, value in arguments.items() if name != "num_items_in_batch"}
     labels = as_rows(batch.llm.any_labels)
     return kept | {"labels": labels} | ({"shift_labels": labels} if batch.has_slices else {})
-
-
-def check_options(given: Iterable[Any]) -> None:
-    """Raise ValueError if a constructor is given a loader, and options of SFTConfig about rows of a data set."""
-    given = list(given)
-    if not any(isinstance(each, OptimizerSteps) for each in given):
-        return
-    for args, (name, instead) in product(given, _OPTIONS.items()):
-        if isinstance(args, TrainingArguments) and getattr(args, name, None):
-            raise ValueError(
-                f"{name} of SFTConfig changes rows of a data set before they are batches, and does nothing to batches "
-                f"of a DataLoader: leave it out, {instead}"
-            )

@@ -11,7 +11,7 @@ or this library's where it was seen to give the same.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.hf.image_rules import RESAMPLES, Settings
-from orchdata.hf.processors import OwnByThread, as_array, class_at, id_of, merged_kwargs, path_of
+from orchdata.hf.processors import OwnByThread, as_array, class_at, id_of, joined, merged_kwargs, path_of
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.image import grid_positions
@@ -53,41 +53,7 @@ def taken(source: str, frames: int, fps: float) -> tuple[int, ...]:
     return numbers
 
 
-# Sizes that pictures become, as the `resize` of each class has them; proven when a modality is made.
-Rule = Callable[[Settings, int, int, int], tuple[int, int]]
-
-
-def _qwen2(settings: Settings, count: int, width: int, height: int) -> tuple[int, int]:
-    least, most, factor = _budget(settings)
-    if settings.cap_pixels_per_frame:
-        total = int(settings.max_video_tokens * factor * factor * 0.9)
-        most = max(min(most, total * settings.temporal_patch_size // count), int(least * 1.05))
-    return _resized(settings, height=height, width=width, factor=factor, min_pixels=least, max_pixels=most)
-
-
-def _qwen3(settings: Settings, count: int, width: int, height: int) -> tuple[int, int]:
-    least, most, factor = _budget(settings)
-    if settings.cap_pixels_per_frame:
-        cap = settings.max_video_tokens * factor * factor
-        most = max(min(cap, most // count), int(least * 1.05)) * count
-    frames = {"num_frames": count, "temporal_factor": settings.temporal_patch_size}
-    return _resized(settings, height=height, width=width, factor=factor, min_pixels=least, max_pixels=most, **frames)
-
-
-def _resized(settings: Settings, **given: int) -> tuple[int, int]:
-    high, wide = settings.module.smart_resize(**given)
-    return high, wide
-
-
-def _budget(settings: Settings) -> tuple[int, int, int]:
-    """Fewest and most pixels, and the side that a merged token has."""
-    if not settings.do_resize:
-        raise ValueError("without do_resize")
-    size = dict(settings.size)
-    return size["shortest_edge"], size["longest_edge"], settings.patch_size * settings.merge_size
-
-
-RULES: Final[Mapping[str, Rule]] = {"Qwen2VLVideoProcessor": _qwen2, "Qwen3VLVideoProcessor": _qwen3}
+_KNOWN: Final = ("Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor")
 
 
 @dataclass(frozen=True)
@@ -134,28 +100,18 @@ class HFVideos(VideoFiles):
     """Videos as a Hugging Face processor prepares them: made by `video_modality`.
 
     An extent is (grid in time, height, width; pictures taken; frames; numerator and denominator of seconds).
-
-    Attributes:
-        source: the video processor and the arguments that its processor calls it with, as JSON.
-        patch_dim: values of a patch.
-        merge, times: side of a merged token in patches, pictures of a temporal patch.
-        stamped: whether a time stands in the text before each temporal patch, as of Qwen3-VL, between which marks; ()
-            for none.
-        tokens_per_second: of rotary positions in time, as of Qwen2.5-VL; None where temporal patches are counted.
-        native: whether this library prepares pixels itself, having been seen to do it as the video processor does.
-        placeholder: what stands for a video in rendered chats.
     """
 
     num_extents = 7
 
-    source: str = field(repr=False)
-    patch_dim: int
-    merge: int
-    times: int
-    stamped: tuple[str, ...] = ()
-    tokens_per_second: float | None = None
-    native: bool = False
-    placeholder: str = ""
+    source: str = field(repr=False)  # the video processor and what its processor calls it with, as JSON
+    patch_dim: int  # values of a patch
+    merge: int  # side of a merged token in patches
+    times: int  # pictures of a temporal patch
+    stamped: tuple[str, ...] = ()  # marks around each temporal patch, where its time stands before it, as of Qwen3-VL
+    tokens_per_second: float | None = None  # of positions in time, as of Qwen2.5-VL; None: temporal patches are counted
+    native: bool = False  # this library prepares pixels itself: it was seen to do it as the video processor does
+    placeholder: str = ""  # in rendered chats
     slot: Slot = Slot()
 
     def arrays(self) -> Mapping[str, ArraySpec]:
@@ -232,9 +188,6 @@ class HFVideos(VideoFiles):
         return [(moments[at] + moments[at + self.times - 1]) / 2 for at in range(0, len(moments), self.times)]
 
     def extras(self, sizes: Sequence[PartSize]) -> Mapping[str, NDArray[Any]]:
-        """What follows from sizes, in Hugging Face's names and dtypes: video_grid_thw, int64 (num_videos, 3), and of
-        Qwen2.5-VL second_per_grid_ts, float32 (num_videos,).
-        """
         extras: dict[str, NDArray[Any]] = {GRID: np.array([size.extent[:3] for size in sizes], np.int64).reshape(-1, 3)}
         if self.tokens_per_second is not None:
             extras[_INTERVAL] = np.array([self.seconds_per_grid(size) for size in sizes], np.float32)
@@ -274,33 +227,43 @@ class HFVideos(VideoFiles):
         num_bytes = super().decoding_bytes(parts)
         if self.native:
             return num_bytes
-        whole = [
-            3 * header[0] * header[1] * size.extent[3] + size.num_rows * self.row_bytes() for header, size in parts
-        ]
-        return num_bytes + max(whole)
+        row_bytes = self.row_bytes()
+        return num_bytes + max(
+            3 * wide * high * of.extent[3] + of.num_rows * row_bytes for (wide, high, *_), of in parts
+        )
 
 
 @lru_cache(maxsize=1 << 14)
 def _counted(videos: HFVideos, frames: int, fps: float, width: int, height: int) -> tuple[int, int, int]:
     """Pictures taken, and patches along height and width. Raises ValueError for a clip that the processor refuses."""
-    count = len(taken(videos.source, frames, fps))
-    run = running(videos.source)
-    high, wide = RULES[type(run.processor).__name__](run.settings, count, width, height)
-    return count, high // run.settings.patch_size, wide // run.settings.patch_size
+    count, settings = len(taken(videos.source, frames, fps)), running(videos.source).settings
+    if not settings.do_resize:
+        raise ValueError("without do_resize")
+
+    # As the `resize` of each class has it, proven when a modality is made. Limits of pixels are of a picture for
+    # Qwen2-VL, and of all pictures for Qwen3-VL.
+    size, factor, times = dict(settings.size), settings.patch_size * settings.merge_size, settings.temporal_patch_size
+    least, most = size["shortest_edge"], size["longest_edge"]
+    of_all = type(settings.processor).__name__ == "Qwen3VLVideoProcessor"
+    if settings.cap_pixels_per_frame:
+        cap = settings.max_video_tokens * factor * factor
+        of_picture = min(cap, most // count) if of_all else min(most, int(cap * 0.9) * times // count)
+        most = max(of_picture, int(least * 1.05)) * (count if of_all else 1)
+    sizes = {"height": height, "width": width, "factor": factor, "min_pixels": least, "max_pixels": most}
+    sizes |= {"num_frames": count, "temporal_factor": times} if of_all else {}
+    high, wide = settings.module.smart_resize(**sizes)
+    return count, high // settings.patch_size, wide // settings.patch_size
 
 
 def video_modality(processor: Any, *, tokens_per_second: float = 2.0) -> HFVideos:
-    """Videos as a processor of Qwen2-VL, Qwen2.5-VL or Qwen3-VL prepares them, whose `video_processor` says which
-    pictures are taken: with `do_sample_frames`, `fps` of a second, or `num_frames`; else all.
-
-    Raises TypeError for no video processor in it; ValueError for one of another class, or that does something else than
-    this knows of it.
+    """Videos as a processor of Qwen2-VL, Qwen2.5-VL or Qwen3-VL prepares them. Raises TypeError for no video processor
+    in it; ValueError for one of another class, or that does something else than this knows of it.
     """
     name = type(processor).__name__
     video: Any = getattr(processor, "video_processor", None)
     if not callable(getattr(video, "sample_frames", None)):
         raise TypeError(f"{name} has no video processor of transformers' in it, which takes torchvision to be made")
-    if name not in _PROCESSORS or type(video).__name__ not in RULES:
+    if name not in _PROCESSORS or type(video).__name__ not in _KNOWN:
         raise ValueError(
             f"{name} has a {type(video).__name__}, and videos are read as {', '.join(_PROCESSORS)} have them: write an "
             "od.Modality for it, Recipe(video=...)"
@@ -340,10 +303,7 @@ def _proven(videos: HFVideos, processor: Any) -> bool:
         values, grid = run.outputs(clip)
         given = {GRID: np.array([size.extent[:3]]), "video_metadata": [metadata]}
         text = processor.replace_video_token(given, video_idx=0)
-        ours = "".join(
-            piece if isinstance(piece, str) else piece * videos.placeholder for piece in videos.expand(size) or ()
-        )
-        if grid != size.extent[:3] or text != ours:
+        if grid != size.extent[:3] or text != joined(videos.expand(size) or (), videos.placeholder):
             raise ValueError(f"{name} makes something else of a video than is known of its class: use another version")
         with suppress(LookupError, ValueError, KeyError):
             rows = np.empty_like(values)

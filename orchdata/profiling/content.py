@@ -46,7 +46,10 @@ def content_of(index: Index, unused: Ints, totals: Totals, sources: Sequence[str
     tokens_of: Counter[int] = Counter()
     of_shards = np.zeros((len(index.shards), 1 + len(names)), np.int64)  # samples, then tokens of each modality
     of_sources = np.zeros((max(1, len(sources)), 1 + len(names)), np.int64)
-    first, second = _two_largest(names, totals)
+    # One or two axes: the modalities with the most LLM tokens, media before text.
+    whole_of = [totals["modalities"].get(name, {"tokens": 0})["tokens"] for name in names]
+    media = sorted((place for place in range(1, len(names)) if whole_of[place]), key=lambda place: -whole_of[place])
+    axes = media[:2] or [0]
     grid = np.zeros((_BINS, _BINS), np.int64)
     for part in _stretches(index, unused):
         for name, tokens in zip(names, part.tokens, strict=True):
@@ -64,11 +67,14 @@ def content_of(index: Index, unused: Ints, totals: Totals, sources: Sequence[str
             of_sources[part.source if sources else 0, number] += int(column.sum())
         shares = part.tokens / np.maximum(total, 1)
         bins = np.minimum((shares * _BINS).astype(np.int64), _BINS - 1)
-        np.add.at(grid, (bins[first], bins[second] if second is not None else np.zeros_like(bins[first])), 1)
+        np.add.at(grid, (bins[axes[0]], bins[axes[1]] if len(axes) > 1 else 0), 1)
+    # The shards whose shares differ most from the whole's, if they differ much.
     whole = of_sources.sum(axis=0)
-    shards = [
-        _unlike(index.shards[number].url, of_shards[number], whole, names) for number in _most_unlike(of_shards, whole)
-    ]
+    shares = of_shards[:, 1:] / np.maximum(of_shards[:, 1:].sum(axis=1, keepdims=True), 1)
+    difference = np.abs(shares - whole[1:] / max(1, int(whole[1:].sum()))).sum(axis=1) / 2
+    difference[of_shards[:, 0] < _LEAST_SAMPLES] = 0
+    order = np.argsort(-difference, kind="stable")[:_MOST_SHARDS]
+    unlike = [number for number in order.tolist() if difference[number] >= _LEAST_DIFFERENCE]
     return Figures(
         tokens={name: counts.lengths() for name, counts in lengths.items()},
         combinations=tuple(
@@ -80,10 +86,10 @@ def content_of(index: Index, unused: Ints, totals: Totals, sources: Sequence[str
             for code, samples in sorted(samples_of.items(), key=lambda each: (-each[1], each[0]))[:_MOST_COMBINATIONS]
         ),
         joint=Figures(
-            modalities=(names[first],) if second is None else (names[first], names[second]),
-            samples=tuple(tuple(row if second is not None else row[:1]) for row in grid.tolist()),
+            modalities=tuple(names[place] for place in axes),
+            samples=tuple(tuple(row if len(axes) > 1 else row[:1]) for row in grid.tolist()),
         ),
-        shards=tuple(shards),
+        shards=tuple(_unlike(index.shards[number].url, of_shards[number], whole, names) for number in unlike),
         sources=tuple(_unlike(name, of_sources[number], whole, names) for number, name in enumerate(sources)),
     )
 
@@ -110,25 +116,6 @@ def _stretches(index: Index, unused: Ints) -> Iterator[_Stretch]:
                 shard = part.shard[start:stop][kept].astype(np.int64) + first_shard
                 yield _Stretch(np.stack(tokens).astype(np.int64), shard, int(shard.min()), source)
         first_shard += len(part.shards)
-
-
-def _two_largest(names: Sequence[str], totals: Totals) -> tuple[int, int | None]:
-    """Return the two modalities with the most LLM tokens, by their place in `names`: media before text."""
-    tokens = {name: counts["tokens"] for name, counts in totals["modalities"].items()}
-    media = [number for number, name in enumerate(names) if number and tokens.get(name, 0) > 0]
-    media.sort(key=lambda number: -tokens[names[number]])
-    if len(media) >= 2:
-        return media[0], media[1]
-    return (media[0], None) if media else (0, None)
-
-
-def _most_unlike(parts: Ints, whole: Ints) -> list[int]:
-    """Return the numbers of the parts whose shares differ most from the whole's, if they differ much."""
-    shares = parts[:, 1:] / np.maximum(parts[:, 1:].sum(axis=1, keepdims=True), 1)
-    difference = np.abs(shares - whole[1:] / max(1, int(whole[1:].sum()))).sum(axis=1) / 2
-    difference[parts[:, 0] < _LEAST_SAMPLES] = 0
-    order = np.argsort(-difference, kind="stable")[:_MOST_SHARDS]
-    return [number for number in order.tolist() if difference[number] >= _LEAST_DIFFERENCE]
 
 
 def _unlike(name: str, part: Ints, whole: Ints, modalities: Sequence[str]) -> Figures:

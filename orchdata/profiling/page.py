@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import pyarrow as pa
 
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
@@ -43,6 +42,7 @@ from orchdata.profiling.summary import (
     SHARE,
     TEXT,
     Finding,
+    Table,
     arguments_of_call,
     call_of,
     findings,
@@ -84,22 +84,22 @@ def profile_view(profile: Figures) -> str:
     scale, unit, waits = profile.main_scale, "in positions, not time", "less positions than the fullest rank"
     if profile.has_cost_model:
         unit, waits = "by your cost model", "ranks wait"
-    rows = [(summary.LABELS[name], its.waiting, its.costliest) for name, its in scale.settings.items()]
-    waiting = summary.made({"balanced": TEXT, waits: SHARE, "costliest step over an even one": "{:.2f}"}, rows)
+    rows = [(LABELS[name], its.waiting, its.costliest) for name, its in scale.settings.items()]
+    waiting = Table({"balanced": TEXT, waits: SHARE, "costliest step over an even one": "{:.2f}"}, rows)
     return view(
         f"Profile of {counted(profile.samples, 'sample')} in {counted(profile.shards, 'shard')}",
         f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in profile.summary)}</ul>",
-        _table(summary.modalities(profile).drop_columns(["samples", "parts"])),
+        _table(summary.modalities(profile)),
         paragraph(f"At {step_words(scale)}, {unit}:") + _table(waiting),
     )
 
 
-def _table(table: pa.Table, series: Callable[[int, int], int] = lambda row, column: 0) -> str:
+def _table(table: Table, series: Callable[[int, int], int] = lambda row, column: 0) -> str:
     """Return a table as HTML. `series`: row and column of a share -> colour of its bar."""
-    forms = summary.formats(table)
+    forms = list(table.columns.values())
     texts = [place for place, form in enumerate(forms) if place == 0 or form in (TEXT, DATA, CODE, SHARE)]
     rows = []
-    for row, values in enumerate(zip(*table.to_pydict().values(), strict=True)):
+    for row, values in enumerate(table.rows):
         cells = []
         for column, (value, form) in enumerate(zip(values, forms, strict=True)):
             text = escape(summary.written(value, form))
@@ -109,7 +109,7 @@ def _table(table: pa.Table, series: Callable[[int, int], int] = lambda row, colu
                 text = f"<bdi>{text}</bdi>" if form == DATA else f"<code>{text}</code>"
             cells.append(text)
         rows.append(cells)
-    return html_table(table.column_names, rows, numbers_from=texts[-1] + 1)
+    return html_table(list(table.columns), rows, numbers_from=texts[-1] + 1)
 
 
 def _section(title: str, *parts: str) -> str:
@@ -144,7 +144,7 @@ def page_of(profile: Figures, samples: Sequence[Shown], *, named: bool) -> str:
         "are those of the recipe that was given."
     )
     items = "".join(f"<li>{_finding(finding, names, named=named)}</li>" for finding in findings(profile))
-    call = summary.made({"argument": CODE, "reason": TEXT}, arguments_of_call(profile))
+    call = Table({"argument": CODE, "reason": TEXT}, arguments_of_call(profile))
     of_a_step = paragraph(f"For {step_words(profile.main_scale)}:")
     drawn = "".join(sample_html(sample, names, names.in_text) for sample in samples)
     shown_as = paragraph("Drawn at random, in the order of the data. Text that is trained is underlined.")
@@ -169,10 +169,10 @@ def page_of(profile: Figures, samples: Sequence[Shown], *, named: bool) -> str:
         _failures(profile, names, named=named),
         _section(
             "Fields that are not read",
-            _table(unread) if unread.num_rows else paragraph("None, as far as the index says."),
+            _table(unread) if unread.rows else paragraph("None, as far as the index says."),
         ),
         _section(counted(len(samples), "sample"), shown_as, f'<div class="samples">{drawn}</div>') if samples else "",
-        _section("Words", _table(summary.made({"word": TEXT, "meaning": TEXT}, _WORDS))),
+        _section("Words", _table(Table({"word": TEXT, "meaning": TEXT}, _WORDS))),
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -215,7 +215,7 @@ def _content(profile: Figures, colours: Mapping[str, int]) -> str:
     as_table = _folded("as a table", _table(summary.joint_shares(joint)))
     return _section(
         f"What samples are made of{stored_words(profile)}",
-        _table(summary.modalities(profile), lambda row, _: colours[rows[row]]),
+        _table(summary.modalities(profile, "samples", "parts"), lambda row, _: colours[rows[row]]),
         _table(summary.combinations(profile)),
         f'<div class="plots">{_figure(draw_shares("shares", joint), caption + ".", as_table)}</div>',
     )
@@ -223,22 +223,20 @@ def _content(profile: Figures, colours: Mapping[str, int]) -> str:
 
 def _lengths(profile: Figures, colours: Mapping[str, int]) -> str:
     caps = {} if profile.caps is None else profile.caps.max_tokens
-    of_modalities = "LLM tokens that it gives a sample, over samples that have it."
-    of_phases = "positions that it computes of a sample."
-    parts = [
-        (f"tokens{place}", name, its.lengths, None, "LLM tokens", f"{name}: {of_modalities}")
-        for place, (name, its) in enumerate(profile.modalities.items())
-    ]
-    parts += [
-        (f"positions{place}", name, its, caps.get(name), "positions", f"Phase {name}: {of_phases}")
-        for place, (name, its) in enumerate(profile.phases.items())
-    ]
     drawn = []
-    for ids, name, its, cap, unit, caption in parts:
+
+    def draw(ids: str, name: str, its: Figures, cap: int | None, unit: str, caption: str) -> None:
         if its.samples:
             svg = draw_lengths(ids, its.bins, its.percentiles, cap, unit, colours[name])
             below = _folded("as a table", "".join(map(_table, summary.bins_of(its, unit))))
             drawn.append(_figure(svg, caption, below))
+
+    for place, (name, its) in enumerate(profile.modalities.items()):
+        caption = f"{name}: LLM tokens that it gives a sample, over samples that have it."
+        draw(f"tokens{place}", name, its.lengths, None, "LLM tokens", caption)
+    for place, (name, its) in enumerate(profile.phases.items()):
+        caption = f"Phase {name}: positions that it computes of a sample."
+        draw(f"positions{place}", name, its, caps.get(name), "positions", caption)
     return _section(f"How long samples are{stored_words(profile)}", f'<div class="plots">{"".join(drawn)}</div>')
 
 
@@ -260,7 +258,7 @@ def _scales(profile: Figures, colours: Mapping[str, int]) -> str:
     ]
     in_phases = summary.waiting_in_phases(profile.main_scale)
     if in_phases is not None:
-        of_columns = [colours.get(title.removeprefix("in "), 0) for title in in_phases.column_names]
+        of_columns = [colours.get(title.removeprefix("in "), 0) for title in in_phases.columns]
         parts.append(f"<h3>In which phases, at {escape(step_words(profile.main_scale))}</h3>")
         parts.append(_table(in_phases, lambda _, column: of_columns[column]))
     if grouped := [scale for scale in scales if scale.groups > 1]:
@@ -318,20 +316,22 @@ def _failures(profile: Figures, names: ShardNames, *, named: bool) -> str:
             short[re.split(r"[:('\"`]", reason, maxsplit=1)[0].strip() or "another reason"] += count
         counts = dict(short.most_common())
     rows = [(count, plain(names.in_text(reason))) for reason, count in list(counts.items())[:_MOST_REASONS]]
-    parts = [paragraph(_HEADERS), _table(summary.made({"samples": "{:,}", "reason": DATA}, rows))]
+    parts = [paragraph(_HEADERS), _table(Table({"samples": "{:,}", "reason": DATA}, rows))]
     if (more := len(counts) - _MOST_REASONS) > 0:
         parts.append(paragraph(f"and {more:,} more reasons"))
     if named:
-        examples = [
-            (
-                plain(names(each.shard), 120),
-                plain(each.key, 120),
-                plain(each.field, 60),
-                plain(names.in_text(each.reason)),
-            )
-            for each in profile.failures
-        ]
-        table = summary.made(dict.fromkeys(("shard", "key", "field", "reason"), DATA), examples)
+        table = Table(
+            dict.fromkeys(("shard", "key", "field", "reason"), DATA),
+            [
+                [
+                    plain(names(its.shard), 120),
+                    plain(its.key, 120),
+                    plain(its.field, 60),
+                    plain(names.in_text(its.reason)),
+                ]
+                for its in profile.failures
+            ],
+        )
         parts += ["<h3>Examples</h3>", _table(table)]
     return _section("Failures", *parts)
 

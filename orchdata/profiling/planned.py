@@ -38,19 +38,15 @@ _ROUND: Final = 1024
 
 
 class PlannedStep(NamedTuple):
-    """One step. Costs are in the unit of the cost model, see `orchdata.planning.balance`.
-
-    `totals` are sums over ranks of each phase; `microbatches` are of each rank, samples and tokens of all. `tokenized`
-    are the tokens that ranks read and tokenize, more than `tokens` where members of teams do so for whole sequences.
-    """
+    """One step. Costs are in the unit of the cost model, see `orchdata.planning.balance`."""
 
     cost: int
     phase_costs: Mapping[str, int]
-    totals: Mapping[str, int]
-    microbatches: int
+    totals: Mapping[str, int]  # sums over ranks of each phase
+    microbatches: int  # of each rank
     samples: int
     tokens: int
-    tokenized: int = 0
+    tokenized: int = 0  # that ranks read and tokenize: more where members of teams do so for whole sequences
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,11 +168,8 @@ def plan_enough(
     specs: Mapping[Key, PlanSpec], priced: tuple[str, ...], first: int, most: int, num_peers: int = 1
 ) -> dict[Key, PlannedSteps]:
     """Plan the same steps under several specs: `first` of them, then each time about as many more as there are, until
-    every standard error is below `SMALL_ERROR`, or there are `most`.
-
-    After each round the steps so far are spread over an epoch. The specs differ in balance and costs, not in order and
-    size of steps. `priced` are the phases that make up the step. Of a rank with `num_peers`, each encodes all media of
-    the rank, unless a spec has them share.
+    every standard error is below `SMALL_ERROR`, or there are `most`. After each round the steps so far are spread over
+    an epoch. `priced` are the phases that make up the step.
     """
     steps = spread_steps(next(iter(specs.values())), most)
     known = np.zeros(len(steps), bool)
@@ -241,27 +234,22 @@ def padding_of_layouts(
     padding = []
     for name, layout, its_balance in tried:
         costs = layout_costs(index, cost, layout)
-        padding.append(_padding(name, layout, costs, spec_of(costs, its_balance), dummies))
+        spec = spec_of(costs, its_balance)
+        plans = [make_plan(spec, step) for step in spread_steps(spec, _STEPS_OF_LAYOUTS)]
+        used = sum(int(index.tokens_of(plan.row).sum()) for plan in plans)
+        held = sum(
+            _positions(plan, layout, costs, dummies) if plan.filled is None else plan.filled[1] for plan in plans
+        )
+        padding.append(
+            Figures(
+                layout=name,
+                length=fixed_length(layout),
+                padding=1 - used / held if held else 0.0,
+                microbatches=sum(plan.num_microbatches for plan in plans) / len(plans),
+                steps=len(plans),
+            )
+        )
     return tuple(padding)
-
-
-def _padding(
-    name: str, layout: Layout, costs: IndexCosts, spec: PlanSpec, dummies: Mapping[str, int] | None
-) -> Figures:
-    steps = spread_steps(spec, _STEPS_OF_LAYOUTS)
-    used = held = microbatches = 0
-    for step in steps:
-        plan = make_plan(spec, step)
-        used += int(costs.index.tokens_of(plan.row).sum())
-        held += _positions(plan, layout, costs, dummies) if plan.filled is None else plan.filled[1]
-        microbatches += plan.num_microbatches
-    return Figures(
-        layout=name,
-        length=fixed_length(layout),
-        padding=1 - used / held if held else 0.0,
-        microbatches=microbatches / len(steps),
-        steps=len(steps),
-    )
 
 
 def _positions(plan: Plan, layout: Layout, costs: IndexCosts, dummies: Mapping[str, int] | None) -> int:

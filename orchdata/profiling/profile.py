@@ -41,7 +41,6 @@ from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import ShardError
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.open import by_identity, open_indexed
 from orchdata.loaders.shards.parquet.shard import ParquetShard
 from orchdata.loaders.shards.tar import bytes_read_together
@@ -340,6 +339,14 @@ def profile(
         tokens_per_rank=main.settings["joint"].tokens / main.ranks,
     )
     unread = unread_of(dataset, index)
+    # The call that makes teams, with the arguments that are not defaults.
+    if (teams := balance.teams) is not None:
+        own = {each.name: getattr(teams, each.name) for each in fields(Teams)}
+        said = ", ".join(f"{each.name}={own[each.name]!r}" for each in fields(Teams) if own[each.name] != each.default)
+    # Of a processor is a modality, or the template of a recipe for text alone.
+    of_processor = (
+        each.of_processor or (not each.modalities and isinstance(each.text.template, JinjaTemplate)) for each in recipes
+    )
     return Profile(
         shards=len(index.shards),
         failed_shards=len(failed_shards),
@@ -372,7 +379,7 @@ def profile(
         multiple_of=layout.multiple_of,
         length=length,
         objective=balance.objective,
-        teams=None if balance.teams is None else _call_of(balance.teams),
+        teams=None if teams is None else f"od.Teams({said})".replace("PhaseCost(", "od.PhaseCost("),
         caps=Figures(
             max_tokens=balance.caps,
             oversize=balance.oversize,
@@ -384,7 +391,7 @@ def profile(
         seed=seed,
         ranks_left_out=left_out,
         text_is_bytes=text_is_bytes(dataset),
-        is_of_processor=any(map(_is_of_processor, recipes)),
+        is_of_processor=any(of_processor),
         sources=sources,
         epoch=_epoch(index, unchosen, sources, content),
         unread=unread["names"],
@@ -406,26 +413,14 @@ def _given(balance: Balance, length: int | None) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value != getattr(default, name)}
 
 
-def _call_of(teams: Teams) -> str:
-    """Return the call that makes them, with the arguments that are not defaults."""
-    given = [field for field in fields(Teams) if getattr(teams, field.name) != field.default]
-    text = ", ".join(f"{field.name}={getattr(teams, field.name)!r}" for field in given)
-    return f"od.Teams({text})".replace("PhaseCost(", "od.PhaseCost(")
-
-
 def _sources(order: AnyOrder) -> dict[str, Figures]:
     given = order.given(0)
-    total = sum(tokens for _, tokens in given)
-    return {
-        source.name: Figures(
-            samples=samples,
-            tokens=tokens,
-            share=tokens / total,
-            usable=source.order.num_samples,
-            passes=samples / source.order.num_samples,
-        )
-        for source, (samples, tokens) in zip(order.sources, given, strict=True)
-    }
+    total, found = sum(tokens for _, tokens in given), {}
+    for source, (samples, tokens) in zip(order.sources, given, strict=True):
+        usable = source.order.num_samples
+        its = {"samples": samples, "tokens": tokens, "share": tokens / total}
+        found[source.name] = Figures(its, usable=usable, passes=samples / usable)
+    return found
 
 
 def _epoch(
@@ -496,10 +491,3 @@ def _read_by_chunk(index: Index, dataset: ShardDataset | Mixture) -> float | Non
         used += sum(size for row in good for _, size, _, _ in index.read_spec(row))
         samples += len(good)
     return stored / groups / max(1.0, used / samples) if groups and samples else None
-
-
-def _is_of_processor(recipe: Recipe) -> bool:
-    """Whether a modality was made of a processor, or the template of a recipe for text alone."""
-    if recipe.of_processor:
-        return True
-    return not recipe.modalities and isinstance(recipe.text.template, JinjaTemplate)

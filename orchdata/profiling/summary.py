@@ -1,10 +1,7 @@
 """What a profile says, in sentences, of settings that were planned alone, each figure with its error; and in tables.
 
 Profile --settings of one number of ranks--> Finding, Finding, ... and the DataLoader(...) call to take
-Profile --figures--> tables of pyarrow, which the terminal, the page and a notebook render
-
-The metadata of a column say how its cells are written: a format of Python, SHARE, DATA or CODE. Text of the data is
-without secrets and unseen characters, and cut.
+Profile --figures--> tables, which the terminal, the page and a notebook render; text of the data without secrets, cut
 """
 
 from __future__ import annotations
@@ -13,12 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import ceil
 from typing import Any, Final, NamedTuple
 
-import pyarrow as pa
-
 from orchdata.delivery.policy import DEFAULT_SHARE
 from orchdata.html import number, percent, plain
 from orchdata.loaders.amounts import counted
-from orchdata.profiling.content import Figures
+from orchdata.profiling.content import PERCENTILES, Figures
 from orchdata.profiling.planned import CLEAR, SettingName
 
 _LARGE_ERROR: Final = 0.02
@@ -182,7 +177,16 @@ def _of_waiting(profile: Figures) -> list[Finding]:
     if not helped:
         found.append(_of_no_help(profile, none))
     if any(finding.high > _bounds(settings[finding.setting], 0.0)[1] for finding in found if finding.setting):
-        found.append(_of_unplanned(profile, is_named=bool(found[-1].shard)))
+        # What "over a whole epoch" means; the sentence before may be about the largest sample.
+        no_step, adds = "No planned step had", '"over a whole epoch" counts what such samples add at most.'
+        largest = profile.largest[0]
+        rest = f"the largest sample. A step in which one rank has it takes at least {_times(largest.step)} as "
+        rest += f"long as an even one; {adds}"
+        found.append(
+            Finding(f"{no_step} this sample: {adds}")
+            if found[-1].shard
+            else Finding(f"{no_step} {rest}", largest.shard, largest.key)
+        )
     return found + _of_sharing(profile)
 
 
@@ -325,20 +329,6 @@ def _added(profile: Figures) -> dict[SettingName, float]:
     return added | ({"peers": added["joint"]} if "peers" in added else {})
 
 
-def _of_unplanned(profile: Figures, *, is_named: bool) -> Finding:
-    """Say what "over a whole epoch" means; `is_named`: the sentence before is about the largest sample."""
-    no_step, adds = "No planned step had", '"over a whole epoch" counts what such samples add at most.'
-    if is_named:
-        return Finding(text=f"{no_step} this sample: {adds}")
-    largest = profile.largest[0]
-    return Finding(
-        text=f"{no_step} the largest sample. A step in which one rank has it takes at least {_times(largest.step)} as "
-        f"long as an even one; {adds}",
-        shard=largest.shard,
-        key=largest.key,
-    )
-
-
 def _times(ratio: float) -> str:
     return f"{ratio:.1f} times" if ratio < 10 else f"{ratio:,.0f} times"
 
@@ -434,20 +424,11 @@ def call_of(profile: Figures) -> str:
     return "\n".join(["loader = od.DataLoader(", *lines, ")"])
 
 
-def made(columns: Mapping[str, str], rows: Iterable[Sequence[Any]]) -> pa.Table:
-    """Return a table. Columns are title -> how their cells are written; None is an empty cell."""
-    cells = list(zip(*rows, strict=True)) or [()] * len(columns)
-    arrays = [pa.array(values) for values in cells]
-    fields = [
-        pa.field(title, array.type, metadata={"format": form})
-        for (title, form), array in zip(columns.items(), arrays, strict=True)
-    ]
-    return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
+class Table(NamedTuple):
+    """Columns are title -> how their cells are written: a format of Python, SHARE, DATA or CODE. None is empty."""
 
-
-def formats(table: pa.Table) -> list[str]:
-    """Return how the cells of each column are written."""
-    return [field.metadata[b"format"].decode() for field in table.schema]
+    columns: Mapping[str, str]
+    rows: Iterable[Sequence[Any]]
 
 
 def written(value: Any, form: str) -> str:
@@ -459,27 +440,26 @@ def written(value: Any, form: str) -> str:
     return str(value) if form in (DATA, CODE) else form.format(value)
 
 
-def modalities(profile: Figures) -> pa.Table:
+def modalities(profile: Figures, *more: str) -> Table:
+    """`more`: counts besides LLM tokens, as "samples"."""
     total = sum(its.tokens for its in profile.modalities.values()) or 1
-    columns = {"modality": TEXT, "share of samples": SHARE, "share of LLM tokens": SHARE}
-    columns |= {"samples": COUNT, "parts": COUNT, "LLM tokens": COUNT}
     rows = [
-        (name, its.share, its.tokens / total, its.samples, its.parts, its.tokens)
+        (name, its.share, its.tokens / total, *map(its.get, more), its.tokens)
         for name, its in profile.modalities.items()
     ]
-    return made(columns, rows)
+    shares = dict.fromkeys(("share of samples", "share of LLM tokens"), SHARE)
+    return Table({"modality": TEXT, **shares, **dict.fromkeys((*more, "LLM tokens"), COUNT)}, rows)
 
 
-def combinations(profile: Figures) -> pa.Table:
-    columns = {"samples of": TEXT, "share of samples": SHARE, "samples": COUNT, "LLM tokens": COUNT}
+def combinations(profile: Figures) -> Table:
     rows = [
         (" + ".join(its.modalities) or "nothing", its.samples / profile.samples, its.samples, its.tokens)
         for its in profile.content.combinations
     ]
-    return made(columns, rows)
+    return Table({"samples of": TEXT, "share of samples": SHARE, "samples": COUNT, "LLM tokens": COUNT}, rows)
 
 
-def joint_shares(joint: Figures) -> pa.Table:
+def joint_shares(joint: Figures) -> Table:
     bins = len(joint.samples)
     names = [f"{100 * place // bins} to {100 * (place + 1) // bins} %" for place in range(bins)]
     rows = [
@@ -488,23 +468,22 @@ def joint_shares(joint: Figures) -> pa.Table:
         for j, count in enumerate(row)
         if count
     ]
-    return made({**dict.fromkeys(joint.modalities, TEXT), "samples": COUNT}, rows)
+    return Table({**dict.fromkeys(joint.modalities, TEXT), "samples": COUNT}, rows)
 
 
-def bins_of(its: Figures, unit: str) -> tuple[pa.Table, pa.Table]:
+def bins_of(its: Figures, unit: str) -> tuple[Table, Table]:
     """Return samples by length in bins of a factor of 2, and percentiles."""
     rows = [(f"{2**bit:,} to {2 ** (bit + 1) - 1:,}", count) for bit, count in enumerate(its.bins) if count]
-    return made({unit: TEXT, "samples": COUNT}, rows), made({"percentile": TEXT, unit: COUNT}, its.percentiles.items())
+    percentiles = Table({"percentile": TEXT, unit: COUNT}, its.percentiles.items())
+    return Table({unit: TEXT, "samples": COUNT}, rows), percentiles
 
 
-def phases(profile: Figures) -> pa.Table:
-    names = ("min", "p25", "p50", "p75", "p95", "p99", "max")
-    columns = {"phase": TEXT, "total": COUNT, **dict.fromkeys(names, COUNT)}
-    rows = [(name, its.positions, *map(its.percentiles.get, names)) for name, its in profile.phases.items()]
-    return made(columns, rows)
+def phases(profile: Figures) -> Table:
+    rows = [(name, its.positions, *map(its.percentiles.get, PERCENTILES)) for name, its in profile.phases.items()]
+    return Table({"phase": TEXT, "total": COUNT, **dict.fromkeys(PERCENTILES, COUNT)}, rows)
 
 
-def settings(profile: Figures) -> pa.Table:
+def settings(profile: Figures) -> Table:
     columns = {"ranks": COUNT, "setting": TEXT, "waiting" if profile.has_cost_model else "unevenness": SHARE}
     columns |= {"error, points": "{:.1f}", "samples": "{:,.0f}", "LLM tokens": SIZES, "micro-steps": "{:.1f}"}
     rows = [
@@ -521,84 +500,69 @@ def settings(profile: Figures) -> pa.Table:
         for scale in profile.scales
         for name, its in scale.settings.items()
     ]
-    return made({**columns, "steps": SIZES}, rows)
+    return Table({**columns, "steps": SIZES}, rows)
 
 
-def waiting_in_phases(scale: Figures) -> pa.Table | None:
+def waiting_in_phases(scale: Figures) -> Table | None:
     """Return where ranks wait; None if they meet at the end of the step only."""
     with_phases = {name: its for name, its in scale.settings.items() if its.phases}
     if not with_phases:
         return None
     names = tuple(next(iter(with_phases.values())).phases)
     rows = [(LABELS[name], *(its.phases[phase] for phase in names)) for name, its in with_phases.items()]
-    return made({"setting": TEXT, **{f"in {phase}": SHARE for phase in names}}, rows)
+    return Table({"setting": TEXT, **{f"in {phase}": SHARE for phase in names}}, rows)
 
 
-def groups(scales: Sequence[Figures]) -> pa.Table:
+def groups(scales: Sequence[Figures]) -> Table:
     columns = {"ranks": COUNT, "groups": TEXT, "scope": TEXT, "groups a shard": "{:.1f}", "with one stream": "{:.1f}"}
     rows = [
-        (
-            scale.ranks,
-            f"{scale.groups:,} of {scale.group_size}",
-            name,
-            its.groups_per_shard,
-            its.groups_per_shard_of_one_stream,
-        )
+        (scale.ranks, f"{scale.groups:,} of {scale.group_size}", name, *its.values())
         for scale in scales
         if scale.groups > 1
         for name, its in scale.scopes.items()
     ]
-    return made(columns, rows)
+    return Table(columns, rows)
 
 
-def layouts(profile: Figures) -> pa.Table:
-    rows = [
-        (
-            its.layout + ("" if its.length is None else f", {its.length:,} tokens"),
-            its.padding,
-            its.microbatches,
-            its.steps,
-        )
-        for its in profile.layouts
-    ]
-    return made({"layout": TEXT, "padding": SHARE, "micro-steps": "{:.1f}", "steps": COUNT}, rows)
+def layouts(profile: Figures) -> Table:
+    names = [its.layout + ("" if its.length is None else f", {its.length:,} tokens") for its in profile.layouts]
+    rows = [(name, its.padding, its.microbatches, its.steps) for name, its in zip(names, profile.layouts, strict=True)]
+    return Table({"layout": TEXT, "padding": SHARE, "micro-steps": "{:.1f}", "steps": COUNT}, rows)
 
 
-def largest(profile: Figures, name: Callable[[str], str], *, named: bool) -> pa.Table:
+def largest(profile: Figures, name: Callable[[str], str], *, named: bool) -> Table:
     columns = {"key": DATA, "shard": DATA, "cost over the mean": "{:,.1f}", "step at least": "{:.2f}"}
     rows = [
-        (
+        [
             plain(its.key, 120) if named else None,
             plain(name(its.shard), 120),
             its.cost,
             its.step,
             *its.positions.values(),
-        )
+        ]
         for its in profile.largest
     ]
-    return made({**columns, **dict.fromkeys(profile.phases, COUNT)}, rows)
+    return Table({**columns, **dict.fromkeys(profile.phases, COUNT)}, rows)
 
 
-def unlike(parts: Sequence[Figures], what: str, name: Callable[[str], str], modalities: Sequence[str]) -> pa.Table:
+def unlike(parts: Sequence[Figures], what: str, name: Callable[[str], str], modalities: Sequence[str]) -> Table:
     columns = {what: DATA, **{f"{modality}, of tokens": SHARE for modality in modalities}, "samples": COUNT}
     rows = [
         (plain(name(its.name), 120), *map(its.shares.get, modalities), its.samples, its.tokens_per_sample)
         for its in parts
     ]
-    return made({**columns, "LLM tokens a sample": "{:,.0f}"}, rows)
+    return Table({**columns, "LLM tokens a sample": "{:,.0f}"}, rows)
 
 
-def sources(profile: Figures, names: Iterable[str] | None = None) -> pa.Table:
-    rows = []
-    for name in profile.sources if names is None else names:
-        its = profile.sources[name]
-        rows.append((plain(name, 120), its.share, its.tokens, its.samples, its.passes))
+def sources(profile: Figures, names: Iterable[str]) -> Table:
+    found = [(name, profile.sources[name]) for name in names]
+    rows = [(plain(name, 120), its.share, its.tokens, its.samples, its.passes) for name, its in found]
     columns = {"source": DATA, "share of tokens": SHARE, "LLM tokens": COUNT, "samples": COUNT, "passes": "{:.3g}"}
-    return made(columns, rows)
+    return Table(columns, rows)
 
 
-def unread(profile: Figures) -> pa.Table:
+def unread(profile: Figures) -> Table:
     """Return the fields that no recipe reads, with the samples that have them."""
     rows = [(plain(name), count) for name, count in profile.unread.items()]
     rows += [("values of more fields", profile.unread_others)] if profile.unread_others else []
-    return made({"field": DATA, "samples that have it": COUNT}, rows)
+    return Table({"field": DATA, "samples that have it": COUNT}, rows)

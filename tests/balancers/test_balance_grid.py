@@ -18,7 +18,7 @@ from orchdata.balancers import (
     grid_round,
     lower_bound,
 )
-from orchdata.bench.plan import OMNI_COST
+from orchdata.bench import OMNI_COST
 
 # The first call of a kernel compiles or loads it.
 settings.register_profile("kernels", deadline=None)

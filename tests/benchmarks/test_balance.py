@@ -12,7 +12,7 @@ import pytest
 from benchmarks.balance import run
 from benchmarks.balance.cases import Scale
 from benchmarks.balance.regimes import REGIMES, rows
-from orchdata.bench.harness import make_report
+from orchdata.bench import make_report
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = Scale(repeats=2, shrink=64)

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import bins
 from benchmarks.bins import BinsBench, of_a_buffer, of_a_knapsack, of_open_bins, tables
-from orchdata.bench.harness import WideTable
+from orchdata.bench import WideTable
 
 
 def test_every_method_packs_every_list(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from benchmarks.pictures.drawn_plans import (
 )
 from benchmarks.pictures.loads import WAYS
 from benchmarks.report.results import column
-from orchdata.bench.harness import WideTable
+from orchdata.bench import WideTable
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PICTURES = REPOSITORY / "docs" / "pictures"

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.index import IndexBench, run
 from benchmarks.loading.corpus import Corpus
-from orchdata.bench.harness import make_report
+from orchdata.bench import make_report
 from orchdata.dataset.shard_dataset import ShardDataset
 
 

@@ -24,7 +24,7 @@ from benchmarks.loading.processes import (
 )
 from benchmarks.loading.report import make_results
 from benchmarks.throughput.run import PeersBench, make_job
-from orchdata.bench.harness import Result, WideTable
+from orchdata.bench import Result, WideTable
 
 TINY = Corpus(samples=12, shards=2, width=64, height=48, audio_seconds=0.2, variety=4)
 

@@ -9,7 +9,7 @@ from benchmarks.papers import run
 from benchmarks.papers.cases import CASES, REPORTED
 from benchmarks.papers.disttrain import order_after_disttrain
 from benchmarks.papers.pipeline import COLUMNS
-from orchdata.bench.harness import make_report
+from orchdata.bench import make_report
 
 SMALL = run.PapersBench(small=True, steps=1)
 

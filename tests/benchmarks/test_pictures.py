@@ -16,7 +16,7 @@ from benchmarks.pictures.draw import pictures
 from benchmarks.pictures.loads import WAYS
 from benchmarks.pictures.loss_curves import RANKS, LossCurves, curve_name, difference
 from benchmarks.pictures.loss_curves import run as run_curves
-from orchdata.bench.harness import Result, WideTable
+from orchdata.bench import Result, WideTable
 
 NAMES = list(pictures())
 

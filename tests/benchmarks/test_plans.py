@@ -11,7 +11,7 @@ from benchmarks.balance.cases import Scale
 from benchmarks.plans import rounds, run, scopes
 from benchmarks.plans.mixes import mixes
 from benchmarks.plans.scopes import COLUMNS
-from orchdata.bench.harness import WideTable, make_report
+from orchdata.bench import WideTable, make_report
 
 
 def test_every_mix_is_planned_in_every_scope(monkeypatch: pytest.MonkeyPatch) -> None:

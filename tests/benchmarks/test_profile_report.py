@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.profile_report.run import Case, take, tree_of
-from orchdata.bench.plan import synthetic_index
+from orchdata.bench import synthetic_index
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from benchmarks.loading.lanes import Lane
 from benchmarks.remote.job import RemoteJob, measure
 from benchmarks.remote.lanes import ALONE, NEAR, chosen_lanes
 from benchmarks.remote.run import RemotePeersBench, run
-from orchdata.bench.harness import make_report
+from orchdata.bench import make_report
 
 
 def job_of(samples: int) -> Any:

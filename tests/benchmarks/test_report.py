@@ -15,7 +15,7 @@ from benchmarks.report.demo import results as demo_results
 from benchmarks.report.pages import named, rewrite
 from benchmarks.report.results import ResultsError, column, figure, ran_on, read_report
 from benchmarks.report.tables import CLAIMS, TABLES, wide_table
-from orchdata.bench.harness import Result, WideTable, make_report
+from orchdata.bench import Result, WideTable, make_report
 from orchdata.demo import DemoConfig, DemoReport
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -19,7 +19,7 @@ from benchmarks.throughput.lanes import FORKED, PEERS, chosen_lanes, name_of
 from benchmarks.throughput.records import PeersJob
 from benchmarks.throughput.run import PeersBench, make_job, run
 from benchmarks.throughput.torch_peers import web_samples
-from orchdata.bench.harness import make_report
+from orchdata.bench import make_report
 from orchdata.dataloader import DataLoader
 
 TINY = Corpus(samples=12, shards=2, width=64, height=48, audio_seconds=0.2, variety=4)

@@ -14,7 +14,7 @@ from benchmarks.train.job import LANES, predicted_seconds
 from benchmarks.train.records import compare_curves
 from benchmarks.train.report import make_results
 from benchmarks.train.run import TrainBench, run
-from orchdata.bench.harness import Result, WideTable, make_report
+from orchdata.bench import Result, WideTable, make_report
 
 
 def test_a_step_takes_its_slowest_rank_or_the_slowest_of_each_phase() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from shard_factory import omni_shards
 
-from orchdata.bench.plan import synthetic_index
+from orchdata.bench import synthetic_index
 
 EPOCHS = 40
 WARM_EPOCHS = 20  # in which pools, caches and the allocator find their size

@@ -27,7 +27,7 @@ ALLOWED = {
     "orchdata/engines/on_ray/parcel.py": "pixels are the same on all processors",
     "orchdata/synth.py": "makes them up",
     "orchdata/demo.py": "a model of them",
-    "orchdata/bench/": "measures them",
+    "orchdata/bench.py": "measures them",
     "orchdata/cli/": "says so in its help",
     "orchdata/showing.py": "shrinks with PIL.Image",
     "balancers/costs/model.py": "the phases that come first, which plans depend on",

@@ -20,7 +20,7 @@ from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
 from orchdata.balancers import balance, balance_padded
-from orchdata.bench.plan import synthetic_index
+from orchdata.bench import synthetic_index
 from orchdata.loaders.index.index import Index
 from orchdata.order.order import Order, Shuffle
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from numba.core.registry import CPUDispatcher
 
 from orchdata.balancers import CostModel, PhaseCost
-from orchdata.bench.plan import synthetic_index
+from orchdata.bench import synthetic_index
 from orchdata.building.collate import MapContent
 from orchdata.building.spec import BuildSpec
 from orchdata.dataset.index_costs import IndexCosts

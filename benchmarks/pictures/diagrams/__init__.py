@@ -15,7 +15,7 @@ from benchmarks.pictures.diagrams.pure_function import draw_pure_function
 from benchmarks.pictures.diagrams.resume import draw_resume
 from benchmarks.pictures.diagrams.steps import draw_micro_steps, draw_step
 from benchmarks.report.results import read_report
-from orchdata.bench.harness import Report
+from orchdata.bench import Report
 
 _FROM_PLANS: Mapping[str, Callable[[Report], Canvas]] = {
     "step_before_after.svg": draw_step,

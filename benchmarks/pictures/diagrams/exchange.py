@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.pictures.diagrams.canvas import Canvas
 from benchmarks.pictures.drawn_plans import IMAGES, SAMPLES
 from benchmarks.report.results import figure, numbers, titled
-from orchdata.bench.harness import Report
+from orchdata.bench import Report
 
 _ROW, _TOP, _GROUP_GAP = 21.0, 76.0, 12.0
 _ENCODED, _TRAINED = 300.0, 420.0  # where bars of images end, where bars of samples begin

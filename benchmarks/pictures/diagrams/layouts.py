@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.pictures.diagrams.canvas import Canvas
 from benchmarks.pictures.drawn_plans import LAYOUTS, LENGTH
 from benchmarks.report.results import figure, numbers, titled
-from orchdata.bench.harness import Report
+from orchdata.bench import Report
 
 _LEFT, _ROOM = 20.0, 680.0
 

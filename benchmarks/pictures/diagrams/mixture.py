@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.pictures.diagrams.canvas import Canvas, Fill
 from benchmarks.pictures.drawn_plans import MIXTURE, SOURCES, STAGES
 from benchmarks.report.results import numbers, titled
-from orchdata.bench.harness import Report
+from orchdata.bench import Report
 
 _FILLS: Final[dict[str, Fill]] = {"chat": "llm", "images": "image", "speech": "audio"}
 _LEFT, _RIGHT, _TOP, _HEIGHT = 68.0, 700.0, 78.0, 240.0

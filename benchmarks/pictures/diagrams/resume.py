@@ -7,7 +7,7 @@ import numpy as np
 from benchmarks.pictures.diagrams.canvas import Canvas
 from benchmarks.pictures.drawn_plans import RESUME_RANKS, RESUMED
 from benchmarks.report.results import numbers, titled
-from orchdata.bench.harness import Report
+from orchdata.bench import Report
 
 _LEFT, _STEP, _CELL, _ROW = 74.0, 94.0, 21.5, 22.0
 _ORDER_TOP, _RANKS_TOP = 68.0, 162.0

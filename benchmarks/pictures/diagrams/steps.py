@@ -7,7 +7,7 @@ from typing import Final
 from benchmarks.pictures.diagrams.canvas import Canvas, Fill
 from benchmarks.pictures.drawn_plans import MICRO_STEPS, STEP
 from benchmarks.report.results import figure, numbers, titled
-from orchdata.bench.harness import Report
+from orchdata.bench import Report
 
 _PHASES: Final[dict[Fill, str]] = {"image": "image encoder", "audio": "audio encoder", "llm": "LLM"}
 _WAYS: Final = {"unbalanced": "Before: samples dealt out in turn", "balanced": "After: the same samples, balanced"}

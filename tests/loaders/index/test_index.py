@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from shard_factory import chat, jpeg, write_shard
 
-from orchdata.bench.plan import synthetic_index
+from orchdata.bench import synthetic_index
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.table import Columns, summarize

@@ -10,7 +10,7 @@ import torch
 from shard_factory import write_shard
 
 import orchdata as od
-from orchdata.hf.families import READ_PADDING, family_of, model_class
+from orchdata.hf.models import READ_PADDING, family_of, model_class
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import orchdata as od
-from orchdata.hf import packing, tiny
-from orchdata.hf.packing import judged
+from orchdata.hf import models, trials
+from orchdata.hf.trials import judged
 from orchdata.ranks.agreement import account, check_accounts
 
 transformers = pytest.importorskip("transformers")
@@ -25,7 +25,7 @@ transformers = pytest.importorskip("transformers")
 @pytest.fixture(autouse=True)
 def nothing_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """No verdict of another test's is at hand, in this process or on disk."""
-    monkeypatch.setattr(packing, "_seen", {})
+    monkeypatch.setattr(trials, "_seen", {})
 
 
 def config_of(kind: str, **settings: Any) -> Any:
@@ -142,16 +142,16 @@ def test_a_leak_past_the_window_alone_is_found(planted: Any, monkeypatch: pytest
         assert od.hf.Inputs(planted(sliding_window=4096, leaks=True)).padded
     assert not od.hf.Inputs(planted(sliding_window=4096, leaks=False)).padded
     # It is the shorter window that shows it.
-    wide = tuple((roles, 4096) for roles, _ in tiny._FEW_OF_TEXT)
-    monkeypatch.setattr(tiny, "_FEW_OF_TEXT", wide)
+    wide = tuple((roles, 4096) for roles, _ in models._FEW_OF_TEXT)
+    monkeypatch.setattr(models, "_FEW_OF_TEXT", wide)
     assert not od.hf.Inputs(planted(sliding_window=4096, leaks=True)).padded
 
 
 def test_a_verdict_on_code_without_a_version_is_not_kept(planted: Any, private_cache: Path) -> None:
     inputs = od.hf.Inputs(planted(leaks=False))
-    assert inputs.verdict.packs and not (private_cache / "packing").exists() and not packing._seen
-    assert packing.name_of(transformers.LlavaConfig(text_config=planted()), inputs.family, "sdpa") == ""
-    assert packing.name_of(llama(), inputs.family, "sdpa")
+    assert inputs.verdict.packs and not (private_cache / "packing").exists() and not trials._seen
+    assert trials.name_of(transformers.LlavaConfig(text_config=planted()), inputs.family, "sdpa") == ""
+    assert trials.name_of(llama(), inputs.family, "sdpa")
 
 
 def test_a_small_leak_is_distinguished_from_rounding() -> None:
@@ -165,18 +165,18 @@ def test_a_small_leak_is_distinguished_from_rounding() -> None:
 def test_a_verdict_is_kept_for_other_runs(private_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = od.hf.Inputs(llama()).verdict
     assert found.packs
-    packing._seen.clear()
+    trials._seen.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(packing, "tiny_model", never)
+        patch.setattr(trials, "tiny_model", never)
         assert od.hf.Inputs(llama()).verdict == found
         assert od.hf.Inputs(llama(attn_implementation=found.attention)).verdict == found
-        packing._seen.clear()
+        trials._seen.clear()
         with pytest.raises(AssertionError, match="was tried"):  # another configuration is another's
             od.hf.Inputs(llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5}))
     for content in (b"", b"{", b"[]", b'{"packs": false}', b"\xff", b"[" * 50_000):
         for entry in (private_cache / "packing").iterdir():
             entry.write_bytes(content)
-        packing._seen.clear()
+        trials._seen.clear()
         assert od.hf.Inputs(llama()).verdict.packs
     assert all(json.loads(entry.read_text()) for entry in (private_cache / "packing").iterdir())
 
@@ -191,7 +191,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch:
 def test_a_process_that_gets_inputs_tries_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = pickle.dumps(od.hf.Inputs(llama()))
     for name in ("tiny_model", "_tried", "find"):
-        monkeypatch.setattr(packing, name, never)
+        monkeypatch.setattr(trials, name, never)
     got = pickle.loads(sent)
     assert got.verdict.packs and not got.padded and isinstance(got.layout, od.Packed)
 
@@ -209,7 +209,7 @@ def test_an_attention_that_cannot_run_here_is_tried_as_eager() -> None:
 
 
 def test_without_a_trial_rows_are_padded_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "tiny_model", never)
+    monkeypatch.setattr(trials, "tiny_model", never)
     assert od.hf.Inputs(llama(), probe=False).padded
     assert not od.hf.Inputs(llama(), probe=False, padded=False).padded
     with pytest.raises(ValueError, match=r"length=64.*was not tried on packed samples \(probe=False\)"):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import orchdata as od
-from orchdata.hf import packing, sharing
+from orchdata.hf import trials
 
 transformers = pytest.importorskip("transformers")
 SMALL = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -24,14 +24,14 @@ LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "
 @pytest.fixture(autouse=True)
 def nothing_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """No verdict of another test's is at hand, in this process or on disk."""
-    monkeypatch.setattr(packing, "_seen", {})
+    monkeypatch.setattr(trials, "_seen", {})
 
 
 def config_of(kind: str, **settings: Any) -> Any:
     return transformers.AutoConfig.for_model(kind, **settings)
 
 
-def verdict_on(config: Any) -> sharing.Sharing:
+def verdict_on(config: Any) -> trials.Sharing:
     return od.hf.Inputs(config, padded=False, probe=False).sharing
 
 
@@ -68,9 +68,9 @@ def test_what_cannot_be_shared_is_refused_with_the_reason(config: Any, why: str)
 
 
 def test_a_kernel_that_ignores_the_window_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = sharing.sdpa_by_sequence
-    monkeypatch.setattr(sharing, "sdpa_by_sequence", lambda *given, scale, **_: kernel(*given, scale=scale))
-    monkeypatch.setattr(sharing, "keep", lambda *_: None)
+    kernel = trials.sdpa_by_sequence
+    monkeypatch.setattr(trials, "sdpa_by_sequence", lambda *given, scale, **_: kernel(*given, scale=scale))
+    monkeypatch.setattr(trials, "keep", lambda *_: None)
     assert "trains otherwise in slices" in verdict_on(config_of("mistral", **NARROW, sliding_window=4097)).why
 
 
@@ -121,8 +121,8 @@ def test_without_teams_a_model_runs_its_own_attention(kind: str, own: str) -> No
     padded = {"input_ids": ids, "attention_mask": (torch.arange(9) < torch.tensor([[9], [5]])).long()}
     packed = {"input_ids": ids[:1], "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]]), "use_cache": False}
     before = [model(**each).logits for each in (padded, packed)]
-    sharing.install(model, lambda *_, **__: pytest.fail("attention over teams was used"))
-    assert packing.attention_of(model.config) == own
+    trials.install(model, lambda *_, **__: pytest.fail("attention over teams was used"))
+    assert trials.attention_of(model.config) == own
     for was, each in zip(before, (padded, packed), strict=True):
         assert torch.equal(model(**each).logits, was)
 

@@ -106,11 +106,7 @@ def test_losses_of_members_add_up(texts: list[str], way: str, weight: float) -> 
 
 def test_a_model_that_shifts_labels_itself_gets_none(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     (batch, *_) = batches_of(texts, 1.0, shared=True)
-
-    def shifts(self: Any, *, shifted: bool = False) -> bool:
-        return not shifted
-
-    monkeypatch.setattr(od.hf.Inputs, "_scales", shifts)
+    monkeypatch.setattr("orchdata.hf.inputs._loss_follows", lambda _, *, shifted=False: not shifted)
     batch = SimpleNamespace(**vars(batch), has_slices=True, loss_weights=None, loss_scale=1.0)
     batch.inputs = od.hf.Inputs(CONFIG, padded=False, probe=False)
     assert not {"labels", "shift_labels"} & batch.inputs.arguments(batch).keys()

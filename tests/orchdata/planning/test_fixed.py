@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from benchmarks.distributions import image_patches, text_lengths
 from orchdata.balancers import CostModel, PhaseCost
-from orchdata.bench.plan import OMNI_COST
+from orchdata.bench import OMNI_COST
 from orchdata.planning.balance import Balance, Scope
 from orchdata.planning.sharing.accumulated import FixedCost
 from orchdata.planning.sharing.packed import NO_PADDING

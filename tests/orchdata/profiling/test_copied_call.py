@@ -13,7 +13,7 @@ from shard_factory import RECIPE
 
 import orchdata as od
 from benchmarks.indexed_shards import IndexedShards
-from orchdata.bench.plan import synthetic_index
+from orchdata.bench import synthetic_index
 from orchdata.planning.plan import Plan
 from orchdata.profiling.summary import Finding, findings, recommended
 

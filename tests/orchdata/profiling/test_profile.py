@@ -13,7 +13,7 @@ from rich.console import Console
 from shard_factory import chat, jpeg, write_shard
 
 import orchdata as od
-from orchdata.bench.plan import synthetic_index
+from orchdata.bench import synthetic_index
 from orchdata.cli.tables import profile_table
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.index.build import build_index

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchdata.bench import plan, throughput
-from orchdata.bench.harness import Report, Result, make_report
+from orchdata import bench
+from orchdata.bench import Report, Result, make_report
+from orchdata.cli.machine import PlanBench, ThroughputBench
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.text.preprocessor import TextPreprocessor
 
@@ -40,7 +41,7 @@ def test_a_report_is_json_lines_and_a_table() -> None:
 
 
 def test_a_report_shows_no_secrets_of_urls() -> None:
-    config = throughput.ThroughputBench(paths=("https://me:hidden@host/a.tar?signature=hidden", "b.tar"))
+    config = ThroughputBench(paths=("https://me:hidden@host/a.tar?signature=hidden", "b.tar"))
     text = json.dumps(make_report("orchdata bench throughput", config, []).to_dict())
     assert "https://host/a.tar?..." in text
     assert "b.tar" in text
@@ -55,13 +56,13 @@ def by_name(report: Report) -> dict[str, Result]:
 
 
 def test_bench_plan() -> None:
-    config = plan.PlanBench(ranks=4, samples_per_rank=8, samples=2_000, repeats=2)
-    found = by_name(make_report("orchdata bench plan", config, plan.run(config)))
+    config = PlanBench(ranks=4, samples_per_rank=8, samples=2_000, repeats=2)
+    found = by_name(make_report("orchdata bench plan", config, bench.run_plan(config)))
     assert len(found["plan one step"].values) == 2
     assert found["plan one step"].demand == 20.0
     assert 1.0 <= found["sum over phases of the largest load / lower bound"].median < 2.0
     with pytest.raises(ValueError, match="4 ranks x 8 need 32 samples, got 31"):
-        plan.run(plan.PlanBench(ranks=4, samples_per_rank=8, samples=31))
+        bench.run_plan(PlanBench(ranks=4, samples_per_rank=8, samples=31))
 
 
 @pytest.mark.parametrize("num_samples", [5, 12])
@@ -71,13 +72,13 @@ def test_throughput_of_a_data_set_of_the_users(
     monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps({"text": "word " * (number % 7 + 1)}) + "\n" for number in range(num_samples)))
-    config = throughput.ThroughputBench(paths=(str(path),), batch_size=2, workers=1, repeats=1, consumer_ms=1)
+    config = ThroughputBench(paths=(str(path),), batch_size=2, workers=1, repeats=1, consumer_ms=1)
     recipe = Recipe(text=TextPreprocessor(max_tokens=30))
     if num_samples < 6:
         with pytest.raises(ValueError, match="batches of 2 need 6 samples, got 5"):
-            throughput.run(config, recipe)
+            bench.run_throughput(config, recipe)
         return
-    report = make_report("orchdata bench throughput", config, throughput.run(config, recipe))
+    report = make_report("orchdata bench throughput", config, bench.run_throughput(config, recipe))
     assert list(by_name(report)) == ["bare threads", "threads", "processes"]
     rows = report.tables[0].rows
     assert all(isinstance(row[-1], float) and row[-1] >= 1 for row in rows[1:])  # ms of work
@@ -87,7 +88,7 @@ def test_throughput_of_a_made_up_data_set_leaves_the_users_cache_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(throughput, "_compared", lambda config, dataset: [dataset.index().num_rows])
-    assert throughput.run(throughput.ThroughputBench(samples=8, folder=str(tmp_path / "data"))) == [8]
+    monkeypatch.setattr(bench, "_compared", lambda config, dataset: [dataset.index().num_rows])
+    assert bench.run_throughput(ThroughputBench(samples=8, folder=str(tmp_path / "data"))) == [8]
     assert not (tmp_path / "cache").exists()
     assert os.environ["ORCHDATA_CACHE"] == str(tmp_path / "cache")

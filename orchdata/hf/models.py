@@ -1,28 +1,131 @@
-"""A tiny random model of any configuration: the same code and the same kinds of layers, at a thousandth of the size.
+"""Models of transformers: what a family needs besides the common inputs, one row a family, by `config.model_type`; and
+a tiny random model of any configuration, the same code and the same kinds of layers, at a thousandth of the size.
 
     config --tiny_configs--> smaller ones, the smallest first --tiny_model--> the first of which a model runs on a text
 
-The first layers stay, until each kind was seen; all widths are divided by one number, so that what adds and multiplies
-up still does. What is tried on such a model is true of the code that the user's model runs, and says nothing of its
-weights.
+What can be asked of a model's class is asked there (`model_class`); the table has what only reading its code tells,
+held by the parity tests. Of a tiny model the first layers stay, until each kind was seen; widths are divided by one
+number, so that what adds and multiplies up still does. What is tried is true of the code that the user's model runs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import math
 import random
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from orchdata.hf.families import model_class, takes, thinker
+SeesAhead = Literal["", "media", "prefix"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """How a model reads a batch."""
+
+    packs: bool = True  # samples may stand in one row at all; whether they are kept apart there is tried (`trials`)
+    mrope: bool = False  # positions are (4, rows, T): counting, then time, height and width
+    first_position: int = 0  # of each sample
+    # What attends in both directions: tokens of the same "media" part, or the "prefix" that is only read. Padded,
+    # `token_type_ids` say so (1 on media, or after the prefix). Packed, transformers would let samples see each other,
+    # so it gets the masks.
+    sees_ahead: SeesAhead = ""
+    nested: bool = False  # pixel arrays have a leading dimension for samples, (1, num_tiles, ...)
+    part_features: tuple[str, ...] = ("image",)  # taken ready made, in `mm_encoder_outputs`: can be encoded per phase
+    decoder: bool = False  # text is what a decoder says of what its encoder hears: no media in the sequence
+    expects_runs: bool = False  # tokens of media that all stand alone are taken for marks of an older processor
+
+
+_QWEN_VL: Final = Family(mrope=True, part_features=("image", "video"))
+_LLAVA: Final = Family()
+_IDEFICS: Final = Family(nested=True)
+_TEXT: Final = Family(part_features=())
+
+FAMILIES: Final[dict[str, Family]] = {
+    "qwen2_vl": _QWEN_VL,
+    "qwen2_5_vl": _QWEN_VL,
+    "qwen3_vl": _QWEN_VL,
+    "qwen2_5_omni_thinker": Family(mrope=True),
+    "llava": _LLAVA,
+    "llava_next": _LLAVA,
+    "llava_onevision": _LLAVA,
+    "internvl": _LLAVA,
+    "idefics3": _IDEFICS,
+    "smolvlm": _IDEFICS,
+    "gemma3": Family(sees_ahead="media"),
+    "paligemma": Family(sees_ahead="prefix", first_position=1),
+    "qwen2_audio": Family(part_features=(), expects_runs=True),
+    "whisper": Family(packs=False, part_features=(), decoder=True),
+}
+READ_PADDING: Final = {
+    "granite_speech": "audio",
+    "granite_speech_plus": "audio",
+    "phi4_multimodal": "audio",
+    "prophetnet": "text",
+}
+"""Models whose samples change each other also in padded rows -> what they read the padding of."""
+TOWERS: Final = {"image": "get_image_features", "video": "get_video_features"}
+"""Modality -> the method that encodes it."""
+
+_TASKS: Final = ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SPEECH_SEQ_2_SEQ", "CAUSAL_LM")
+_MEDIA_ARGUMENTS: Final = frozenset(
+    "pixel_values pixel_values_videos image_pixel_values input_features audio_input_features input_values".split()
+)
+
+
+def thinker(config: Any) -> Any:
+    """The part of a configuration whose model is trained: of Qwen2.5-Omni the thinker."""
+    return config.thinker_config if hasattr(config, "thinker_config") else config
+
+
+def family_of(config: Any) -> Family | None:
+    """Return the family of a configuration; models of text alone are one family, with any layers. None if unknown."""
+    if (known := FAMILIES.get(config.model_type)) is not None:
+        return known
+    if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
+        return None
+    # A configuration that is its own text part may have towers too. Gemma3ForCausalLM names images, and takes none.
+    read = model_class(config).input_modalities
+    reads_text = "text" in ((read,) if isinstance(read, str) else read)
+    return _TEXT if reads_text and not (takes(config) & _MEDIA_ARGUMENTS) else None
+
+
+def model_class(config: Any) -> type[Any]:
+    """The class whose forward is called. Raises ValueError for a configuration of no such model."""
+    from transformers.models.auto import modeling_auto
+
+    names = [name for name in vars(modeling_auto) if re.fullmatch(r"MODEL_FOR_\w+_MAPPING", name)]
+    first = [f"MODEL_FOR_{task}_MAPPING" for task in _TASKS]
+    for name in dict.fromkeys((*first, *sorted(names))):
+        mapping = getattr(modeling_auto, name, {})
+        kind: type[Any] | None = mapping.get(type(config), None)
+        # Of other tasks, those whose models write text: AudioFlamingo3 is listed as one from sequence to sequence.
+        if kind is None:
+            continue
+        can_generate, named = getattr(kind, "can_generate", None), inspect.signature(kind.forward).parameters
+        if name in first or (can_generate and can_generate() and {"input_ids", "labels"} <= named.keys()):
+            return kind
+    raise ValueError(
+        f"transformers {import_module('transformers').__version__} has no model for {type(config).__name__} that reads "
+        "and writes text, which od.hf.Inputs is for: give the configuration of one (its model_type is "
+        f"{config.model_type!r}), or use od.Packed() or od.Padded(), whose batches any model can be fed from"
+    )
+
+
+def takes(config: Any) -> frozenset[str]:
+    """Names that its forward takes."""
+    return frozenset(inspect.signature(model_class(config).forward).parameters)
+
 
 WINDOW: Final = 8
 """Positions that attention of the language model reaches back where it is bounded, and of a chunk."""
@@ -92,12 +195,9 @@ class NoTinyModelError(ValueError):
 
 
 def tiny_model(config: Any, attn_implementation: str | None = None, positions: int | None = None) -> Any:
-    """A tiny random model of a configuration (of Qwen-Omni the thinker's), on the CPU, in float32 and in training mode;
-    its language model knows at most `positions`.
-
-    Its weights are the same at each call, and so large that every input matters to its logits. Random state, default
-    dtype and device, and modes of autograd of the caller have no influence, and are untouched. Raises NoTinyModelError,
-    with the error of the last attempt as its cause.
+    """A tiny random model of a configuration (of Qwen-Omni the thinker's), on the CPU, in float32 and in training mode,
+    the same at each call; its language model knows at most `positions`. Nothing of the caller's has influence, or is
+    touched. Raises NoTinyModelError.
     """
     config = thinker(config)
     kind, last = model_class(config), None
@@ -111,9 +211,7 @@ def tiny_model(config: Any, attn_implementation: str | None = None, positions: i
 
 
 def built(kind: Any, config: Any, attention: str | None) -> Any:
-    """One model of a class and a small configuration, that runs on a text. Raises what it raises, and NoTinyModelError
-    for one that is too large. For use within `undisturbed`.
-    """
+    """One model of a class and a small configuration, that runs on a text. For use within `undisturbed`."""
     for _, each in parts(config) if attention else ():
         each._attn_implementation = attention
     with torch.device("meta"):
@@ -209,11 +307,8 @@ def parts(config: Any, *, of_text: bool | None = None) -> Iterator[tuple[bool, A
 
 
 def tiny_configs(config: Any, positions: int | None = None) -> Iterator[Any]:
-    """Copies of a configuration of transformers, the smallest first: which of them runs, only trying tells.
-
-    Kept are the kinds of layers, and what images and clips depend on: patches, tiles, mel bins, tokens an image.
-    Windows and chunks of the language model reach back 8 positions. Dropout, router losses and quantisation are off;
-    weights are float32. The given configuration is not changed.
+    """Copies of a configuration, the smallest first: which of them runs, only trying tells. They have the same kinds of
+    layers, and what images and clips depend on. Dropout, router losses and quantisation are off.
     """
     yield _changed(config, _DIVISORS[0], positions)
     yield _changed(config, _DIVISORS[0], positions, twice=True)
@@ -231,7 +326,12 @@ def _changed(config: Any, by: int, positions: int | None, *, twice: bool = False
         fields |= changed
         smaller_fields = {name: _smaller(name, value, by, text=is_text, heads=heads) for name, value in fields.items()}
         changed |= {name: value for name, value in smaller_fields.items() if value is not fields[name]}
-        changed |= _rotary(fields, {**fields, **changed})
+        # Turned positions in proportion to the size of a head.
+        before, after = _head(fields), _head(fields | changed)
+        if before and before != after:
+            changed |= {name: _turned(each, before, after) for name, each in fields.items() if name.startswith("rope_")}
+            if type(fields.get("rotary_dim")) is int:
+                changed["rotary_dim"] = max(2, fields["rotary_dim"] * after // before)
         width, count = (fields | changed).get("hidden_size"), (fields | changed).get("num_attention_heads")
         if not is_text and type(width) is type(count) is int and width % count:
             changed["num_attention_heads"] = math.gcd(width, count)
@@ -337,17 +437,6 @@ def _bounded(name: str, value: Any, positions: int) -> Any:
     if isinstance(value, dict) and name.startswith("rope_"):
         return {key: _bounded(key if type(each) is int else "rope_", each, positions) for key, each in value.items()}
     return min(value, positions) if type(value) is int and _POSITIONS.fullmatch(name) else value
-
-
-def _rotary(fields: Fields, smaller: Fields) -> dict[str, Any]:
-    """Fields about turned positions, in proportion to the size of a head."""
-    before, after = _head(fields), _head(smaller)
-    if not before or before == after:
-        return {}
-    changed = {name: _turned(value, before, after) for name, value in fields.items() if name.startswith("rope_")}
-    if type(fields.get("rotary_dim")) is int:
-        changed["rotary_dim"] = max(2, fields["rotary_dim"] * after // before)
-    return changed
 
 
 def _head(fields: Fields) -> int:
