@@ -18,13 +18,24 @@ from typing import Any, Final
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.field_names import FILE_KEYS, NUMBER, bare_name
 from orchdata.loaders.modalities.builtin import BUILTINS, ON_REQUEST, UNDECODED
-from orchdata.loaders.modalities.video.timeline import TIMING
+from orchdata.loaders.modalities.video.containers import TIMING
 from orchdata.loaders.records import ADDED_FIELDS
 from orchdata.loaders.shards.jsonl.stretch import is_edge, says_edge
-from orchdata.loaders.text.chat_keys import is_chat_context, is_flag, is_loss_flag, says, speaks
 from orchdata.loaders.text.conversation import Document, Rules, parse_json
 from orchdata.loaders.text.jinja import JinjaTemplate
-from orchdata.loaders.text.messages import CHAT_KEYS, CONTENT_KEYS, SYSTEM
+from orchdata.loaders.text.messages import (
+    ALPACA,
+    CHAT_KEYS,
+    CONTENT_KEYS,
+    PAIR,
+    ROLE_KEYS,
+    SYSTEM,
+    is_chat_context,
+    is_flag,
+    is_loss_flag,
+    says,
+    speaks,
+)
 from orchdata.loaders.text.template import record_keys
 
 SHARD_NAMES: Final = 256
@@ -42,9 +53,6 @@ _KEYS: Final = ("__key__", "id", ADDED_FIELDS)
 _ITEM_KEYS: Final = ("type", "text", "index")
 _ITEM_NAMES: Final = ("path", "url", "base64", "source")
 """Keys under which an item of media names its file, after those of its modality. The first with a value is read."""
-_ROLE_KEYS: Final = ("role", "from")
-_PAIR: Final = ("prompt", "completion")
-_ALPACA: Final = ("instruction", "output")
 REJECTED: Final = "rejected"
 """The one key next to a conversation that may say what no turn says: the answer that is not preferred."""
 
@@ -146,7 +154,7 @@ def names_of_record(
             _add_turns(f"{name}[]", record, rules, found)
         else:
             _add(name, record, found)
-    elif is_chat and any(map(record.get, _ROLE_KEYS)) and not any(map(record.get, CHAT_KEYS)):
+    elif is_chat and any(map(record.get, ROLE_KEYS)) and not any(map(record.get, CHAT_KEYS)):
         _add_turns("", [record], rules, found)
     else:
         mine = () if document is None else _keys_read(record, document, rules)
@@ -162,7 +170,7 @@ def names_of_record(
                 _add(its_name, value, found)
         for key in media if near else ():
             _add_next_to_file(_short(key), record.get(key), rules, found)
-        for key in [key for key in (*CHAT_KEYS, *_PAIR) if key in mine] if is_chat else ():
+        for key in [key for key in (*CHAT_KEYS, *PAIR) if key in mine] if is_chat else ():
             _add_turns(f"{key}[]", _listed(record[key]), rules, found)
     return tuple(found)
 
@@ -178,7 +186,7 @@ def _listed(value: Any) -> Any:
 def _keys_read(record: Mapping[str, Any], document: Document, rules: Rules) -> list[str]:
     """Return the keys of a record that its document was made of."""
     if document.completion is not None:
-        return [*_PAIR]
+        return [*PAIR]
     if document.text is not None:
         return [document.key]
     if not document.is_chat:
@@ -188,8 +196,8 @@ def _keys_read(record: Mapping[str, Any], document: Document, rules: Rules) -> l
     ignored = template.ignore_keys if isinstance(template, JinjaTemplate) else ()
     read = [key for key in CHAT_KEYS if isinstance(record.get(key), list)]
     if not any(record[key] for key in read):
-        is_alpaca = all(isinstance(record.get(key), str) for key in _ALPACA)
-        read += (*_ALPACA, "input", "history") if is_alpaca else _PAIR
+        is_alpaca = all(isinstance(record.get(key), str) for key in ALPACA)
+        read += (*ALPACA, "input", "history") if is_alpaca else PAIR
     context = _context(tuple(record), ignored)
     systems = (
         [key for key in SYSTEM if key in context and says(record[key])][1:] if context else ()
@@ -244,7 +252,7 @@ def _add_turns(name: str, turns: Any, rules: Rules, found: dict[str, None]) -> N
 
 @lru_cache(maxsize=256)
 def _others_of_turn(keys: tuple[str, ...], name: str, named: tuple[str, ...]) -> list[tuple[str, str]]:
-    own = (*_ROLE_KEYS, *CONTENT_KEYS)
+    own = (*ROLE_KEYS, *CONTENT_KEYS)
     return [
         (key, _below(name, key)) for key in keys if key not in own and not is_loss_flag(key) and not _names(named, key)
     ]

@@ -22,8 +22,7 @@ from orchdata.loaders.field_names import VALUE, bare_name, is_kept_as
 from orchdata.loaders.generators import Pass, ShardIdentity
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.memory import room
-from orchdata.loaders.modalities.checks import read_header
-from orchdata.loaders.modalities.modality import PartSize, counts_from_header
+from orchdata.loaders.modalities.modality import PartSize, counts_from_header, read_header
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import ADDED_FIELDS, RECORD_FIELD
 from orchdata.loaders.samples.compose import Composition, compose, composition_of, text_members

@@ -22,8 +22,16 @@ from numpy.typing import NDArray
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.first_calls import settle_first_calls
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import check_at_least_one, check_choice, check_seconds
-from orchdata.loaders.modalities.modality import ArraySpec, Header, Heads, Modality, PartSize
+from orchdata.loaders.modalities.modality import (
+    ArraySpec,
+    Header,
+    Heads,
+    Modality,
+    PartSize,
+    check_at_least_one,
+    check_choice,
+    check_seconds,
+)
 from orchdata.loaders.modalities.video.containers import TRACK_FIELDS
 from orchdata.loaders.scratch import Scratch
 

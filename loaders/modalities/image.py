@@ -20,9 +20,24 @@ from numpy.typing import NDArray
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import check_at_least_one, check_choice, check_size
-from orchdata.loaders.modalities.image_header import ImageFiles
-from orchdata.loaders.modalities.modality import NOT_DESCRIBED, ArraySpec, Header, PartSize, as_tensor, takes_rng
+from orchdata.loaders.modalities.modality import (
+    NOT_DESCRIBED,
+    ArraySpec,
+    Header,
+    Heads,
+    Modality,
+    PartSize,
+    as_tensor,
+    check_at_least_one,
+    check_choice,
+    check_size,
+    takes_rng,
+)
+
+READS_IMAGES: Final = ("PIL.Image", "simplejpeg", "orchdata.loaders.modalities.image_decode")
+"""Modules that reading image files imports."""
+
+_PIXEL_BYTES: Final = 4
 
 CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
@@ -37,6 +52,49 @@ _CHOICES: Final = {
 _LANCZOS_SINCE: Final = (2, 12)
 
 Augment = Callable[[NDArray[np.uint8], np.random.Generator], NDArray[np.uint8]]
+
+
+class ImageFiles(Modality):
+    """A modality read from image files; its headers are (width, height) in pixels, as displayed."""
+
+    fields = tuple("jpg jpeg jpe jfif png apng webp gif bmp dib tif tiff ppm pgm pbm pnm pfm jp2 j2k avif".split())
+    words = ("image", "image_url")
+    plural = "images"
+    column_words = frozenset("image images img imgs picture pictures photo photos pixels".split())
+    hf_feature = "Image"
+    num_facts = 2
+
+    def required_modules(self) -> tuple[str, ...]:
+        return READS_IMAGES
+
+    def set_up_process(self) -> None:
+        from orchdata.loaders.modalities.image_decode import load_formats
+
+        load_formats()
+
+    @staticmethod
+    def scan(heads: Heads) -> None:
+        from orchdata.native.scan.media import scan_images
+
+        scan_images(*heads)
+
+    @classmethod
+    def probe(cls, data: bytes, limits: Limits) -> Header:
+        from orchdata.loaders.modalities.image_decode import probe_image
+
+        return probe_image(data, limits)
+
+    @classmethod
+    def matches_magic(cls, head: bytes) -> bool:
+        if head.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"BM", b"II*\0", b"MM\0*")):
+            return True
+        if head[:4] == b"RIFF":
+            return head[8:12] == b"WEBP"
+        return head[4:12] in (b"ftypavif", b"jP  \r\n\x87\n") or head.startswith(b"\xff\x4f\xff\x51")
+
+    def decoding_bytes(self, parts: Sequence[tuple[Header, PartSize]]) -> int:
+        """Pixels of the largest image: they are decoded one after the other."""
+        return _PIXEL_BYTES * max([width * height for (width, height), _ in parts])
 
 
 @dataclass(frozen=True, kw_only=True)

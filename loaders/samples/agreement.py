@@ -15,10 +15,20 @@ from orchdata.loaders.modalities.modality import Modality
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.members import Fields, Member, json_value, stem, uses_of
 from orchdata.loaders.shards.jsonl.stretch import NAMES_EDGE, is_edge, why_not_whole
-from orchdata.loaders.text.chat_keys import HARMLESS, check_record, has_strings, is_wrong, kind_of, phrases, says, shown
 from orchdata.loaders.text.conversation import WORDS_SUFFIX, Document, is_whole, parse_json, why_unread
 from orchdata.loaders.text.jinja import JinjaTemplate
-from orchdata.loaders.text.messages import CHAT_KEYS, Chat
+from orchdata.loaders.text.messages import (
+    CHAT_KEYS,
+    HARMLESS,
+    Chat,
+    check_record,
+    has_strings,
+    is_wrong,
+    kind_of,
+    phrases,
+    says,
+    shown,
+)
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS
 from orchdata.loaders.text.template import (
     NOT_DECODED,

@@ -33,7 +33,6 @@ from orchdata.loaders.samples.record import MadeSample, made_sample
 from orchdata.loaders.samples.spans import SizeOf, Span, SpanWriter, StretchWriter, WholeWriter
 from orchdata.loaders.shards.jsonl.named_media import FILE_NAMES
 from orchdata.loaders.shards.jsonl.stretch import is_edge, says_edge
-from orchdata.loaders.text.chat_keys import is_chat_context, shown
 from orchdata.loaders.text.conversation import (
     WORDS_SUFFIX,
     Document,
@@ -44,7 +43,15 @@ from orchdata.loaders.text.conversation import (
     why_unread,
 )
 from orchdata.loaders.text.jinja import JinjaTemplate
-from orchdata.loaders.text.messages import CHAT_KEYS, PAIR_KEYS, Chat, is_record, split_placeholders
+from orchdata.loaders.text.messages import (
+    CHAT_KEYS,
+    PAIR_KEYS,
+    Chat,
+    is_chat_context,
+    is_record,
+    shown,
+    split_placeholders,
+)
 from orchdata.loaders.text.rendering import render_chat
 from orchdata.loaders.text.template import Placeholder, Segment, TextSegment, render
 from orchdata.loaders.unread_names import REJECTED, is_empty, name_of_member, names_of_record

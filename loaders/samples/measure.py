@@ -25,8 +25,7 @@ from typing import Final, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from orchdata.loaders.errors import DecodeError, FieldError
-from orchdata.loaders.failures import as_field_error
+from orchdata.loaders.errors import DecodeError, FieldError, as_field_error
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.memory import pass_shortage
 from orchdata.loaders.modalities.builtin import BUILTINS

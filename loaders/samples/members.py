@@ -26,10 +26,9 @@ from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import RECORD_FIELD
 from orchdata.loaders.shards.fields import classify, listed_modality
-from orchdata.loaders.text.chat_keys import is_chat_context
 from orchdata.loaders.text.conversation import WORDS_SUFFIX, parse_json
 from orchdata.loaders.text.jinja import JinjaTemplate
-from orchdata.loaders.text.messages import CHAT_KEYS
+from orchdata.loaders.text.messages import CHAT_KEYS, is_chat_context
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS, decode_utf8
 
 _MOST_KNOWN: Final = 4096

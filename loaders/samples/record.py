@@ -28,9 +28,8 @@ from orchdata.loaders.samples.members import (
     json_value,
     uses_of,
 )
-from orchdata.loaders.text.chat_keys import kind_of, says_nothing
 from orchdata.loaders.text.conversation import WORDS_SUFFIX
-from orchdata.loaders.text.messages import CHAT_KEYS, CONTENT_KEYS
+from orchdata.loaders.text.messages import CHAT_KEYS, CONTENT_KEYS, kind_of, says_nothing
 
 _LEADING: Final = re.compile(r"(\d+)\.(.+)", re.DOTALL)
 _TRAILING: Final = re.compile(r"(.+)\.(\d+)", re.DOTALL)

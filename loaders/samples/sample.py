@@ -17,17 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 import orchdata
-from orchdata.loaders.errors import DecodeError, FieldError
-from orchdata.loaders.failures import as_field_error
+from orchdata.loaders.errors import DecodeError, FieldError, as_field_error
 from orchdata.loaders.generators import GeneratorMaker, Pass, ShardIdentity
 from orchdata.loaders.memory import DECODER_BYTES, pass_shortage, room
-from orchdata.loaders.modalities.checks import read_header
 from orchdata.loaders.modalities.modality import (
     Modality,
     PartSize,
     as_tensor,
     counts_from_header,
     decode_into,
+    read_header,
     stored_dtype,
 )
 from orchdata.loaders.recipe import Recipe

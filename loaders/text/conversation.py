@@ -14,11 +14,22 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple, cast
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.text.chat_keys import (
+from orchdata.loaders.text.jinja import JinjaTemplate
+from orchdata.loaders.text.messages import (
+    CHAT_KEYS,
+    CONTENT_KEYS,
     HARMLESS,
+    PAIRS,
+    ROLE_KEYS,
+    SPEAKERS,
     WAY_OUT,
+    Chat,
     Repeating,
+    Template,
+    chat_of_record,
+    chat_of_turns,
     check_record,
+    completion_of,
     has_strings,
     is_chat_context,
     is_wrong,
@@ -26,18 +37,6 @@ from orchdata.loaders.text.chat_keys import (
     says,
     says_nothing,
     shown,
-)
-from orchdata.loaders.text.jinja import JinjaTemplate
-from orchdata.loaders.text.messages import (
-    CHAT_KEYS,
-    CONTENT_KEYS,
-    PAIRS,
-    SPEAKERS,
-    Chat,
-    Template,
-    chat_of_record,
-    chat_of_turns,
-    completion_of,
 )
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS, decode_utf8
 from orchdata.loaders.text.template import MediaWords
@@ -49,7 +48,6 @@ _MOST_KEYS: Final = 4
 """Keys with strings that are not read in an error."""
 _FILE_NAMES: Final = ("file_name", "file_names")
 _ARRAY: Final = "a sample is one of them, and a file that is an array of samples ends in .json"
-_ROLE_KEYS: Final = ("role", "from")
 _INT_DIGITS: Final = 640  # the minimum of Python's limit
 _VIDEO_KEYS: Final = ("video", "videos")
 
@@ -271,7 +269,7 @@ def _is_turn(value: Any) -> bool:
 
 
 def _knows(turn: Mapping[str, Any], template: Template) -> bool:
-    role = _first(turn, _ROLE_KEYS)
+    role = _first(turn, ROLE_KEYS)
     return isinstance(role, str) and template.knows(SPEAKERS.get(role, role)) and _first(turn, CONTENT_KEYS) is not None
 
 

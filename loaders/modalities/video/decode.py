@@ -24,14 +24,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import NOT_DATA, DecodeError, one_line
-from orchdata.loaders.failures import as_failure
+from orchdata.loaders.errors import NOT_DATA, DecodeError, as_failure, one_line
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import read_header
+from orchdata.loaders.modalities.image import ImageFiles
 from orchdata.loaders.modalities.image_decode import Pixels, resized, to_rgb, upright_pixels
-from orchdata.loaders.modalities.image_header import ImageFiles
-from orchdata.loaders.modalities.modality import Modality, PartSize
-from orchdata.loaders.modalities.video.timeline import TIMING, Timeline
+from orchdata.loaders.modalities.modality import Modality, PartSize, read_header
+from orchdata.loaders.modalities.video.containers import TIMING, Timeline
 from orchdata.native.decoding import patchify
 
 if TYPE_CHECKING:

@@ -26,14 +26,12 @@ from av.sidedata.sidedata import SideDataContainer, Type
 from av.video.reformatter import VideoReformatter
 from numpy.typing import NDArray
 
+from orchdata.loaders.child_process import interrupts_deferred
 from orchdata.loaders.errors import DecodeError, StorageError, pass_trouble
-from orchdata.loaders.interrupts import interrupts_deferred
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import check_pixels, check_seconds
-from orchdata.loaders.modalities.cut_audio import TOLERANCE_SECONDS
 from orchdata.loaders.modalities.image_decode import Pixels
-from orchdata.loaders.modalities.video.containers import check_tables, check_whole, format_of
-from orchdata.loaders.modalities.video.timeline import ENCODE_AGAIN, Timeline
+from orchdata.loaders.modalities.modality import TOLERANCE_SECONDS, check_pixels, check_seconds
+from orchdata.loaders.modalities.video.containers import ENCODE_AGAIN, Timeline, check_tables, check_whole, format_of
 
 TOGETHER: Final = 16
 """Number of packets that are read before Ctrl-C is handled."""

@@ -16,15 +16,27 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.failures import as_failure
+from orchdata.loaders.errors import DecodeError, as_failure
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import check_at_least_one, check_pixels
-from orchdata.loaders.modalities.image import CLIP_MEAN, CLIP_STD, ImagePreprocessor, grid_positions, image_grid
-from orchdata.loaders.modalities.image_header import READS_IMAGES, load_formats
-from orchdata.loaders.modalities.modality import ArraySpec, Header, Heads, Modality, PartSize, Slot
-from orchdata.loaders.modalities.video.containers import is_video, plain_header
-from orchdata.loaders.modalities.video.timeline import sampled
+from orchdata.loaders.modalities.image import (
+    CLIP_MEAN,
+    CLIP_STD,
+    READS_IMAGES,
+    ImagePreprocessor,
+    grid_positions,
+    image_grid,
+)
+from orchdata.loaders.modalities.modality import (
+    ArraySpec,
+    Header,
+    Heads,
+    Modality,
+    PartSize,
+    Slot,
+    check_at_least_one,
+    check_pixels,
+)
+from orchdata.loaders.modalities.video.containers import is_video, plain_header, sampled
 from orchdata.native.scan.media import FOUND
 
 _FINEST: Final = 1_000_000
@@ -55,6 +67,8 @@ class VideoFiles(Modality):
         return (*READS_IMAGES, "av", "orchdata.loaders.modalities.video.file")
 
     def set_up_process(self) -> None:
+        from orchdata.loaders.modalities.image_decode import load_formats
+
         load_formats()  # for frames that a record lists
 
     @staticmethod

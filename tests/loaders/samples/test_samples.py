@@ -11,8 +11,7 @@ import pytest
 
 from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, TEXT
-from orchdata.loaders.modalities.checks import read_header
-from orchdata.loaders.modalities.modality import PartSize
+from orchdata.loaders.modalities.modality import PartSize, read_header
 from orchdata.loaders.recipe import ChatTemplate, ImagePreprocessor, Recipe, TextPreprocessor
 from orchdata.loaders.samples.compose import compose, text_members
 from orchdata.loaders.samples.measure import measure
