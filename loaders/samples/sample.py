@@ -30,7 +30,7 @@ from orchdata.loaders.modalities.modality import (
     stored_dtype,
 )
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.compose import compose
+from orchdata.loaders.samples.compose import composition_of
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.samples.spans import SizeOf, SizesInTurn, Span, TextSpan
 
@@ -195,12 +195,12 @@ def decode_sample(
     """Decode a sample's parts into newly allocated memory.
 
     `payloads` are of text_members() and of every member with a part; `sizes` from `measure`, in the order of their
-    slots; `spans_of` returns the spans to decode (default: all from `compose`); `generator_of` makes the generator of
-    the part with this number. Raises FieldError as `compose`, or for media that cannot be decoded.
+    slots; `spans_of` returns the spans to decode (default: all); `generator_of` makes the generator of the part with
+    this number. Raises FieldError as `composition_of`, or for media that cannot be decoded.
     """
     parts: list[Part] = []
     size_of = SizesInTurn(sizes)
-    spans = compose(members, payloads, recipe, size_of) if spans_of is None else spans_of(size_of)
+    spans = composition_of(members, payloads, recipe).spans(recipe, size_of) if spans_of is None else spans_of(size_of)
     numbers = {member: number for number, member in enumerate(size_of.by_member)}
     for span in spans:
         if isinstance(span, TextSpan):
