@@ -2,7 +2,10 @@
 
     bytes --soundfile--> mono float32 --resampling--> the recipe's rate --fit--> the indexed length
 
-Cut ones fail. Imported late: it loads libsndfile.
+Cut ones fail: libsndfile shortens such a clip silently, so what a file declares is compared with what it contains. Read
+are the sizes of RIFF (WAV), RF64, W64, AIFF, AIFC, AU and SPHERE, the pages of Ogg, and an MP3's Xing, Info or VBRI
+tag. Programs that write to a pipe leave placeholders for sizes: those declare nothing. Imported late: it loads
+libsndfile.
 """
 
 from __future__ import annotations
@@ -107,7 +110,11 @@ def probe_audio(data: bytes, limits: Limits) -> Header:
             if is_mp3:
                 frames = _mp3_frames(data, frames)
             if frames < 0 or frames >= UNKNOWN_FRAMES or (is_mp3 and frames == 0):
-                frames = _count_frames(sound, int(limits.audio_seconds * rate))
+                # Decode and count them, up to just above the limit.
+                block = np.empty((_BLOCK_FRAMES // max(1, sound.channels // 8), sound.channels), np.float32)
+                frames = 0
+                while frames <= int(limits.audio_seconds * rate) and (got := len(sound.read(out=block))):
+                    frames += got
     except soundfile.LibsndfileError as error:
         refuse_unsupported(data)
         if data.startswith(_AUDIO) or (len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0):
@@ -161,18 +168,6 @@ def _mp3_frames(data: bytes, header_frames: int) -> int:
     if not is_whole or mp3.tagged not in (None, count - 1):
         return -1
     return min(header_frames, count * mp3.samples) if mp3.tagged is None else header_frames
-
-
-def _count_frames(sound: Sound, limit: int) -> int:
-    """Decode and count frames, up to just above `limit`."""
-    block = np.empty((_BLOCK_FRAMES // max(1, sound.channels // 8), sound.channels), np.float32)
-    count = 0
-    while count <= limit:
-        got = len(sound.read(out=block))
-        count += got
-        if got == 0:
-            break
-    return count
 
 
 Wave = NDArray[np.float32]
@@ -258,7 +253,14 @@ def _read_blocks(sound: Any, rate: int, limits: Limits) -> Wave:
     header_frames = int(sound.frames) if sound.format == "FLAC" else 0
     while True:
         block = np.empty((min(longest, max(int(sound.frames) - total, _LEAST_FRAMES)), sound.channels), np.float32)
-        got = _read_block(sound, block, header_frames - total)
+        # An error after the frames that a FLAC's header tells is a tag, not sound.
+        left = header_frames - total
+        try:
+            got = np.asarray(sound.read(out=block[:left] if 0 < left < len(block) else block))
+        except soundfile.LibsndfileError:
+            if left or sound.format != "FLAC":
+                raise
+            break
         if not len(got):
             break
         if not (got.max() < _LOUDEST and got.min() > -_LOUDEST):  # false for NaN too
@@ -274,18 +276,6 @@ def _read_blocks(sound: Any, rate: int, limits: Limits) -> Wave:
 def _mean(samples: NDArray[np.float32]) -> Wave:
     """(num_frames, num_channels) -> (num_frames,)."""
     return samples[:, 0] if samples.shape[1] == 1 else samples.mean(axis=1, dtype=np.float32)
-
-
-def _read_block(sound: Any, block: NDArray[np.float32], left: int) -> NDArray[np.float32]:
-    """Read the next frames; `left` are still expected by a FLAC's header. An error after these is a tag, not sound."""
-    if 0 < left < len(block):
-        return np.asarray(sound.read(out=block[:left]))
-    try:
-        return np.asarray(sound.read(out=block))
-    except soundfile.LibsndfileError:
-        if left == 0 and sound.format == "FLAC":
-            return block[:0]
-        raise
 
 
 def fit(wave: Wave, num_samples: int, rate: int) -> Wave:
@@ -334,7 +324,10 @@ def _container(head: bytes, data: Payload) -> Extent | None:
         size, start = sound_chunk(data, "little" if magic == b"RIFF" else "big")
         return None if _is_placeholder(size) else Extent(size, len(data) - start)
     if magic in (b"RF64", b"BW64"):
-        return _rf64(data)
+        size, start = sound_chunk(data, "little")
+        if size == 0xFFFFFFFF and bytes(data[12:16]) == b"ds64":
+            size = int.from_bytes(data[28:36], "little")
+        return None if size in (0, 0xFFFFFFFF) or size >> 62 else Extent(size, len(data) - start)
     if magic == b"riff":
         return _w64(data)
     if magic in (b".snd", b"dns."):
@@ -372,13 +365,6 @@ def unclosed_wav(data: Payload) -> int:
     next_name, next_size = bytes(data[start : start + 4]), int.from_bytes(data[start + 4 : start + 8], "little")
     is_chunk = next_name.isascii() and next_name.decode().isprintable() and start + 8 + next_size <= len(data)
     return 0 if is_chunk else start  # a clip that is really empty may have chunks after it
-
-
-def _rf64(data: Payload) -> Extent | None:
-    size, start = sound_chunk(data, "little")
-    if size == 0xFFFFFFFF and bytes(data[12:16]) == b"ds64":
-        size = int.from_bytes(data[28:36], "little")
-    return None if size in (0, 0xFFFFFFFF) or size >> 62 else Extent(size, len(data) - start)
 
 
 def _w64(data: Payload) -> Extent | None:

@@ -163,7 +163,11 @@ class ImagePreprocessor(ImageFiles):
             )
         for name, choices in _CHOICES.items():
             check_choice("ImagePreprocessor", name, getattr(self, name), choices)
-        if self.resizer == "torchvision" and self.resample == "lanczos" and _torch_version() < _LANCZOS_SINCE:
+        if (
+            self.resizer == "torchvision"
+            and self.resample == "lanczos"
+            and tuple(map(int, version("torch").split(".")[:2])) < _LANCZOS_SINCE
+        ):
             needed = ".".join(map(str, _LANCZOS_SINCE))
             raise ValueError(f"ImagePreprocessor.resample 'lanczos' needs torch {needed} or resizer='pillow'")
         self._check_pixels()
@@ -174,9 +178,6 @@ class ImagePreprocessor(ImageFiles):
             object.__setattr__(self, name, values)
         if not all(value > 0 for value in self.std):
             raise ValueError(f"ImagePreprocessor.std must be above 0 in every channel, got {self.std}")
-        self._check_augment()
-
-    def _check_augment(self) -> None:
         if self.augment is None and self.augment_id is not None:
             raise ValueError(f"ImagePreprocessor.augment_id={self.augment_id!r} is of no function: pass augment= too")
         if self.augmentation is not None and not takes_rng(type(self)).decode_into:
@@ -262,13 +263,13 @@ class ImagePreprocessor(ImageFiles):
         from orchdata.loaders.modalities.image_decode import augmented, byte_table
         from orchdata.native.decoding import patchify
 
-        pixels = self._pixels(data, limits, (size.extent[0], size.extent[1]))
+        pixels = self._pixels(data, limits, size.extent)
         if self.augmentation is not None:
             pixels = augmented(pixels, self.augmentation, rng)
         table = byte_table(self.mean, self.std, self.dtype)
         patchify(pixels, self.patch_size, self.merge, table, out["patches"], repeats=self.temporal_patch_size)
 
-    def _pixels(self, data: bytes | memoryview, limits: Limits, grid: tuple[int, int]) -> NDArray[np.uint8]:
+    def _pixels(self, data: bytes | memoryview, limits: Limits, grid: tuple[int, ...]) -> NDArray[np.uint8]:
         """Return upright pixels (height, width, 3 or 4) of the grid's size; a fourth channel is undefined. Memory and
         errors as in `upright_pixels`.
         """
@@ -379,11 +380,6 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
         grow = sqrt(min_pixels / (height * width))
         return ceil(height * grow / factor) * factor, ceil(width * grow / factor) * factor
     return high, wide
-
-
-def _torch_version() -> tuple[int, int]:
-    major, minor = version("torch").split(".")[:2]
-    return int(major), int(minor)
 
 
 def _within(rows: int, cols: int, low: int, high: int) -> tuple[int, int]:

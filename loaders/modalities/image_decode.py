@@ -105,19 +105,6 @@ def pass_pillow(error: Exception) -> None:
         raise package_error(error, "an image", "PIL") from error
 
 
-def refuse_unsupported(data: bytes) -> None:
-    """Raise PackageError for an image of a format that the installed Pillow was built without."""
-    reason = None
-    for name in load_formats():
-        accept = Image.OPEN[name][1]
-        # With too few bytes some plugins raise any exception: then it is not their format.
-        with suppress(Exception):
-            said = accept(data[:16]) if accept is not None else None
-            reason = said if reason is None and isinstance(said, str) else reason
-    if reason is not None:
-        raise PackageError("PIL", reason, way_out("PIL"), "an image")
-
-
 def open_image(data: bytes) -> ImageFile.ImageFile:
     """Identify an image without decoding it. Raises DecodeError.
 
@@ -126,24 +113,25 @@ def open_image(data: bytes) -> ImageFile.ImageFile:
     if not data:
         raise DecodeError("empty: 0 bytes")
     reason = f"not an image: starts with {starts_with(data)}"
-    for name, factory, accept in _openers():
+    lacks = None
+    for name in load_formats():
+        factory, accept = Image.OPEN[name]
         accepted: bool | str = False
         with suppress(Exception):  # with too few bytes some plugins raise any exception
             accepted = accept is None or accept(data[:16])
-        if not accepted or isinstance(accepted, str):
+        if isinstance(accepted, str):  # this Pillow was built without the format
+            lacks = lacks or accepted
+            continue
+        if not accepted:
             continue
         try:
             return factory(io.BytesIO(data), "")
         except (SyntaxError, IndexError, TypeError, KeyError, ValueError, OSError, struct.error) as error:
             pass_trouble(error)
             reason = f"damaged {name} image: {one_line(error)}"
-    refuse_unsupported(data)
+    if lacks:
+        raise PackageError("PIL", lacks, way_out("PIL"), "an image")
     raise DecodeError(reason)
-
-
-@lru_cache(maxsize=1)
-def _openers() -> list[tuple[str, Callable[..., ImageFile.ImageFile], Callable[[bytes], bool | str] | None]]:
-    return [(name, *Image.OPEN[name]) for name in load_formats()]
 
 
 def too_large(error: Exception, limits: Limits) -> DecodeError:
@@ -340,21 +328,16 @@ def to_rgb(image: Image.Image, alpha: str) -> Image.Image:
 def _to_bytes(image: Image.Image) -> Pixels:
     """Grey with 16 or 32 bits per pixel -> uint8 (height, width)."""
     values = np.asarray(image)
-    low, high = values.min(), values.max()
+    low, high, scale = values.min(), values.max(), 1.0
     if image.mode == "F":
         if not np.isfinite(low) or not np.isfinite(high):
             raise DecodeError("the image holds NaN or infinite values")
         # Floats are fractions; if some are above 1, they can only be byte values already.
         scale = 255.0 if high <= 1 else 1.0
-        _check_range(low, high, 255 / scale)
-        return np.rint(values * np.float32(scale)).astype(np.uint8)
-    _check_range(low, high, 65535)
-    return (values >> 8).astype(np.uint8)
-
-
-def _check_range(low: float, high: float, most: float) -> None:
+    most = 255 / scale if image.mode == "F" else 65535
     if low < 0 or high > most:
         raise DecodeError(f"grey values from {low:g} to {high:g}, outside [0, {most:g}]: store it with 8 or 16 bits")
+    return np.rint(values * np.float32(scale)).astype(np.uint8) if image.mode == "F" else (values >> 8).astype(np.uint8)
 
 
 def resized(pixels: Pixels, target: Size, resizer: str, resample: str) -> Pixels:
@@ -362,23 +345,19 @@ def resized(pixels: Pixels, target: Size, resizer: str, resample: str) -> Pixels
     height, width = pixels.shape[:2]
     if (width, height) == target:
         return pixels
-    if resizer == "torchvision":
-        return _resized_as_torchvision(pixels, target, resample)
-    mode = "RGBX" if pixels.shape[2] == 4 else "RGB"
-    image = Image.frombuffer(mode, (width, height), pixels, "raw", mode, 0, 1)
-    return np.asarray(image.resize(target, Image.Resampling[resample.upper()]))
-
-
-def _resized_as_torchvision(pixels: Pixels, target: Size, resample: str) -> Pixels:
+    if resizer != "torchvision":
+        mode = "RGBX" if pixels.shape[2] == 4 else "RGB"
+        image = Image.frombuffer(mode, (width, height), pixels, "raw", mode, 0, 1)
+        return np.asarray(image.resize(target, Image.Resampling[resample.upper()]))
     import torch
     from torch.nn.functional import interpolate
 
     with torch.no_grad():
         # Batch axis first: torch then sees channels-last memory, keeps that layout, and copies nothing.
-        image = torch.from_numpy(np.require(pixels, requirements="W"))[None].permute(0, 3, 1, 2)
+        given = torch.from_numpy(np.require(pixels, requirements="W"))[None].permute(0, 3, 1, 2)
         # As torchvision: if uint8 has no bilinear kernel, resize floats.
         through_floats = resample == "bilinear" and not _has_bilinear_bytes()
-        scaled = interpolate(image.float() if through_floats else image, target[::-1], mode=resample, antialias=True)
+        scaled = interpolate(given.float() if through_floats else given, target[::-1], mode=resample, antialias=True)
         if through_floats:
             scaled = scaled.round_().to(torch.uint8)
     return np.ascontiguousarray(scaled.permute(0, 2, 3, 1)[0].numpy())
@@ -451,7 +430,7 @@ _scratch = Scratch()
 
 
 class JpegHeader(NamedTuple):
-    """Size in pixels and colour space, both as stored."""
+    """Size and colour space, as stored."""
 
     width: int
     height: int
@@ -469,22 +448,19 @@ def read_jpeg_header(data: bytes | memoryview) -> JpegHeader | None:
 
 def jpeg_orientation(data: bytes | memoryview) -> int:
     """Return the EXIF orientation, as Pillow reads it; 1 if there is none."""
-    head = bytes(data[: _first_scan(data)])
+    # Its marks are in the segments before the first scan; if anything else comes there, anywhere.
+    at, end = 2, len(data)
+    while at + 4 <= end and data[at] == 0xFF and data[at + 1] in _SEGMENTS:
+        if data[at + 1] == _START_OF_SCAN:
+            end = at
+            break
+        at += 2 + (data[at + 2] << 8 | data[at + 3])
+    head = bytes(data[:end])
     if not any(mark in head for mark in _ORIENTATION_MARKS):
         return 1
     image = JpegImagePlugin.JpegImageFile(io.BytesIO(data))
     orientation = image.getexif().get(_ORIENTATION, 1)
     return orientation if orientation in range(1, 9) else 1
-
-
-def _first_scan(data: bytes | memoryview) -> int:
-    """Return where the first scan starts; the end of the data if anything but segments comes before it."""
-    at = 2
-    while at + 4 <= len(data) and data[at] == 0xFF and data[at + 1] in _SEGMENTS:
-        if data[at + 1] == _START_OF_SCAN:
-            return at
-        at += 2 + (data[at + 2] << 8 | data[at + 3])
-    return len(data)
 
 
 def decode_jpeg(

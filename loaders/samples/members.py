@@ -62,8 +62,8 @@ class Uses(NamedTuple):
     # Text with a name that belongs to a conversation (`tools`, `system.txt`), in the order of the shard; it may be in
     # `json` or `plain` too.
     chat_context: tuple[int, ...] = ()
-    # Text under other names, if there is neither JSON nor plain text: a Parquet column of chats may have any name. Under
-    # a jinja template, text under all names.
+    # Text under other names, if there is neither JSON nor plain text: a Parquet column of chats may have any name.
+    # Under a jinja template, text under all names.
     other_text: tuple[int, ...] = ()
     spare: tuple[int, ...] = ()  # other text than `plain`, needed only if that is blank or a placeholder alone
     # Text that names media by path, or cannot be media: columns `image`, `audios`, `jpg` without bytes.
