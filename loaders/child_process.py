@@ -31,9 +31,8 @@ _BEGIN = b"begin"
 
 
 class Channel:
-    """One end of a channel. A message arrives whole or not at all; closing one end is an end of file at the other.
-
-    A message that does not fit now, because the peer does not read, is queued here if the socket does not block.
+    """One end of a channel. A message arrives whole or not at all; closing one end is an end of file at the other. A
+    message that does not fit now, because the peer does not read, is queued here if the socket does not block.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -223,10 +222,8 @@ def taken_bytes() -> int:
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Deliver a Ctrl-C of the block after it: for short code that must not be interrupted.
-
-    Does nothing where no Python handler would run: in another thread, where SIGINT is ignored or left to the system,
-    and in a subinterpreter.
+    """Deliver a Ctrl-C of the block after it: for short code that must not be interrupted. Does nothing where no Python
+    handler would run: in another thread, where SIGINT is ignored or left to the system, and in a subinterpreter.
     """
     came: list[tuple[Any, ...]] = []
     previous = signal.getsignal(signal.SIGINT)
@@ -247,9 +244,8 @@ def interrupts_deferred() -> Iterator[None]:
 
 
 def leave_out_what_is_loaded() -> None:
-    """Let collections pass over all objects that exist now, until the interpreter ends.
-
-    At its end they are freed as usual: otherwise libraries with nanobind, such as triton, print that objects leak.
+    """Let collections pass over all objects that exist now, until the interpreter ends. At its end they are freed as
+    usual: otherwise libraries with nanobind, such as triton, print that objects leak.
     """
     gc.freeze()
     atexit.register(gc.unfreeze)

@@ -18,7 +18,6 @@ from orchdata.loaders.modalities.audio import AudioPreprocessor
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT, UNUSED
 from orchdata.loaders.modalities.image import ImagePreprocessor, image_grid
 from orchdata.loaders.modalities.modality import (
-    ArraySpec,
     Modality,
     Slot,
     counts_from_header,
@@ -339,7 +338,7 @@ class Recipe:
             mark = self.slots[name].mark
             if mark and marks.setdefault(mark, name) != name:
                 raise ValueError(f"the marks of {marks[mark]} and {name} are both {mark!r}")
-        slots = {name: self._placeholder(name) or mark for mark, name in marks.items()}
+        slots = {name: getattr(self.modalities.get(name), "placeholder", "") or mark for mark, name in marks.items()}
         if self.text.whole:  # texts are written for any model: accept "<image>" if this model's mark differs
             for name in slots:
                 marks.setdefault(f"<{name}>", name)
@@ -354,9 +353,6 @@ class Recipe:
         media_words = MediaWords(tuple(marks.items()), items, record_keys(names), slots, listed)
         return Rules(self.text.template, media_words, tuple(dict.fromkeys((*self.text.fields, *TEXT_FIELDS))))
 
-    def _placeholder(self, name: str) -> str:
-        return self.modalities[name].placeholder if name in self.modalities else ""
-
     def describe(self) -> dict[str, Any]:
         """Return all that costs and values depend on, JSON-safe; compare two of these to name a difference.
 
@@ -366,7 +362,7 @@ class Recipe:
             "rules_version": versions.COUNTS,
             **{name: _described(name, modality) for name, modality in self._given.items()},
             "text": self.text.describe(),
-            "limits": plain_fields(self.limits),
+            "limits": {name: plain(getattr(self.limits, name), name) for name in Limits.__dataclass_fields__},
         }
         if self.record is not None:
             described["record"] = self.record.id
@@ -445,10 +441,6 @@ def _described(name: str, modality: Modality | None) -> dict[str, Any] | None:
     return modality.parameters() if type(modality) is BUILTINS.get(name) else modality.describe()
 
 
-def plain_fields(limits: Limits) -> dict[str, Any]:
-    return {name: plain(getattr(limits, name), name) for name in Limits.__dataclass_fields__}
-
-
 def checked_recipe(recipe: Recipe | None) -> Recipe:
     """Return the recipe, or the default one for None. Raises TypeError for anything else."""
     if recipe is not None and not isinstance(recipe, Recipe):
@@ -483,9 +475,8 @@ def _check_words(name: str, modality: Modality) -> None:
 
 
 def _check_arrays(modalities: Mapping[str, Modality]) -> None:
-    """Check the arrays of modalities: each must be valid, and have a unique name in a batch.
-
-    Raises TypeError for a dtype that tensors do not have, otherwise ValueError.
+    """Check the arrays of modalities: each must be valid, and have a unique name in a batch. Raises TypeError for a
+    dtype that tensors do not have, otherwise ValueError.
     """
     owners = dict.fromkeys(_INPUTS, "every batch")
     for name, modality in modalities.items():
@@ -493,17 +484,13 @@ def _check_arrays(modalities: Mapping[str, Modality]) -> None:
         for array, spec in specs.items():
             if not array.isidentifier() or array in _ATTRIBUTES or array in _COMPANIONS:
                 raise ValueError(f"an array of {name} cannot be called {array!r}: batches use that name")
-            _check_spec(f"{name}.{array}", spec)
+            if spec.per not in ("row", "part"):
+                raise ValueError(f"{name}.{array} has per={spec.per!r}: it is 'row' or 'part'")
+            if not all(isinstance(side, int) and side >= 1 for side in spec.row_shape):
+                raise ValueError(f"{name}.{array} has rows of shape {spec.row_shape!r}: sides are ints of at least 1")
+            if stored_dtype(spec.dtype).kind not in "biufc":
+                raise TypeError(f"{name}.{array} has dtype {spec.dtype!r}: name one that tensors have")
         for suffix in (*specs, *_COMPANIONS):
             owner = owners.setdefault(f"{name}_{suffix}", name)
             if owner != name:
                 raise ValueError(f"{owner} and {name} both have an input called {name}_{suffix}: rename one of them")
-
-
-def _check_spec(name: str, spec: ArraySpec) -> None:
-    if spec.per not in ("row", "part"):
-        raise ValueError(f"{name} has per={spec.per!r}: it is 'row' or 'part'")
-    if not all(isinstance(side, int) and side >= 1 for side in spec.row_shape):
-        raise ValueError(f"{name} has rows of shape {spec.row_shape!r}: sides are ints of at least 1")
-    if stored_dtype(spec.dtype).kind not in "biufc":
-        raise TypeError(f"{name} has dtype {spec.dtype!r}: name one that tensors have")

@@ -3,8 +3,6 @@
     record, and what was read of it --names_of_record--> names --UnreadNames--> counts of a shard --> of an index
 
 A name leads to a value by keys, with dots; `[]` stands for the items of a list: `meta.lang`, `messages[].weight`.
-
-Endings of the files of each modality, read or not: which of the fields that are not read are media.
 """
 
 from __future__ import annotations
@@ -134,22 +132,13 @@ def is_empty(payload: bytes | memoryview) -> bool:
 def names_of_record(
     record: Any, document: Document | None, rules: Rules, name: str, read: Collection[str], has: Collection[str]
 ) -> tuple[str, ...]:
-    """Return the unread names of a record, a name before those below it.
-
-    `document` is what the sample's text was read from it, or None; `name` is its member's, for what is no object;
-    `read` are more keys that are read; what names media of the modalities in `has` is read too.
+    """Return the unread names of a record, a name before those below it. `document` is what the sample's text was read
+    from it, or None; `name` is its member's, for what is no object; `read` are more keys that are read; what names
+    media of the modalities in `has` is read too.
     """
     found: dict[str, None] = {}
     is_chat = document is not None and document.is_chat
-    usual = None
-    if is_chat and isinstance(record, dict) and not has and not read and record.keys().isdisjoint(rules.words.records):
-        template = rules.template
-        usual = _usual_chat(tuple(record), template.ignore_keys if isinstance(template, JinjaTemplate) else ())
-    if usual is not None and isinstance(record[usual[0]], list) and record[usual[0]]:
-        for key, its_name in usual[1]:
-            _add(its_name, record[key], found)
-        _add_turns(f"{usual[0]}[]", record[usual[0]], rules, found)
-    elif not isinstance(record, dict):
+    if not isinstance(record, dict):
         if is_chat:
             _add_turns(f"{name}[]", record, rules, found)
         else:
@@ -213,15 +202,6 @@ def _keys_read(record: Mapping[str, Any], document: Document, rules: Rules) -> l
 def _context(keys: tuple[str, ...], ignored: tuple[str, ...]) -> list[str]:
     """Return the keys that belong to a conversation, or that its template may lose."""
     return [key for key in keys if key in ignored or is_chat_context(key)]
-
-
-@lru_cache(maxsize=256)
-def _usual_chat(keys: tuple[str, ...], ignored: tuple[str, ...]) -> tuple[str, list[tuple[str, str]]] | None:
-    """Return the key of the turns, and the keys that are not read with their names; None if more belongs to a chat."""
-    chats = [key for key in keys if key in CHAT_KEYS]
-    if len(chats) != 1 or _context(keys, ignored):
-        return None
-    return chats[0], list(zip(*_others(keys, (chats[0],)), strict=True))
 
 
 @lru_cache(maxsize=256)

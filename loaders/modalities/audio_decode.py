@@ -59,11 +59,10 @@ _Order: TypeAlias = Literal["little", "big"]
 
 
 class Sound(soundfile.SoundFile):  # type: ignore[misc]
-    """A SoundFile over bytes that is only read forward. Raises soundfile.LibsndfileError.
-
-    soundfile seeks after each read, which fails if the header contains no length (a FLAC streamed out) or a wrong one.
-    libsndfile reads a memory file directly, not bytes through Python callbacks: an exception of a signal handler in a
-    function that C calls would be lost there, and the clip would have a gap.
+    """A SoundFile over bytes that is only read forward. Raises soundfile.LibsndfileError. soundfile seeks after each
+    read, which fails if the header contains no length (a FLAC streamed out) or a wrong one. libsndfile reads a memory
+    file directly, not bytes through Python callbacks: an exception of a signal handler in a function that C calls would
+    be lost there, and the clip would have a gap.
     """
 
     _close_memory: Callable[[], object] = staticmethod(lambda: None)  # if an interrupt came before it was opened
@@ -92,9 +91,7 @@ class Sound(soundfile.SoundFile):  # type: ignore[misc]
 @as_failure(DecodeError, "damaged audio")
 def probe_audio(data: bytes, limits: Limits) -> Header:
     """Return (frames of a channel, rate in Hz), from soundfile. For a file with pictures, those of its sound track, or
-    (0, 0) without one.
-
-    Raises DecodeError.
+    (0, 0) without one. Raises DecodeError.
     """
     # Read the length with PyAV, or with soundfile.
     if holds_tracks(data):
@@ -174,9 +171,8 @@ Wave = NDArray[np.float32]
 
 
 def decode_wave(data: bytes | memoryview, sample_rate: int, num_samples: int, limits: Limits) -> Wave:
-    """Return a clip as mono samples (num_samples,) at `sample_rate` Hz. Raises DecodeError.
-
-    It is cut or padded with zeros to the indexed length if the difference is within 1 % or 50 ms.
+    """Return a clip as mono samples (num_samples,) at `sample_rate` Hz. Raises DecodeError. It is cut or padded with
+    zeros to the indexed length if the difference is within 1 % or 50 ms.
     """
     wave, rate = read_mono(data, limits)
     return fit(resample(wave, rate, sample_rate), num_samples, sample_rate)

@@ -337,7 +337,6 @@ def grid_positions(moments: NDArray[np.int64], high: int, wide: int) -> NDArray[
 
 def image_grid(width: int, height: int, pre: ImagePreprocessor) -> tuple[int, int]:
     """Return the grid of patches (grid_h, grid_w) for an image of `width` x `height` pixels; both multiples of `merge`.
-
     By rule "qwen2_vl" as Hugging Face, see `smart_resize`. Rule "budget" is similar: each side is rounded to a whole
     number of merged tokens (half to even); above `max_tokens` (below `min_tokens`) both shrink (grow) by one factor,
     rounded down (up). But sides never fall below one token, the product stays within both limits even for extreme
@@ -362,10 +361,9 @@ def image_grid(width: int, height: int, pre: ImagePreprocessor) -> tuple[int, in
 
 
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Return the pixels (height, width) to which Qwen-VL's image processors of Hugging Face resize an image.
-
-    In floats, with equal results: these operations are rounded in the same way on every machine. Raises ValueError for
-    an aspect ratio above 200.
+    """Return the pixels (height, width) to which Qwen-VL's image processors of Hugging Face resize an image. In floats,
+    with equal results: these operations are rounded in the same way on every machine. Raises ValueError for an aspect
+    ratio above 200.
     """
     ratio = max(height, width) / min(height, width)
     if ratio > 200:

@@ -106,9 +106,8 @@ def pass_pillow(error: Exception) -> None:
 
 
 def open_image(data: bytes) -> ImageFile.ImageFile:
-    """Identify an image without decoding it. Raises DecodeError.
-
-    Like Image.open, but without its check against a process-wide number of pixels: the recipe has a limit.
+    """Identify an image without decoding it. Raises DecodeError. Like Image.open, but without its check against a
+    process-wide number of pixels: the recipe has a limit.
     """
     if not data:
         raise DecodeError("empty: 0 bytes")
@@ -200,7 +199,6 @@ def probe_image(data: bytes, limits: Limits) -> Header:
 
 def augmented(pixels: Pixels, augment: UserFunction, rng: np.random.Generator | None) -> Pixels:
     """Return what the user's function makes of pixels (height, width, 3 or 4): uint8 (height, width, 3), C-contiguous.
-
     Raises DecodeError if it raised, or returned something else, and TypeError without `rng`.
     """
     if rng is None:
@@ -239,11 +237,10 @@ def upright_pixels(
     least_of: Callable[[int, int], Size | None] = lambda *_: None,
     colours: str = "RGB",
 ) -> Pixels:
-    """Return upright pixels (height, width, channels), C-contiguous. Raises DecodeError.
-
-    The memory may be this thread's scratch; its next image overwrites it. `convert` makes anything but a plain JPEG
-    RGB. `least_of` takes the size as displayed, and returns the size below which a JPEG is not scaled while it is
-    decoded, or None; `colours` of plain JPEGs are "RGB" or "RGBX".
+    """Return upright pixels (height, width, channels), C-contiguous. Raises DecodeError. The memory may be this
+    thread's scratch; its next image overwrites it. `convert` makes anything but a plain JPEG RGB. `least_of` takes the
+    size as displayed, and returns the size below which a JPEG is not scaled while it is decoded, or None; `colours` of
+    plain JPEGs are "RGB" or "RGBX".
     """
     try:
         return _upright_pixels(data, limits, convert, least_of, colours)
@@ -377,7 +374,6 @@ def _has_bilinear_bytes() -> bool:
 @lru_cache(maxsize=1)
 def pass_order() -> str:
     """Return in which order the installed Pillow resizes the axes. It changes pixels: each pass rounds to bytes.
-
     "horizontal-first", as before Pillow 13, or "by-work": first the axis that leaves less work for the other.
     """
     image = Image.linear_gradient("L").resize((60, 40)).rotate(30)
@@ -467,7 +463,6 @@ def decode_jpeg(
     data: bytes | memoryview, header: JpegHeader, colours: str, least: tuple[int, int] | None
 ) -> NDArray[np.uint8]:
     """Return pixels (height, width, channels), scaled while decoding, to at least `least` (width, height), unless None.
-
     `colours` are "RGB", "RGBX" or "CMYK" (only for a CMYK picture; Adobe's inversion is undone). The memory belongs to
     this thread; its next call overwrites it. Raises DecodeError for a damaged picture.
     """
@@ -525,9 +520,8 @@ def without_extras(data: bytes) -> bytes:
 
 
 def without_padding(data: bytes) -> bytes:
-    """Return the JPEG without zeros before its end marker: some programs pad with these.
-
-    Other left-over bytes there are a sign of a damaged scan: they stay.
+    """Return the JPEG without zeros before its end marker: some programs pad with these. Other left-over bytes there
+    are a sign of a damaged scan: they stay.
     """
     end = data.rfind(_END)
     return data[:end].rstrip(b"\0") + data[end:] if end > 0 else data

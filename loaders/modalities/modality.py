@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import io
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import Field, is_dataclass
 from dataclasses import fields as dataclass_fields
 from math import inf, isfinite
@@ -81,22 +82,14 @@ class Slot(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """The first bytes of n members, and the results of scanning them.
+    """The first bytes of n members, and the results of scanning them."""
 
-    Attributes:
-        buffer: uint8, read-only.
-        starts, available, sizes: int64 (n,): start of each member in the buffer, number of its bytes there, and its
-            full size.
-        status: uint8 (n,), to be written: FOUND, MORE or UNUSUAL, see `native.scan.status`.
-        facts: int64 (n, num_facts), to be written where status is FOUND.
-    """
-
-    buffer: NDArray[np.uint8]
-    starts: NDArray[np.int64]
-    available: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    status: NDArray[np.uint8]
-    facts: NDArray[np.int64]
+    buffer: NDArray[np.uint8]  # read-only
+    starts: NDArray[np.int64]  # (n,), of each member in the buffer
+    available: NDArray[np.int64]  # (n,), number of its bytes there
+    sizes: NDArray[np.int64]  # (n,), its full size
+    status: NDArray[np.uint8]  # (n,), to be written: FOUND, MORE or UNUSUAL, see `native.scan.status`
+    facts: NDArray[np.int64]  # (n, num_facts), to be written where status is FOUND
 
 
 class Modality:
@@ -345,26 +338,21 @@ _TAKES_RNG: Final[WeakKeyDictionary[type[Modality], TakesRng]] = WeakKeyDictiona
 
 
 def takes_rng(kind: type[Modality]) -> TakesRng:
-    """Return which methods of a class have a parameter `rng`; looked up once per class.
-
-    Raises TypeError if `decode` has one, and an overridden `decode_into`, which calls it, has none.
+    """Return which methods of a class have a parameter `rng`; looked up once per class. Raises TypeError if `decode`
+    has one, and an overridden `decode_into`, which calls it, has none.
     """
     if kind in _TAKES_RNG:
         return _TAKES_RNG[kind]
-    found = TakesRng(_has_rng(kind.decode), _has_rng(kind.decode_into))
+    found = TakesRng(False, False)
+    for name in TakesRng._fields:
+        with suppress(ValueError, TypeError):  # some functions of extension modules have no signature
+            found = found._replace(**{name: "rng" in inspect.signature(getattr(kind, name)).parameters})
     if found.decode and not found.decode_into and kind.decode_into is not Modality.decode_into:
         raise TypeError(
             f"{kind.__qualname__}.decode has a parameter rng, but its decode_into has none to pass on: add it there"
         )
     _TAKES_RNG[kind] = found
     return found
-
-
-def _has_rng(function: Callable[..., Any]) -> bool:
-    try:
-        return "rng" in inspect.signature(function).parameters
-    except (ValueError, TypeError):  # some functions of extension modules have no signature
-        return False
 
 
 def decode_into(
@@ -578,7 +566,6 @@ HEAD_BYTES: Final = 1 << 16
 
 def read_header(kind: type[Modality], size: int, read: Callable[[int], bytes], limits: Limits) -> Header:
     """Return the header of one member of `size` bytes, of which `read` returns the first n. `limits` are for the probe.
-
     Raises DecodeError for another format than its name says, or damage, and MemoryError if there may have been too
     little.
     """
@@ -586,14 +573,12 @@ def read_header(kind: type[Modality], size: int, read: Callable[[int], bytes], l
         raise DecodeError("empty: 0 bytes")
     data = read(min(size, HEAD_BYTES))
     status, header = _scan_one(kind, size, data)
-    if status == FOUND:
-        return header
-    if len(data) < size:
+    if status != FOUND and len(data) < size:
         data = read(size)
         if status == MORE:
             status, header = _scan_one(kind, size, data)
-            if status == FOUND:
-                return header
+    if status == FOUND:
+        return header
     if len(data) < size:
         raise DecodeError(f"cut: {len(data)} of {size} bytes")
     try:
@@ -607,9 +592,7 @@ def scan_heads(
     kind: type[Modality], buffer: NDArray[np.uint8], ranges: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Scan headers of many members: `ranges`, int64 (n, 3), are the start of each in the buffer, its bytes there, its
-    size.
-
-    Returns facts, int64 (n, num_facts), zeros where the scan failed, and the indices of those, for `read_header`.
+    size. Returns facts, int64 (n, num_facts), zeros where the scan failed, and the indices of those, for `read_header`.
     """
     facts = np.zeros((len(ranges), kind.num_facts), np.int64)
     status = np.empty(len(ranges), np.uint8)

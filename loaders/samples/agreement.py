@@ -88,7 +88,14 @@ def check_unread(documents: Mapping[int, Document], used: Collection[int], field
         field, *more = (name.removesuffix(WORDS_SUFFIX) for name in unread)
         kept = tuple(stem(name) for name in (field, *more))
         filled = [at for at in others if stem(members[at].field) not in HARMLESS and not is_empty(texts[at])]
-        way_out = _way_out(unread[0], more, alone=len(filled) == 1)
+        if unread[0].endswith(WORDS_SUFFIX) and not more:
+            way_out = f"a list or struct: {OWN_LAYOUT}, or write its words as a string column, or leave it out"
+        elif more or len(filled) != 1 or not is_whole(unread[0]):  # an answer that is a number is not alone
+            too = f"{', '.join(map(repr, more))} too: " if more else ""
+            way_out = f"{too}{OWN_LAYOUT}, or write what is to be learned as one chat, a list of turns under messages"
+        else:
+            chosen = f"TextPreprocessor(fields=({stem(unread[0])!r},))"
+            way_out = f"{chosen} reads them; leave them out if the model need not see them"
         raise FieldError(
             field,
             f"has the sample's only words and is not read: {way_out}; Recipe(keep={kept!r}) delivers what is not "
@@ -102,16 +109,6 @@ def _has_words(fields: Fields, at: int) -> bool:
     if name.removesuffix(WORDS_SUFFIX) in HARMLESS or name.rpartition(".")[2] in TEXT_FIELDS:
         return False
     return has_strings(fields.json_or_text(at)) if name.endswith(WORDS_SUFFIX) else says(fields.text(at))
-
-
-def _way_out(field: str, more: Sequence[str], *, alone: bool) -> str:
-    """Say how to read the words of a field, or of several fields. An answer that is a number is not `alone`."""
-    if field.endswith(WORDS_SUFFIX) and not more:
-        return f"a list or struct: {OWN_LAYOUT}, or write its words as a string column, or leave it out of the data"
-    if more or not alone or not is_whole(field):
-        too = f"{', '.join(map(repr, more))} too: " if more else ""
-        return f"{too}{OWN_LAYOUT}, or write what is to be learned as one chat, a list of turns under messages"
-    return f"TextPreprocessor(fields=({stem(field)!r},)) reads them; leave them out if the model need not see them"
 
 
 def check_unfit(unfit: Iterable[int], fields: Fields) -> None:
@@ -247,10 +244,9 @@ def unplaced(
 def check_marks(
     segments: Iterable[Segment], said: Callable[[], Any] | None, where: str, recipe: Recipe, *, next_to_media: bool
 ) -> None:
-    """Raise FieldError for a mark of media, of any tool, that is left in the text.
-
-    Left alone are added tokens that stand for no part of media, and `<image>` where the recipe says that it is text.
-    `said` returns the values that a chat is from: other marks in its text are its template's.
+    """Raise FieldError for a mark of media, of any tool, that is left in the text. Left alone are added tokens that
+    stand for no part of media, and `<image>` where the recipe says that it is text. `said` returns the values that a
+    chat is from: other marks in its text are its template's.
     """
     # Templates write the same text before and after each turn.
     marked = {
@@ -310,16 +306,14 @@ def check_media_order(document: Document, fields: Fields) -> None:
             own = [fields.name(index).lower() for index in fields.uses.media.get(modality, ())]
             if len(own) < 2 or len(own) != len(names):
                 continue
-            named = [_own_field(name, {*own}) for name in names]
+            # Its field: the name itself, its basename, or (as members are split) the part after its first dot.
+            named: list[str | None] = []
+            for name in map(str.lower, names):
+                base = name.rpartition("/")[2]
+                named.append(next((field for field in (name, base, base.partition(".")[2]) if field in own), None))
             if None not in named and named != own:
                 raise FieldError(
                     modality,
                     f"the conversation names {', '.join(map(shown, names[:3]))}, and media fill their places in the "
                     f"order of the fields: {', '.join(own[:3])}; number the fields as they are named (0.jpg, 1.jpg)",
                 )
-
-
-def _own_field(name: str, fields: Collection[str]) -> str | None:
-    """The field of a name: the name itself, its basename, or (as members are split) the part after its first dot."""
-    base = name.lower().rpartition("/")[2]
-    return next((field for field in (name.lower(), base, base.partition(".")[2]) if field in fields), None)

@@ -108,12 +108,10 @@ class Composition(NamedTuple):
 def composition_of(
     members: Sequence[Member], texts: Payloads, recipe: Recipe, made: MadeSample | None = None
 ) -> Composition:
-    """Return the text and media of a sample in order; `made` is what the user's function made.
-
-    A conversation in JSON goes before plain text, plain text before a text in JSON; other JSON is metadata. Media fill
-    their placeholders in field order, numbered fields by number. Media of a modality without any placeholder come
-    first, in the recipe's order. Raises FieldError: no usable field, text that cannot be read, media that do not match
-    their placeholders.
+    """Return the text and media of a sample in order; `made` is what the user's function made. A conversation in JSON
+    goes before plain text, plain text before a text in JSON; other JSON is metadata. Media fill their placeholders in
+    field order, numbered fields by number. Media of a modality without any placeholder come first, in the recipe's
+    order. Raises FieldError: no usable field, text that cannot be read, media that do not match their placeholders.
     """
     fields = Fields(members, texts, recipe, uses_of(members, recipe))
     if made is None and is_made(members, recipe):
@@ -157,9 +155,8 @@ def composition_of(
 def unread_in(
     composition: Composition, members: Sequence[Member], payloads: Payloads, recipe: Recipe
 ) -> tuple[str, ...]:
-    """Return the names of what a sample has and its composition does not use: members, columns, and keys of JSON.
-
-    What `Recipe.keep` or a count needs is among them.
+    """Return the names of what a sample has and its composition does not use: members, columns, and keys of JSON. What
+    `Recipe.keep` or a count needs is among them.
     """
     if len(members) == len(composition.texts) == 1 and not composition.records:
         return ()

@@ -149,9 +149,8 @@ def part_sizes(
     recipe: Recipe,
     known: Sizes | None = None,
 ) -> list[PartSize]:
-    """Return the size of each part of a sample; those in `known` were counted before, others are added to it.
-
-    Raises FieldError for the first that is bad.
+    """Return the size of each part of a sample; those in `known` were counted before, others are added to it. Raises
+    FieldError for the first that is bad.
     """
     known = {} if known is None else known
     sizes: list[PartSize] = []
@@ -176,9 +175,8 @@ def part_sizes(
 def outlines(
     samples: Sequence[Prepared], recipe: Recipe, at: Callable[[int], None] = lambda number: None
 ) -> list[Outline | FieldError]:
-    """Tokenize the texts of samples, together if the tokenizer can. Return an outline of each, or its error.
-
-    `at` is called with the number of a sample before each piece of work on its text alone.
+    """Tokenize the texts of samples, together if the tokenizer can. Return an outline of each, or its error. `at` is
+    called with the number of a sample before each piece of work on its text alone.
     """
     whole: dict[int, WholeWriter] = {}
     errors: dict[int, FieldError] = {}
@@ -270,9 +268,8 @@ def _outline(sample: Prepared, writer: WholeWriter | None, spans: Sequence[Span 
 
 
 def measure(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview], recipe: Recipe) -> Measured:
-    """Count the tokens and parts of a sample, without decoding media.
-
-    `payloads` are of `texts_to_read` and `parts_to_read`. Raises FieldError, also above a limit.
+    """Count the tokens and parts of a sample, without decoding media. `payloads` are of `texts_to_read` and
+    `parts_to_read`. Raises FieldError, also above a limit.
     """
     sample = prepare(members, payloads, recipe)
     (outline,) = outlines([sample], recipe)
@@ -338,9 +335,8 @@ def writes_between(modality: Modality) -> bool:
 
 
 def shape_of(parts: Sequence[tuple[str, int]], sizes: Sequence[PartSize], recipe: Recipe) -> int:
-    """Return a digest, int64, of the text that stands between the tokens of parts; 0 if there is none.
-
-    Raises FieldError as `expansion_of`.
+    """Return a digest, int64, of the text that stands between the tokens of parts; 0 if there is none. Raises
+    FieldError as `expansion_of`.
     """
     if not any(writes_between(recipe.modalities[name]) for name, _ in parts):
         return 0
@@ -485,7 +481,6 @@ AnySpan = TypeVar("AnySpan", TextSpan | MediaSlot, TextRun | MediaSlot)
 
 def divided(spans: list[AnySpan], recipe: Recipe) -> list[list[AnySpan]]:
     """Return the spans of each row of a sample: all spans in one row, the rest of a truncated sample, or its pieces.
-
     Every piece but the last has `max_tokens` tokens. The first token of each leads, like that of a sample. Raises
     FieldError if the sample has more tokens than `max_tokens`, and may not be cut, or not at this token.
     """

@@ -268,11 +268,9 @@ KeptValue: TypeAlias = Any
 def kept_values(
     names: Iterable[str], fields: Mapping[str, KeptValue], records: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, KeptValue]:
-    """Return name -> value of one sample.
-
-    A field with exactly that name goes before fields that only end in it. Numbered fields ("0.cls", an item of a
-    Parquet list), and several fields, are a list. Without such a field it is the value under that key of the first
-    record that has it. None if the sample has neither.
+    """Return name -> value of one sample. A field with exactly that name goes before fields that only end in it.
+    Numbered fields ("0.cls", an item of a Parquet list), and several fields, are a list. Without such a field it is the
+    value under that key of the first record that has it. None if the sample has neither.
     """
     values: dict[str, KeptValue] = {}
     for name in names:

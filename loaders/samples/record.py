@@ -49,11 +49,9 @@ class MadeSample(NamedTuple):
 
 
 def record_of(members: Sequence[Member], texts: Payloads, recipe: Recipe) -> dict[str, Any]:
-    """Return the fields of a sample by name.
-
-    Text is a string, JSON and columns that are no strings are values, and everything else is a `Media`. Fields with a
-    number ("0.jpg", "images.0") form a list under the name without it. Raises FieldError if a text cannot be read, or
-    two fields have the same name here ("txt" and "txt.gz").
+    """Return the fields of a sample by name. Text is a string, JSON and columns that are no strings are values, and
+    everything else is a `Media`. Fields with a number ("0.jpg", "images.0") form a list under the name without it.
+    Raises FieldError if a text cannot be read, or two fields have the same name here ("txt" and "txt.gz").
     """
     fields = Fields(members, texts, recipe, uses_of(members, recipe))
     return _record(_grouped(members, recipe), fields)
@@ -72,11 +70,9 @@ def _record(groups: _Groups, fields: Fields) -> dict[str, Any]:
 
 
 def made_sample(fields: Fields) -> MadeSample:
-    """Call the recipe's function.
-
-    Without any `Media` in its record all media are used, in the order of the fields; but an empty list or None under a
-    key such as "images" chooses none. Raises LeftOut; FieldError as `record_of`, or if the function fails, or refers to
-    media that the sample does not have.
+    """Call the recipe's function. Without any `Media` in its record all media are used, in the order of the fields; but
+    an empty list or None under a key such as "images" chooses none. Raises LeftOut; FieldError as `record_of`, or if
+    the function fails, or refers to media that the sample does not have.
     """
     members, _, recipe, uses = fields
     assert recipe.record is not None

@@ -141,10 +141,9 @@ def decode_part(
     field: str,
     generator: GeneratorMaker,
 ) -> None:
-    """Decode one part of the modality `name` into the given arrays, as `Modality.decode_into`.
-
-    `generator` is called only if the modality draws. Raises FieldError; MemoryError for lack of memory, and for any
-    failure that may be that in a process with its own memory limit.
+    """Decode one part of the modality `name` into the given arrays, as `Modality.decode_into`. `generator` is called
+    only if the modality draws. Raises FieldError; MemoryError for lack of memory, and for any failure that may be that
+    in a process with its own memory limit.
     """
     modality = recipe.modalities[name]
     rng = generator() if modality.draws() else None
@@ -161,9 +160,8 @@ def decode_part(
 
 
 def _doubt(error: Exception, modality: Modality, data: bytes | memoryview, size: PartSize, recipe: Recipe) -> str:
-    """Return a remark if less memory is left than a decoder may need for a part of this size; else "".
-
-    Raises MemoryError in a process with its own memory limit: other processes then decode the sample alone.
+    """Return a remark if less memory is left than a decoder may need for a part of this size; else "". Raises
+    MemoryError in a process with its own memory limit: other processes then decode the sample alone.
     """
     left = room()
     if left is None:
@@ -192,11 +190,10 @@ def decode_sample(
     spans_of: Callable[[SizeOf], Sequence[Span]] | None = None,
     generator_of: Callable[[int], np.random.Generator] = lambda part: Pass().generator(ShardIdentity("", 0), "", part),
 ) -> tuple[Part, ...]:
-    """Decode a sample's parts into newly allocated memory.
-
-    `payloads` are of text_members() and of every member with a part; `sizes` from `measure`, in the order of their
-    slots; `spans_of` returns the spans to decode (default: all); `generator_of` makes the generator of the part with
-    this number. Raises FieldError as `composition_of`, or for media that cannot be decoded.
+    """Decode a sample's parts into newly allocated memory. `payloads` are of text_members() and of every member with a
+    part; `sizes` from `measure`, in the order of their slots; `spans_of` returns the spans to decode (default: all);
+    `generator_of` makes the generator of the part with this number. Raises FieldError as `composition_of`, or for media
+    that cannot be decoded.
     """
     parts: list[Part] = []
     size_of = SizesInTurn(sizes)

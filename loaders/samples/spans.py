@@ -22,10 +22,9 @@ from orchdata.loaders.text.template import TextSegment, holds_mark
 
 
 class TextSpan(NamedTuple):
-    """Token ids int32 (num_tokens,), at least one, and whether they carry loss.
-
-    The first token of a sample carries no loss: nothing before it predicts it. `leads`: this span contains it.
-    `starts`: of each token in the text that was tokenized in one call, in characters, int64; None if unknown.
+    """Token ids int32 (num_tokens,), at least one, and whether they carry loss. The first token of a sample carries no
+    loss: nothing before it predicts it. `leads`: this span contains it. `starts`: of each token in the text that was
+    tokenized in one call, in characters, int64; None if unknown.
     """
 
     token_ids: NDArray[np.int32]
@@ -58,9 +57,7 @@ class TextSpan(NamedTuple):
 
 
 class MediaSlot(NamedTuple):
-    """The slot of a part, or of a piece of it if there is text between its tokens: `tokens` of it, from the `first`
-    on.
-    """
+    """The slot of a part, or of a piece of it if text is between its tokens: `tokens` of it, from the `first` on."""
 
     modality: str
     member: int
@@ -220,10 +217,9 @@ def spans_in_stretches(segments: Iterable[Placed], recipe: Recipe, where: str, s
 
 
 class Window(NamedTuple):
-    """A piece of a sample without media, to be tokenized without the rest of the text.
-
-    `start`, `stop`: characters where its tokens and those of the next piece begin; None for the last piece. `skipped`
-    tokens of its first character belong to the previous piece: a character may be several tokens.
+    """A piece of a sample without media, to be tokenized without the rest of the text. `start`, `stop`: characters
+    where its tokens and those of the next piece begin; None for the last piece. `skipped` tokens of its first character
+    belong to the previous piece: a character may be several tokens.
     """
 
     start: int
@@ -247,10 +243,8 @@ class _Run(NamedTuple):
 
 
 class WholeWriter:
-    """Tokenizes all text of a sample in one call.
-
-    `plain` text is no chat: then special tokens carry loss as their neighbours do. `closed` text has its own start and
-    end, without the recipe's `bos_token_id` and `eos_token_id`.
+    """Tokenizes all text of a sample in one call. `plain` text is no chat: then special tokens carry loss as their
+    neighbours do. `closed` text has its own start and end, without the recipe's `bos_token_id` and `eos_token_id`.
     """
 
     def __init__(

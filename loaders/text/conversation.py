@@ -48,6 +48,7 @@ _MOST_KEYS: Final = 4
 """Keys with strings that are not read in an error."""
 _FILE_NAMES: Final = ("file_name", "file_names")
 _ARRAY: Final = "a sample is one of them, and a file that is an array of samples ends in .json"
+_TURN_KEYS: Final = (ROLE_KEYS, CONTENT_KEYS)  # null in place of the first, where `datasets` fills structs
 _INT_DIGITS: Final = 640  # the minimum of Python's limit
 _VIDEO_KEYS: Final = ("video", "videos")
 
@@ -78,7 +79,9 @@ class Rules(NamedTuple):
 def document_of(value: Any, rules: Rules) -> Document:
     """Return the content of a parsed value. Raises DecodeError for a conversation that cannot be read completely."""
     if isinstance(value, dict):
-        if _is_turn(value) and _knows(value, rules.template):
+        role, content = (next((value[key] for key in keys if value.get(key) is not None), None) for keys in _TURN_KEYS)
+        knows = isinstance(role, str) and rules.template.knows(SPEAKERS.get(role, role)) and content is not None
+        if knows and _is_turn(value):
             return Document(chat=chat_of_turns([value], rules.template, rules.words))
         return _record(value, rules)
     if isinstance(value, list) and any(map(_is_turn, value)):
@@ -266,17 +269,6 @@ def is_whole(name: str) -> bool:
 
 def _is_turn(value: Any) -> bool:
     return isinstance(value, dict) and (isinstance(value.get("role"), str) or isinstance(value.get("from"), str))
-
-
-def _knows(turn: Mapping[str, Any], template: Template) -> bool:
-    role = _first(turn, ROLE_KEYS)
-    return isinstance(role, str) and template.knows(SPEAKERS.get(role, role)) and _first(turn, CONTENT_KEYS) is not None
-
-
-def _first(item: Mapping[str, Any], keys: tuple[str, str]) -> Any:
-    """Return the first value that is not null: `datasets` fills the fields of a struct with nulls."""
-    value = item.get(keys[0])
-    return item.get(keys[1]) if value is None else value
 
 
 def named_in(record: Mapping[str, Any], words: MediaWords) -> dict[str, list[str]]:

@@ -255,19 +255,13 @@ def _variables(as_json: str) -> dict[str, Any]:
 class _Tracker(threading.local):
     """What one thread has rendered so far, and which spans of it are generated."""
 
-    def __init__(self) -> None:
-        self._begin()
-
     def __enter__(self) -> None:
-        self._begin()
-
-    def __exit__(self, *_error: object) -> None:
-        pass
-
-    def _begin(self) -> None:
         self.blocks: list[str] = []
         self.spans: Spans = []
         self._measured = self._length = self._iterations = 0
+
+    def __exit__(self, *_error: object) -> None:
+        pass
 
     def generated(self, text: str) -> str:
         self._length += sum(map(len, self.blocks[self._measured :]))

@@ -592,7 +592,6 @@ def _pattern(marks: Marks) -> tuple[re.Pattern[str], dict[str, str]]:
 
 def chat_of_record(value: Mapping[str, Any], template: JinjaTemplate, words: MediaWords) -> Chat | None:
     """Return the chat of a record with turns under other keys: alpaca, or prompt and completion; None for others.
-
     Raises DecodeError, also for a pair of preferred and rejected answers.
     """
     if any(says(value.get(key)) for key in _PREFERENCE):

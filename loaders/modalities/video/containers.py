@@ -1,10 +1,11 @@
-"""The format of a clip, from its first bytes, and whether the file is complete, without a decoder.
+"""The format of a clip, from its first bytes; whether the file is complete, without a decoder, as a decoder reads a cut
+file as far as possible and reports nothing; its header; and when its pictures are shown.
 
-A decoder reads a cut file as far as possible, and reports nothing.
+    plain MP4 and MOV --tables--> times of the pictures --Timeline--> their number and seconds (the header)
+    header --sampled--> how many to use --pictures--> which to use
 
-MP4 and MOV -> a clip's header from its tables, if they are plain: no picture is read.
-
-Other files (fragments, several tracks or edits, cropping, encryption) are left to a scan of packets.
+All is in integers and fractions. Files with fragments, several tracks or edits, cropping or encryption are left to a
+scan of packets.
 """
 
 from __future__ import annotations
@@ -283,15 +284,20 @@ def _header(data: memoryview, tables: Box, file_size: int) -> Header:
     if _matrix(movie, at + 16) != (_ONE, 0, 0, _ONE):
         raise _NotPlain
     tracks = [_children(data, box) for box in children.get(b"trak", ())]
-    shown = [track for track in tracks if _handler(data, track) == b"vide"]
+    shown = []
+    for each in tracks:
+        parts = _children(data, each[b"mdia"][0]) if b"mdia" in each else {}
+        if b"hdlr" in parts and bytes(_content(data, parts[b"hdlr"][0])[8:12]) == b"vide":
+            shown.append(each)
     if len(shown) != 1:
         raise _NotPlain
     (track,) = shown
     media = _children(data, track[b"mdia"][0])
     table = _children(data, _children(data, media[b"minf"][0])[b"stbl"][0])
     width, height = _size(data, table)
-    turned = _TURNS.get(_track_matrix(_content(data, track[b"tkhd"][0])))
-    if turned is None:
+    head = _content(data, track[b"tkhd"][0])
+    turned = _TURNS.get(_matrix(head, 52 if head[0] == 1 else 40))
+    if turned is None or not head[3] & 1:  # not enabled
         raise _NotPlain
     media_header = _content(data, media[b"mdhd"][0])
     scale = _uint(media_header, 20 if media_header[0] == 1 else 12)
@@ -380,22 +386,11 @@ def _size(data: memoryview, table: dict[bytes, list[Box]]) -> tuple[int, int]:
     return width, height
 
 
-def _track_matrix(content: memoryview) -> tuple[int, ...]:
-    if not content[3] & 1:  # not enabled
-        raise _NotPlain
-    return _matrix(content, 52 if content[0] == 1 else 40)
-
-
 def _matrix(content: memoryview, at: int) -> tuple[int, ...]:
     values = np.frombuffer(content, ">i4", 9, at).tolist()
     if values[2] or values[5] or values[8] != _UNIT:
         raise _NotPlain
     return values[0], values[1], values[3], values[4]
-
-
-def _handler(data: memoryview, track: dict[bytes, list[Box]]) -> bytes:
-    media = _children(data, track[b"mdia"][0]) if b"mdia" in track else {}
-    return bytes(_content(data, media[b"hdlr"][0])[8:12]) if b"hdlr" in media else b""
 
 
 def _children(data: memoryview, parent: Box) -> dict[bytes, list[Box]]:
@@ -481,19 +476,14 @@ class Timeline:
             return cls(at, _bounded(last * tick) if last else Fraction(1, _DEFAULT_RATE), True, tick)
         if not (np.diff(at) > 0).all():
             raise DecodeError(f"damaged video: it shows two frames at one time {ENCODE_AGAIN}")
-        is_constant = _is_even(at, spread)
+        is_constant = spread * (count - 1) < _MOST_TICKS
+        if is_constant:
+            off = (at - at[0]) * (count - 1) - np.arange(count, dtype=np.int64) * spread
+            is_constant = bool((2 * np.abs(off) <= spread).all())
         seconds = (spread + last) * tick if last else Fraction(spread * count, count - 1) * tick
         if is_constant and not last:
             seconds = _steady(at, seconds, tick)
         return cls(at, _bounded(seconds), is_constant, tick)
-
-
-def _is_even(at: NDArray[np.int64], spread: int) -> bool:
-    count = len(at)
-    if spread * (count - 1) >= _MOST_TICKS:
-        return False
-    off = (at - at[0]) * (count - 1) - np.arange(count, dtype=np.int64) * spread
-    return bool((2 * np.abs(off) <= spread).all())
 
 
 def _steady(at: NDArray[np.int64], seconds: Fraction, tick: Fraction) -> Fraction:

@@ -49,10 +49,9 @@ _PIXEL_BYTES: Final = 32
 
 
 class VideoFiles(Modality):
-    """A modality read from video files and lists of frames.
-
-    A header is (width, height, frames, numerator and denominator of seconds), as displayed. It comes from the tables of
-    a plain MP4, and for all other files from a scan of packets.
+    """A modality read from video files and lists of frames. A header is (width, height, frames, numerator and
+    denominator of seconds), as displayed. It comes from the tables of a plain MP4, and for all other files from a scan
+    of packets.
     """
 
     fields = tuple("mp4 m4v mov 3gp webm mkv gif frames.json video.json".split()) + UNREAD
