@@ -362,7 +362,7 @@ class Recipe:
             "rules_version": versions.COUNTS,
             **{name: _described(name, modality) for name, modality in self._given.items()},
             "text": self.text.describe(),
-            "limits": {name: plain(getattr(self.limits, name), name) for name in Limits.__dataclass_fields__},
+            "limits": plain_fields(self.limits),
         }
         if self.record is not None:
             described["record"] = self.record.id
@@ -439,6 +439,10 @@ def _described(name: str, modality: Modality | None) -> dict[str, Any] | None:
     if modality is None:
         return None
     return modality.parameters() if type(modality) is BUILTINS.get(name) else modality.describe()
+
+
+def plain_fields(limits: Limits) -> dict[str, Any]:
+    return {name: plain(getattr(limits, name), name) for name in Limits.__dataclass_fields__}
 
 
 def checked_recipe(recipe: Recipe | None) -> Recipe:
