@@ -46,7 +46,9 @@ class Channel:
         """
         own_fds = [os.dup(fd) for fd in fds]
         if len(data) > _MAX_DATAGRAM:
-            own_fds.append(_file_of(data))
+            own_fds.append(os.memfd_create("orchdata-message", os.MFD_CLOEXEC))
+            with open(own_fds[-1], "wb", closefd=False) as writer:
+                writer.write(data)
             data = _IN_A_FILE
         self._waiting.append((data, own_fds))
         self.flush()
@@ -88,13 +90,6 @@ class Channel:
                 os.close(fd)
         self._waiting.clear()
         self.socket.close()
-
-
-def _file_of(data: bytes | memoryview) -> int:
-    file = os.memfd_create("orchdata-message", os.MFD_CLOEXEC)
-    with open(file, "wb", closefd=False) as writer:
-        writer.write(data)
-    return file
 
 
 def open_channel() -> tuple[socket.socket, socket.socket]:

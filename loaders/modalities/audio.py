@@ -354,11 +354,6 @@ def _write_wave(wave: Wave, _pre: AudioPreprocessor, target: torch.Tensor) -> No
     target[len(wave) :] = 0
 
 
-def _write_normalized(wave: Wave, pre: AudioPreprocessor, target: torch.Tensor) -> None:
-    """As Wav2Vec2FeatureExtractor."""
-    _write_wave((wave - wave.mean()) / np.sqrt(wave.var() + 1e-7), pre, target)
-
-
 def _write_log_mel(wave: Wave, pre: AudioPreprocessor, target: torch.Tensor) -> None:
     """Write log-mel frames of the clip and of the start of the silence after it. The silence ends with the recipe's
     window; there it is mirrored, as at the clip's start.
@@ -449,5 +444,8 @@ _SAMPLES: Final = (lambda pre: (), lambda pre: 1, lambda pre: pre.n_fft)
 _FEATURES: Final = {
     "log_mel": _Features(lambda pre: (pre.num_mels,), lambda pre: pre.hop_length, lambda pre: 1, _write_log_mel),
     "waveform": _Features(*_SAMPLES, _write_wave),
-    "normalized_waveform": _Features(*_SAMPLES, _write_normalized),
+    # As Wav2Vec2FeatureExtractor.
+    "normalized_waveform": _Features(
+        *_SAMPLES, lambda wave, *to: _write_wave((wave - wave.mean()) / np.sqrt(wave.var() + 1e-7), *to)
+    ),
 }

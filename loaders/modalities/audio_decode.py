@@ -72,10 +72,15 @@ class Sound(soundfile.SoundFile):  # type: ignore[misc]
         self._close_memory = weakref.finalize(self, os.close, memory)
         with open(memory, "wb", closefd=False) as file:
             file.write(data)
-            start = unclosed_wav(data)
-            if start:  # libsndfile would read a size of 0 as an empty clip
-                file.seek(start - 4)
-                file.write((len(data) - start).to_bytes(4, "little"))
+            # libsndfile would read a WAV that was piped out with sizes of 0 as an empty clip. One that is really empty
+            # may have chunks after its sound.
+            size, start = sound_chunk(data, "little") if bytes(data[:4]) == b"RIFF" else (0, 0)
+            if not size and start and start < len(data):
+                name, after = bytes(data[start : start + 4]), int.from_bytes(data[start + 4 : start + 8], "little")
+                is_chunk = name.isascii() and name.decode().isprintable() and start + 8 + after <= len(data)
+                if not is_chunk:
+                    file.seek(start - 4)
+                    file.write((len(data) - start).to_bytes(4, "little"))
             file.seek(0)
         super().__init__(memory, closefd=False)
 
@@ -351,16 +356,6 @@ def sound_chunk(data: Payload, order: _Order) -> tuple[int, int]:
             return size if _is_placeholder(size) else size - 8, at + 16
         at += 8 + size + (size & 1)
     return 0, 0
-
-
-def unclosed_wav(data: Payload) -> int:
-    """Return the start of the sound in a WAV that was piped out with sizes of 0; 0 for any other file."""
-    size, start = sound_chunk(data, "little") if bytes(data[:4]) == b"RIFF" else (0, 0)
-    if size or not start or start == len(data):
-        return 0
-    next_name, next_size = bytes(data[start : start + 4]), int.from_bytes(data[start + 4 : start + 8], "little")
-    is_chunk = next_name.isascii() and next_name.decode().isprintable() and start + 8 + next_size <= len(data)
-    return 0 if is_chunk else start  # a clip that is really empty may have chunks after it
 
 
 def _w64(data: Payload) -> Extent | None:

@@ -1,10 +1,4 @@
-"""A sample as a value: its parts decoded, in order.
-
-Bytes of a sample -> its parts. All calls of a modality's decoder are here.
-
-members, texts --compose--> text spans and media slots --measure--> sizes (the index)
---decode---> arrays (the batch)
-"""
+"""A sample as a value: its parts decoded, in order. All calls of a modality's decoder are here."""
 
 from __future__ import annotations
 
@@ -221,11 +215,9 @@ def decode_media(
         for name, spec in specs.items()
     }
     decode_part(name, data, size, out, recipe, field, generator)
-    extras = {name: _plain(values.tolist()) for name, values in modality.extras([size]).items()}
+    # Values that follow from its size: a number or a tuple of numbers; a tuple of these for several rows.
+    extras: dict[str, Any] = {}
+    for extra, values in modality.extras([size]).items():
+        rows = [tuple(row) if isinstance(row, list) else row for row in values.tolist()]
+        extras[extra] = rows[0] if len(rows) == 1 else tuple(rows)
     return MediaPart(name, out, {name: spec.dtype for name, spec in specs.items()}, extras)
-
-
-def _plain(rows: list[Any]) -> Any:
-    """Values that follow from a part's size: a number or a tuple of numbers; a tuple of these for several rows."""
-    plain = [tuple(row) if isinstance(row, list) else row for row in rows]
-    return plain[0] if len(plain) == 1 else tuple(plain)

@@ -1,8 +1,8 @@
-"""JSON -> the content of a sample: a conversation, a text, or only metadata.
+"""JSON -> the content of a sample: a conversation (see `messages`), a text, or only metadata.
 
-It reads a list of turns, a turn, or a dict with a list of them under "messages", "conversations" or "conversation"; see
-`messages`. Otherwise it reads a dict's text, under the first of the recipe's names of texts that says something.
-Content that belongs to a conversation and would be lost is an error, see `chat_keys`.
+A list of turns, a turn, or a dict with a list of them under "messages", "conversations" or "conversation"; otherwise a
+dict's text, under the first of the recipe's names of texts that says something. Content that belongs to a conversation
+and would be lost is an error.
 """
 
 from __future__ import annotations

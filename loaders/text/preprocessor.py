@@ -361,15 +361,10 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class FastTokenizer:
-    """A tokenizer, compared by content in every process. Several threads may use it at the same time.
+    """A tokenizer, compared by content in every process. Several threads may use it at the same time."""
 
-    Attributes:
-        json: `tokenizers.Tokenizer.to_str`, without truncation and padding.
-        special_tokens: (name, token) as in `special_tokens_map`.
-    """
-
-    json: str = field(repr=False)
-    special_tokens: tuple[tuple[str, str], ...] = ()
+    json: str = field(repr=False)  # `tokenizers.Tokenizer.to_str`, without truncation and padding
+    special_tokens: tuple[tuple[str, str], ...] = ()  # (name, token) as in `special_tokens_map`
 
     @cached_property
     def id(self) -> str:
