@@ -329,8 +329,16 @@ def _container(head: bytes, data: Payload) -> Extent | None:
         if size == 0xFFFFFFFF and bytes(data[12:16]) == b"ds64":
             size = int.from_bytes(data[28:36], "little")
         return None if size in (0, 0xFFFFFFFF) or size >> 62 else Extent(size, len(data) - start)
-    if magic == b"riff":
-        return _w64(data)
+    if magic == b"riff":  # W64: RIFF's GUID and size, WAVE's GUID, then chunks
+        at = 40
+        for _ in range(_MOST_CHUNKS):
+            if at + 24 > len(data):
+                break
+            size = int.from_bytes(data[at + 16 : at + 24], "little")  # with its own 24 bytes
+            if bytes(data[at : at + 4]) == b"data":
+                return Extent(size - 24, len(data) - at - 24) if 24 < size < 1 << 62 else None
+            at += max(24, (size + 7) & ~7)
+        return None
     if magic in (b".snd", b"dns."):
         order: _Order = "big" if magic == b".snd" else "little"
         start, size = int.from_bytes(head[4:8], order), int.from_bytes(head[8:12], order)
@@ -356,18 +364,6 @@ def sound_chunk(data: Payload, order: _Order) -> tuple[int, int]:
             return size if _is_placeholder(size) else size - 8, at + 16
         at += 8 + size + (size & 1)
     return 0, 0
-
-
-def _w64(data: Payload) -> Extent | None:
-    at = 40  # RIFF's GUID and size, WAVE's GUID
-    for _ in range(_MOST_CHUNKS):
-        if at + 24 > len(data):
-            break
-        size = int.from_bytes(data[at + 16 : at + 24], "little")  # with its own 24 bytes
-        if bytes(data[at : at + 4]) == b"data":
-            return Extent(size - 24, len(data) - at - 24) if 24 < size < 1 << 62 else None
-        at += max(24, (size + 7) & ~7)
-    return None
 
 
 def _sphere(data: Payload) -> Extent | None:

@@ -265,22 +265,22 @@ def check_marks(
             continue
         if (own := dict(recipe.rules.words.marks).get(mark)) is not None:  # next to items that place its parts
             raise FieldError(where, holds_mark(own, mark))
+        name = next(
+            (each for each in recipe.modalities if each in words_of_media(mark) and recipe.slots[each].mark), ""
+        )
+        written = f"<{name}>"
+        if not name:
+            read = "write what it stands for in its place, in the data or by Recipe(record=...)"
+        elif name in BUILTINS and recipe.slots[name].mark == written != mark and not any(map(str.isdigit, mark)):
+            read = f"TextPreprocessor({name}_placeholder={mark!r}) reads it"
+        else:
+            written = written if written in dict(recipe.rules.words.marks) else str(recipe.slots[name].mark)
+            read = f"write {written} for it, in the data or by Recipe(record=...)"
         raise FieldError(
             where,
             f"{shown(mark)} is no placeholder here, and the model would read it as text: "
-            f'{_way_to_read(mark, recipe)}; leave it out, or TextPreprocessor(marks="keep") keeps it',
+            f'{read}; leave it out, or TextPreprocessor(marks="keep") keeps it',
         )
-
-
-def _way_to_read(mark: str, recipe: Recipe) -> str:
-    name = next((name for name in recipe.modalities if name in words_of_media(mark) and recipe.slots[name].mark), None)
-    if name is None:
-        return "write what it stands for in its place, in the data or by Recipe(record=...)"
-    own = f"<{name}>"
-    if name in BUILTINS and recipe.slots[name].mark == own != mark and not any(map(str.isdigit, mark)):
-        return f"TextPreprocessor({name}_placeholder={mark!r}) reads it"
-    own = own if own in dict(recipe.rules.words.marks) else str(recipe.slots[name].mark)
-    return f"write {own} for it, in the data or by Recipe(record=...)"
 
 
 def check_named(named: Mapping[str, list[str]], fields: Fields, *, exactly: bool) -> None:

@@ -282,7 +282,20 @@ def counted(outline: Outline, sizes: Sequence[PartSize], members: Sequence[Membe
     """Return the counts of a sample, from its text and the sizes of its parts. Raises FieldError as `measure`."""
     if len(sizes) > recipe.limits.sample_parts:
         raise _above("parts of media", len(sizes), "sample_parts", recipe.limits)
-    spans = _with_media(outline, sizes, recipe)
+    # The spans of the outline, with the tokens of parts of these sizes.
+    runs = [
+        iter([piece for piece in expansion_of(recipe, name, size)[0] if isinstance(piece, int)])
+        for (name, _), size in zip(outline.parts, sizes, strict=True)
+    ]
+    first = [0] * len(sizes)
+    spans: list[TextRun | MediaSlot] = []
+    for number in outline.spans:
+        if isinstance(number, TextRun):
+            spans.append(number)
+            continue
+        tokens = next(runs[number])
+        spans.append(MediaSlot(*outline.parts[number], first[number], tokens))
+        first[number] += tokens
     pieces = divided(spans, recipe)
     cut_tokens = 0 if pieces[0] is spans or len(pieces) > 1 else num_tokens(spans) - num_tokens(pieces[0])
     used = {*outline.texts}
@@ -307,26 +320,6 @@ def counted(outline: Outline, sizes: Sequence[PartSize], members: Sequence[Membe
     measured = Measured(counts, parts, sorted(used), cut_tokens)
     _check_sample(measured, members, recipe)
     return measured
-
-
-def _with_media(outline: Outline, sizes: Sequence[PartSize], recipe: Recipe) -> list[TextRun | MediaSlot]:
-    """Return the spans of an outline, with the tokens of parts of these sizes."""
-    if not outline.parts:
-        return [span for span in outline.spans if isinstance(span, TextRun)]
-    runs = [
-        iter([piece for piece in expansion_of(recipe, name, size)[0] if isinstance(piece, int)])
-        for (name, _), size in zip(outline.parts, sizes, strict=True)
-    ]
-    first = [0] * len(sizes)
-    spans: list[TextRun | MediaSlot] = []
-    for span in outline.spans:
-        if isinstance(span, TextRun):
-            spans.append(span)
-            continue
-        tokens = next(runs[span])
-        spans.append(MediaSlot(*outline.parts[span], first[span], tokens))
-        first[span] += tokens
-    return spans
 
 
 def writes_between(modality: Modality) -> bool:

@@ -600,15 +600,28 @@ def chat_of_record(value: Mapping[str, Any], template: JinjaTemplate, words: Med
             'model is to learn, as {"messages": [...]}'
         )
     if all(isinstance(value.get(key), str) for key in ALPACA):
-        return _alpaca(value, template, words)
+        given = value.get("input")
+        if not (isinstance(given, str) or says_nothing(given)):
+            raise DecodeError(f"'input' is {kind_of(given)}, not a string")
+        asked = "\n".join(text for text in (value["instruction"], given) if isinstance(text, str) and says(text))
+        said, history = [asked, value["output"]], value.get("history")
+        if not says_nothing(history):
+            known = isinstance(history, list) and all(
+                isinstance(pair, list) and [*map(type, pair)] == [str, str] for pair in history
+            )
+            if not known:
+                raise DecodeError("'history' is no list of pairs of strings")
+            said = [one for pair in history or () for one in pair] + said
+        turns = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(said)]
+        return chat_of_turns(turns, template, words).with_context(_without(value, *ALPACA, "input", "history", "text"))
     prompt, completion = (value.get(key) for key in PAIR)
     if template.pairs and isinstance(prompt, str) and isinstance(completion, str):
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
         return chat_of_turns(turns, template, words).with_context(_without(value, *PAIR))
     if isinstance(prompt, list) and isinstance(completion, list):
         chat = chat_of_turns([*prompt, *completion], template, words)
-        asked = (False,) * len(prompt)
-        return replace(chat, trained=(*asked, *chat.trained[len(prompt) :])).with_context(_without(value, *PAIR))
+        trained = (False,) * len(prompt) + chat.trained[len(prompt) :]
+        return replace(chat, trained=trained).with_context(_without(value, *PAIR))
     return None
 
 
@@ -621,25 +634,6 @@ def completion_of(value: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return a prompt and its completion as plain text."""
     prompt, completion = (value.get(key) for key in PAIR)
     return (prompt, completion) if isinstance(prompt, str) and isinstance(completion, str) else None
-
-
-def _alpaca(value: Mapping[str, Any], template: JinjaTemplate, words: MediaWords) -> Chat:
-    given = value.get("input")
-    if not (isinstance(given, str) or says_nothing(given)):
-        raise DecodeError(f"'input' is {kind_of(given)}, not a string")
-    asked = "\n".join(text for text in (value["instruction"], given) if isinstance(text, str) and says(text))
-    turns = [asked, value["output"]]
-    history = value.get("history")
-    if not says_nothing(history):
-        known = isinstance(history, list) and all(
-            isinstance(pair, list) and [*map(type, pair)] == [str, str] for pair in history
-        )
-        if not known:
-            raise DecodeError("'history' is no list of pairs of strings")
-        turns = [one for pair in history or () for one in pair] + turns
-    messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turns)]
-    rest = _without(value, *ALPACA, "input", "history", "text")
-    return chat_of_turns(messages, template, words).with_context(rest)
 
 
 def _without(record: Mapping[str, Any], *keys: str) -> dict[str, Any]:

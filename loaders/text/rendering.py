@@ -179,16 +179,6 @@ class _Said:
         return frozenset(_WORD_ALONE.findall(self._text))
 
 
-def check_rest(chat: Chat, template: JinjaTemplate, text: str, work: Work) -> None:
-    """Raise DecodeError for content next to the turns that is not given to the template."""
-    ignored, said = template.ignore_keys, _Said(text, work)
-    if any(key == "chosen" and all(phrase in said for phrase in phrases(value)) for key, value in chat.rest):
-        ignored = (*ignored, "chosen", "rejected")  # the chat is the preferred one
-    for key, value in chat.rest:
-        if key not in ignored and not all(phrase in said for phrase in phrases(value)):
-            raise _lost("the conversation", key)
-
-
 def check_said(
     chat: Chat,
     messages: list[Message],
@@ -466,7 +456,13 @@ def render_chat(chat: Chat, template: JinjaTemplate, words: MediaWords) -> list[
             raise DecodeError(
                 f"the chat places {placed[name]} of {name}, and its chat template renders {mark} {rendered[name]} times"
             )
-    check_rest(chat, template, text, work)
+    # Content next to the turns that is not given to the template must be in the text too.
+    ignored, inside = template.ignore_keys, _Said(text, work)
+    if any(key == "chosen" and all(phrase in inside for phrase in phrases(value)) for key, value in chat.rest):
+        ignored = (*ignored, "chosen", "rejected")  # the chat is the preferred one
+    for key, value in chat.rest:
+        if key not in ignored and not all(phrase in inside for phrase in phrases(value)):
+            raise _lost("the conversation", key)
     # Find the spans with loss: by a cached outline, or else after a check that nothing is lost.
     spans = known_spans(chat, messages, template, slots, text, work)
     if spans is None:

@@ -104,22 +104,19 @@ def _mp4_end(data: memoryview) -> int:
     for box in boxes(data, 0, len(data)):
         if not _NAMES.fullmatch(box.kind):
             break
-        if box.kind == b"sidx" and box.end <= len(data):
-            ends = max(ends, box.end + _indexed_bytes(data[box.start : box.end]))
+        if box.kind == b"sidx" and box.end <= len(data):  # a segment index says where its pieces end (14496-12, 8.16.3)
+            content = data[box.start : box.end]
+            head = 28 if content[0] else 20
+            first = int.from_bytes(content[head - 8 : head] if content[0] else content[head - 4 : head], "big")
+            count = int.from_bytes(content[head + 2 : head + 4], "big")
+            offsets = range(head + 4, min(len(content), head + 4 + 12 * count), 12)
+            pieces = sum(int.from_bytes(content[offset : offset + 4], "big") & 0x7FFFFFFF for offset in offsets)
+            ends = max(ends, box.end + first + pieces)
         at = box.end
         ends = max(ends, at)
     if at + 8 <= len(data):
         raise _nothing_at(at, "box of an MP4")
     return ends
-
-
-def _indexed_bytes(content: memoryview) -> int:
-    """Return the end of the pieces in a segment index (ISO/IEC 14496-12, 8.16.3)."""
-    at = 28 if content[0] else 20
-    first = int.from_bytes(content[at - 8 : at] if content[0] else content[at - 4 : at], "big")
-    count = int.from_bytes(content[at + 2 : at + 4], "big")
-    offsets = range(at + 4, min(len(content), at + 4 + 12 * count), 12)
-    return first + sum(int.from_bytes(content[offset : offset + 4], "big") & 0x7FFFFFFF for offset in offsets)
 
 
 def _matroska_end(data: memoryview) -> int:

@@ -249,23 +249,21 @@ class VideoPreprocessor(VideoFiles):
         timestamps: float32 (sum of grid_t,), seconds: the middle of a temporal patch's first and last picture.
         """
         intervals = [self._interval(size) for size in sizes]
-        stamps = [self._timestamps(size) for size in sizes]
+        stamps: list[float] = []
+        for size, interval in zip(sizes, intervals, strict=True):
+            grid_t, count, times = size.extent[0], size.extent[3], self.temporal_patch_size
+            ends = [(at * times, min(at * times + times, count) - 1) for at in range(grid_t)]
+            stamps += [float(interval * (first + last) / 2) for first, last in ends]
         return {
             "grid_thw": np.array([size.extent[:3] for size in sizes], np.int32).reshape(-1, 3),
             "seconds_per_grid": np.array([float(each * self.temporal_patch_size) for each in intervals], np.float32),
-            "timestamps": np.array([float(stamp) for each in stamps for stamp in each], np.float32),
+            "timestamps": np.array(stamps, np.float32),
         }
 
     def _interval(self, size: PartSize) -> Fraction:
         """Seconds between consecutive pictures."""
         count, _, numerator, denominator = size.extent[3:]
         return Fraction(numerator, denominator * count)
-
-    def _timestamps(self, size: PartSize) -> list[Fraction]:
-        """Seconds of each temporal patch."""
-        grid_t, count, times, interval = size.extent[0], size.extent[3], self.temporal_patch_size, self._interval(size)
-        ends = [(at * times, min(at * times + times, count) - 1) for at in range(grid_t)]
-        return [interval * (first + last) / 2 for first, last in ends]
 
     def rope(self, size: PartSize) -> NDArray[np.int64]:
         """As in Qwen-VL: the number or the time of temporal patches; the merged grid along height and width."""
