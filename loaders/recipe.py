@@ -90,6 +90,7 @@ class Recipe:
     keep: tuple[str, ...]
     record: UserFunction | None
     modalities: dict[str, Modality]
+    _given: dict[str, Modality | None]  # with None for built-in ones that are left out
 
     def __init__(
         self,
@@ -133,6 +134,7 @@ class Recipe:
             keep=tuple(sorted({name.lower() for name in keep})),
             record=record,
             modalities={name: value for name, value in given.items() if value is not None},
+            _given={name: value for name, value in given.items() if value is not None or name in BUILTINS},
         )
         for name, modality in self.modalities.items():
             _check_words(name, modality)
@@ -203,10 +205,6 @@ class Recipe:
         """Arguments that are no modalities."""
         parts = {"text": self.text, "limits": self.limits, "keep": self.keep}
         return parts | ({} if self.record is None else {"record": self.record})
-
-    @property
-    def _given(self) -> dict[str, Modality | None]:
-        return {**dict.fromkeys(BUILTINS), **self.modalities}
 
     @cached_property
     def uses(self) -> dict[Any, Any]:

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import soundfile
@@ -234,7 +234,31 @@ def read_mono(data: bytes | memoryview, limits: Limits) -> tuple[Wave, int]:
                 rate = int(sound.samplerate)
                 if rate < 1:
                     raise DecodeError(f"damaged audio: a rate of {rate} Hz")
-                wave = _read_blocks(sound, rate, limits)
+                # Block by block, so that neither a header's length nor many channels decide how much memory is taken.
+                longest = _BLOCK_FRAMES // max(1, sound.channels // 8)
+                told = int(sound.frames) if sound.format == "FLAC" else 0
+                pieces, total = list[Wave](), 0
+                while True:
+                    frames = min(longest, max(int(sound.frames) - total, _LEAST_FRAMES))
+                    block = np.empty((frames, sound.channels), np.float32)
+                    # An error after the frames that a FLAC's header tells is a tag, not sound.
+                    left = told - total
+                    try:
+                        got = np.asarray(sound.read(out=block[:left] if 0 < left < len(block) else block))
+                    except soundfile.LibsndfileError:
+                        if left or sound.format != "FLAC":
+                            raise
+                        break
+                    if not len(got):
+                        break
+                    if not (got.max() < _LOUDEST and got.min() > -_LOUDEST):  # false for NaN too
+                        raise DecodeError("the audio holds NaN or infinite values, or values too large for a spectrum")
+                    pieces.append(_mean(got))
+                    total += len(got)
+                    check_seconds(total, rate, limits)
+                if not total:
+                    raise DecodeError("the audio has no frames")
+                wave = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
                 is_mp3 = sound.format == "MP3"
         # A decoder may have stopped early.
         reason = cut_reason(data, len(wave), rate, is_mp3=is_mp3)
@@ -244,34 +268,6 @@ def read_mono(data: bytes | memoryview, limits: Limits) -> tuple[Wave, int]:
     except soundfile.LibsndfileError as error:
         refuse_unsupported(data)
         raise DecodeError(f"not readable audio: {error.error_string.strip()}") from None
-
-
-def _read_blocks(sound: Any, rate: int, limits: Limits) -> Wave:
-    """Read block by block, so that neither a header's length nor many channels decide how much memory is allocated."""
-    longest = _BLOCK_FRAMES // max(1, sound.channels // 8)
-    pieces: list[Wave] = []
-    total = 0
-    header_frames = int(sound.frames) if sound.format == "FLAC" else 0
-    while True:
-        block = np.empty((min(longest, max(int(sound.frames) - total, _LEAST_FRAMES)), sound.channels), np.float32)
-        # An error after the frames that a FLAC's header tells is a tag, not sound.
-        left = header_frames - total
-        try:
-            got = np.asarray(sound.read(out=block[:left] if 0 < left < len(block) else block))
-        except soundfile.LibsndfileError:
-            if left or sound.format != "FLAC":
-                raise
-            break
-        if not len(got):
-            break
-        if not (got.max() < _LOUDEST and got.min() > -_LOUDEST):  # false for NaN too
-            raise DecodeError("the audio holds NaN or infinite values, or values too large for a finite spectrum")
-        pieces.append(_mean(got))
-        total += len(got)
-        check_seconds(total, rate, limits)
-    if not total:
-        raise DecodeError("the audio has no frames")
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def _mean(samples: NDArray[np.float32]) -> Wave:

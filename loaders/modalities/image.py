@@ -249,7 +249,7 @@ class ImagePreprocessor(ImageFiles):
         except ValueError as error:
             raise DecodeError(str(error)) from None
         patches = grid[0] * grid[1]
-        return PartSize(patches, self.num_tokens(grid), patches, grid)
+        return PartSize(patches, patches // self.merge**2, patches, grid)
 
     def decode_into(
         self,
@@ -348,7 +348,10 @@ def image_grid(width: int, height: int, pre: ImagePreprocessor) -> tuple[int, in
     if pre.rule == "qwen2_vl":
         high, wide = smart_resize(height, width, factor, *pre.pixel_limits)
         return high // pre.patch_size, wide // pre.patch_size
-    rows, cols = max(1, _round_half_even(height, factor)), max(1, _round_half_even(width, factor))
+    # Round half to even.
+    (rows, rest_high), (cols, rest_wide) = divmod(height, factor), divmod(width, factor)
+    rows = max(1, rows + (2 * rest_high + rows % 2 > factor))
+    cols = max(1, cols + (2 * rest_wide + cols % 2 > factor))
     if rows * cols > pre.max_tokens:
         # floor(sqrt(max_tokens * height / width)), exactly
         rows, cols = isqrt(pre.max_tokens * height // width), isqrt(pre.max_tokens * width // height)
@@ -389,11 +392,6 @@ def _within(rows: int, cols: int, low: int, high: int) -> tuple[int, int]:
             short, long = side, min(max(long, least), most)
             break
     return (short, long) if rows <= cols else (long, short)
-
-
-def _round_half_even(value: int, step: int) -> int:
-    quotient, rest = divmod(value, step)
-    return quotient + (2 * rest > step or (2 * rest == step and quotient % 2 == 1))
 
 
 def _ceil_sqrt(numerator: int, denominator: int) -> int:

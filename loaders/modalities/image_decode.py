@@ -273,7 +273,11 @@ def _upright_pixels(
         image.load()
         orientation = image.getexif().get(_ORIENTATION, 1)
         checked(image.size, orientation)
-        return _upright(np.asarray(convert(image)), orientation)
+        return turned(np.asarray(convert(image)), orientation)
+
+    def turned(pixels: Pixels, orientation: int) -> Pixels:
+        turn = _UPRIGHT.get(orientation)
+        return np.ascontiguousarray(pixels if turn is None else turn(pixels))
 
     try:
         # Pillow decodes all formats but JPEG, and a JPEG that libjpeg-turbo cannot read.
@@ -289,10 +293,10 @@ def _upright_pixels(
         orientation = jpeg_orientation(data)
         least = checked((header.width, header.height), orientation)
         if header.colours not in ("CMYK", "YCCK"):
-            return _upright(decode_jpeg(data, header, colours, least), orientation)
+            return turned(decode_jpeg(data, header, colours, least), orientation)
         inks = decode_jpeg(data, header, "CMYK", least)
         image = Image.frombuffer("CMYK", (inks.shape[1], inks.shape[0]), inks, "raw", "CMYK", 0, 1)
-        return _upright(np.asarray(convert(image)), orientation)
+        return turned(np.asarray(convert(image)), orientation)
     except Image.DecompressionBombError as error:
         raise too_large(error, limits) from None
 
@@ -381,11 +385,6 @@ def pass_order() -> str:
     whole = image.resize(target, steps)
     first = image.resize((target[0], image.height), steps).resize(target, steps)
     return "horizontal-first" if whole.tobytes() == first.tobytes() else "by-work"
-
-
-def _upright(pixels: Pixels, orientation: int) -> Pixels:
-    turn = _UPRIGHT.get(orientation)
-    return np.ascontiguousarray(pixels if turn is None else turn(pixels))
 
 
 def laid_out(patches: NDArray[Any], side: int, merge: int, grid: tuple[int, int]) -> NDArray[Any]:

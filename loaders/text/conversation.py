@@ -92,24 +92,20 @@ def document_of(value: Any, rules: Rules) -> Document:
 def parse_json(payload: bytes | memoryview, *, lines: bool = False) -> Any:
     """Return the value of a JSON payload. Raises DecodeError."""
     text = decode_utf8(payload)
-    try:
-        if not lines:
-            return _loads(text)
-        values = [_loads(line) for line in text.split("\n") if line.strip()]
-    except (ValueError, RecursionError) as error:
-        raise DecodeError(f"not valid JSON: {error}") from None
+    values = []
+    for each in [line for line in text.split("\n") if line.strip()] if lines else [text]:
+        try:
+            try:
+                values.append(_DECODER.decode(each))
+            except json.JSONDecodeError:
+                if each.startswith("\ufeff"):
+                    raise ValueError("it begins with two byte order marks") from None
+                raise
+            except ValueError:  # a number with more digits than Python parses as int
+                values.append(json.loads(each, object_pairs_hook=_object, parse_int=_number))
+        except (ValueError, RecursionError) as error:
+            raise DecodeError(f"not valid JSON: {error}") from None
     return values[0] if len(values) == 1 else values
-
-
-def _loads(text: str) -> Any:
-    try:
-        return _DECODER.decode(text)
-    except json.JSONDecodeError:
-        if text.startswith("\ufeff"):
-            raise ValueError("it begins with two byte order marks") from None
-        raise
-    except ValueError:  # a number with more digits than Python parses as int
-        return json.loads(text, object_pairs_hook=_object, parse_int=_number)
 
 
 def _number(digits: str) -> int | float:

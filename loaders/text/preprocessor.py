@@ -272,7 +272,13 @@ class TextPreprocessor:
     def describe(self) -> dict[str, Any]:
         """All that token ids depend on, JSON-safe; the tokenizer is represented by its id."""
         described: dict[str, Any] = {"tokenizer": self.id, "fields": list(self.fields)}
-        described["template"] = _described(self.template)
+        # A template by its fields, and by its class unless it is a ChatTemplate.
+        values = {each.name: getattr(self.template, each.name) for each in dataclass_fields(self.template)}
+        template = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        kind = type(self.template)
+        described["template"] = (
+            template if kind is ChatTemplate else template | {"class": f"{kind.__module__}.{kind.__qualname__}"}
+        )
         for name in (*_SPECIAL_IDS, "image_placeholder", "audio_placeholder"):
             described[name] = getattr(self, name)
         if self.marks != "refuse":
@@ -286,15 +292,6 @@ class TextPreprocessor:
             own = [each.name for each in dataclass_fields(self) if each.name not in _OWN_FIELDS]
             described |= {name: getattr(self, name) for name in own}
         return described
-
-
-def _described(template: ChatTemplate | JinjaTemplate) -> dict[str, Any]:
-    """A template by its fields, and by its class unless it is a ChatTemplate."""
-    values = {each.name: getattr(template, each.name) for each in dataclass_fields(template)}
-    described = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-    if type(template) is not ChatTemplate:
-        described["class"] = f"{type(template).__module__}.{type(template).__qualname__}"
-    return described
 
 
 _OWN_FIELDS: Final = frozenset(each.name for each in dataclass_fields(TextPreprocessor))
