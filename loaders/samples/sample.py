@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,15 +111,6 @@ class Sample:
     piece: int = 0
 
     _repr_html_ = orchdata._html
-
-    if not TYPE_CHECKING:  # a type checker reports it itself
-
-        def __getitem__(self, name: object) -> NoReturn:
-            """Say where to find what other libraries keep here."""
-            raise TypeError(
-                f"a Sample is not a mapping, and has no [{name!r}]: sample.parts has its texts and media in order, "
-                "sample.fields what Recipe.keep names"
-            )
 
 
 _LEAST_BYTES: Final = 1 << 26
