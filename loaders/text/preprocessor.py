@@ -435,7 +435,11 @@ class FastTokenizer:
         return {token: added.content for token, added in self._running.get_added_tokens_decoder().items()}
 
     def __call__(self, text: str) -> list[int]:
-        ids: list[int] = self.encode(text, add_special_tokens=False).ids.tolist()
+        try:  # its `encode` would hold the interpreter's lock, a batch does not
+            encoding = self._running.encode_batch([text], add_special_tokens=False)[0]
+        except Exception:  # noqa: BLE001 - its `encode` says what is wrong with the text
+            encoding = self._running.encode(text, add_special_tokens=False)
+        ids: list[int] = encoding.ids
         return ids
 
     def start(self) -> None:
