@@ -386,10 +386,13 @@ class FastTokenizer:
         for numbers, some, added in _groups(texts, add_special_tokens):
             try:
                 encodings = self._running.encode_batch(some, add_special_tokens=added)
-            except Exception:  # noqa: BLE001 - of one of the texts, which `encode` finds, and says what is wrong with it
+            except Exception:  # noqa: BLE001 - of one of the texts; its own `encode` says what is wrong with it
                 for number, text in zip(numbers, some, strict=True):
                     try:
-                        results[number] = _arrays(self._running.encode(text, add_special_tokens=added))
+                        if len(some) > 1:
+                            results[number] = self.encode(text, add_special_tokens=added)
+                        else:
+                            results[number] = _arrays(self._running.encode(text, add_special_tokens=added))
                     except Exception as error:  # noqa: BLE001 - the caller decides
                         results[number] = error
                 continue
