@@ -267,17 +267,13 @@ def _upright_pixels(
         least = least_of(width, height)
         return (least[1], least[0]) if least is not None and turned else least
 
-    def by_pillow(image: ImageFile.ImageFile) -> Pixels:
+    def by_pillow(image: ImageFile.ImageFile) -> tuple[Pixels, int]:
         # Check the size limits before decoding. Pillow gives TIFF sizes as displayed, others as stored.
         check_pixels(image.width, image.height, limits)
         image.load()
         orientation = image.getexif().get(_ORIENTATION, 1)
         checked(image.size, orientation)
-        return turned(np.asarray(convert(image)), orientation)
-
-    def turned(pixels: Pixels, orientation: int) -> Pixels:
-        turn = _UPRIGHT.get(orientation)
-        return np.ascontiguousarray(pixels if turn is None else turn(pixels))
+        return np.asarray(convert(image)), orientation
 
     try:
         # Pillow decodes all formats but JPEG, and a JPEG that libjpeg-turbo cannot read.
@@ -285,20 +281,21 @@ def _upright_pixels(
             data = bytes(data)
             if data.startswith(_PNG):
                 _check_png(data)
-            return by_pillow(open_image(data))
-        header = read_jpeg_header(data)
-        if header is None:
-            return by_pillow(JpegImagePlugin.JpegImageFile(io.BytesIO(data)))
-        # Decode a JPEG of colours, or of inks.
-        orientation = jpeg_orientation(data)
-        least = checked((header.width, header.height), orientation)
-        if header.colours not in ("CMYK", "YCCK"):
-            return turned(decode_jpeg(data, header, colours, least), orientation)
-        inks = decode_jpeg(data, header, "CMYK", least)
-        image = Image.frombuffer("CMYK", (inks.shape[1], inks.shape[0]), inks, "raw", "CMYK", 0, 1)
-        return turned(np.asarray(convert(image)), orientation)
+            pixels, orientation = by_pillow(open_image(data))
+        elif (header := read_jpeg_header(data)) is None:
+            pixels, orientation = by_pillow(JpegImagePlugin.JpegImageFile(io.BytesIO(data)))
+        else:  # a JPEG of colours, or of inks
+            orientation = jpeg_orientation(data)
+            least = checked((header.width, header.height), orientation)
+            has_inks = header.colours in ("CMYK", "YCCK")
+            pixels = decode_jpeg(data, header, "CMYK" if has_inks else colours, least)
+            if has_inks:
+                size = pixels.shape[1], pixels.shape[0]
+                pixels = np.asarray(convert(Image.frombuffer("CMYK", size, pixels, "raw", "CMYK", 0, 1)))
     except Image.DecompressionBombError as error:
         raise too_large(error, limits) from None
+    turn = _UPRIGHT.get(orientation)
+    return np.ascontiguousarray(pixels if turn is None else turn(pixels))
 
 
 def _check_png(data: bytes) -> None:
