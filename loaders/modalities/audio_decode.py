@@ -236,13 +236,13 @@ def read_mono(data: bytes | memoryview, limits: Limits) -> tuple[Wave, int]:
                     raise DecodeError(f"damaged audio: a rate of {rate} Hz")
                 # Block by block, so that neither a header's length nor many channels decide how much memory is taken.
                 longest = _BLOCK_FRAMES // max(1, sound.channels // 8)
-                told = int(sound.frames) if sound.format == "FLAC" else 0
+                given = int(sound.frames) if sound.format == "FLAC" else 0
                 pieces, total = list[Wave](), 0
                 while True:
                     frames = min(longest, max(int(sound.frames) - total, _LEAST_FRAMES))
                     block = np.empty((frames, sound.channels), np.float32)
                     # An error after the frames that a FLAC's header tells is a tag, not sound.
-                    left = told - total
+                    left = given - total
                     try:
                         got = np.asarray(sound.read(out=block[:left] if 0 < left < len(block) else block))
                     except soundfile.LibsndfileError:

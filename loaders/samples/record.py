@@ -64,7 +64,18 @@ def _record(groups: _Groups, fields: Fields) -> dict[str, Any]:
             one, other = map(fields.name, indices[:2])
             raise FieldError(other, f"Recipe.record gets this as {name!r}, and {one!r} too")
     for name, (is_listed, indices) in groups.items():
-        values = [_value(fields, at, name, number) for number, at in enumerate(indices)]
+        values: list[Any] = []
+        for number, at in enumerate(indices):
+            member = fields.members[at]
+            if member.kind not in (TEXT, OTHER) or (member.kind == OTHER and not is_label(member.field)):
+                values.append(Media(name, number))
+                continue
+            payload = fields.checked(at, fields.texts.get(at, b""))
+            if is_cell_without_content(member.field, member.size) or is_json(name) or is_json(member.field):
+                values.append(json_value(member.field, payload))
+                continue
+            text = fields.text(at, payload)
+            values.append(int(text) if member.kind == OTHER and _INTEGER.fullmatch(text) else text)
         record[name] = values if is_listed else values[0]
     return record
 
@@ -84,7 +95,7 @@ def made_sample(fields: Fields) -> MadeSample:
         made = references.taken_from(made)
     except DecodeError as error:
         raise error.at("*") from error.__cause__
-    return MadeSample(made, references.media() if references.chooses else uses.media)
+    return MadeSample(made, references.media() or uses.media)
 
 
 def _grouped(members: Sequence[Member], recipe: Recipe) -> _Groups:
@@ -119,17 +130,6 @@ def _name(member: Member) -> tuple[str, int]:
     return field, -1
 
 
-def _value(fields: Fields, at: int, name: str, number: int) -> Any:
-    member = fields.members[at]
-    if member.kind not in (TEXT, OTHER) or (member.kind == OTHER and not is_label(member.field)):
-        return Media(name, number)
-    payload = fields.checked(at, fields.texts.get(at, b""))
-    if is_cell_without_content(member.field, member.size) or is_json(name) or is_json(member.field):
-        return json_value(member.field, payload)
-    text = fields.text(at, payload)
-    return int(text) if member.kind == OTHER and _INTEGER.fullmatch(text) else text
-
-
 class _References:
     """Collects the references to media in a record."""
 
@@ -142,13 +142,12 @@ class _References:
         self._taken: dict[str, list[int]] = {}
         self._is_none = False
 
-    @property
-    def chooses(self) -> bool:
-        """Whether the record says which media are used: it has references, or a key of media that names none."""
-        return bool(self._taken) or self._is_none
-
-    def media(self) -> dict[str, tuple[int, ...]]:
-        """Return the members referred to, by modality, in the recipe's order; with the sound in videos."""
+    def media(self) -> dict[str, tuple[int, ...]] | None:
+        """Return the members referred to, by modality, in the recipe's order; with the sound in videos. None for a
+        record without references, and without a key of media that names none: it does not say which are used.
+        """
+        if not (self._taken or self._is_none):
+            return None
         chosen = {index for indices in self._taken.values() for index in indices}
         fields = {self._members[index].field for index in chosen}
         for index, member in enumerate(self._members):
