@@ -24,8 +24,7 @@ from benchmarks.made_clips import make_video
 from orchdata.bench import Result, WideTable, interleave
 from orchdata.engines.threads import use_one_thread
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import read_header
-from orchdata.loaders.modalities.modality import stored_dtype
+from orchdata.loaders.modalities.modality import read_header, stored_dtype
 from orchdata.loaders.modalities.video.decode import open_video
 from orchdata.loaders.modalities.video.preprocessor import VideoPreprocessor
 

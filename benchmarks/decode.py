@@ -34,10 +34,9 @@ from orchdata.engines.threads import use_one_thread
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio import AudioPreprocessor, mel_bands
 from orchdata.loaders.modalities.audio_decode import decode_wave
-from orchdata.loaders.modalities.checks import read_header
 from orchdata.loaders.modalities.image import ImagePreprocessor
 from orchdata.loaders.modalities.image_decode import decode_jpeg, read_jpeg_header
-from orchdata.loaders.modalities.modality import Modality, PartSize, stored_dtype
+from orchdata.loaders.modalities.modality import Modality, PartSize, read_header, stored_dtype
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
 
 LIMITS = Limits()

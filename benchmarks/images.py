@@ -25,8 +25,7 @@ from orchdata.bench import Result, WideTable, interleave
 from orchdata.engines.threads import use_one_thread
 from orchdata.hf.images import HFImages, image_modality
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import read_header
-from orchdata.loaders.modalities.modality import stored_dtype
+from orchdata.loaders.modalities.modality import read_header, stored_dtype
 
 LIMITS = Limits()
 SIZES = ((120, 90), (500, 400), (1600, 1200), (300, 1800))

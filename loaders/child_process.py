@@ -6,7 +6,9 @@ end, and sends SIGKILL to those that registered for it at the reading end: that 
 
 from __future__ import annotations
 
+import atexit
 import fcntl
+import gc
 import os
 import resource
 import select
@@ -16,11 +18,10 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.context import BaseContext
 from typing import Any
-
-from orchdata.loaders.interrupts import interrupts_deferred
 
 _MAX_DATAGRAM = 1 << 16
 _MAX_FDS = 64
@@ -30,9 +31,8 @@ _BEGIN = b"begin"
 
 
 class Channel:
-    """One end of a channel. A message arrives whole or not at all; closing one end is an end of file at the other.
-
-    A message that does not fit now, because the peer does not read, is queued here if the socket does not block.
+    """One end of a channel. A message arrives whole or not at all; closing one end is an end of file at the other. A
+    message that does not fit now, because the peer does not read, is queued here if the socket does not block.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -46,7 +46,9 @@ class Channel:
         """
         own_fds = [os.dup(fd) for fd in fds]
         if len(data) > _MAX_DATAGRAM:
-            own_fds.append(_file_of(data))
+            own_fds.append(os.memfd_create("orchdata-message", os.MFD_CLOEXEC))
+            with open(own_fds[-1], "wb", closefd=False) as writer:
+                writer.write(data)
             data = _IN_A_FILE
         self._waiting.append((data, own_fds))
         self.flush()
@@ -88,13 +90,6 @@ class Channel:
                 os.close(fd)
         self._waiting.clear()
         self.socket.close()
-
-
-def _file_of(data: bytes | memoryview) -> int:
-    file = os.memfd_create("orchdata-message", os.MFD_CLOEXEC)
-    with open(file, "wb", closefd=False) as writer:
-        writer.write(data)
-    return file
 
 
 def open_channel() -> tuple[socket.socket, socket.socket]:
@@ -218,3 +213,34 @@ def taken_bytes() -> int:
     """Return the private memory of this process, as RLIMIT_DATA counts it."""
     with open("/proc/self/status", encoding="ascii") as file:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData:"))
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Deliver a Ctrl-C of the block after it: for short code that must not be interrupted. Does nothing where no Python
+    handler would run: in another thread, where SIGINT is ignored or left to the system, and in a subinterpreter.
+    """
+    came: list[tuple[Any, ...]] = []
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield
+        return
+    try:
+        signal.signal(signal.SIGINT, lambda *arguments: came.append(arguments))
+    except ValueError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if came:
+            previous(*came[0])
+
+
+def leave_out_what_is_loaded() -> None:
+    """Let collections pass over all objects that exist now, until the interpreter ends. At its end they are freed as
+    usual: otherwise libraries with nanobind, such as triton, print that objects leak.
+    """
+    gc.freeze()
+    atexit.register(gc.unfreeze)

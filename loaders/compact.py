@@ -20,9 +20,8 @@ _MOST_BYTES: Final = 2**31 - 1
 
 
 class Strings(Sequence[str]):
-    """A column of strings of which few are equal, such as keys: their UTF-8 bytes, one after another.
-
-    Surrogates, which UTF-8 does not have, become escapes.
+    """A column of strings of which few are equal, such as keys: their UTF-8 bytes, one after another. Surrogates, which
+    UTF-8 does not have, become escapes.
     """
 
     __slots__ = ("_bytes", "_ends")
@@ -154,9 +153,8 @@ class Names(Sequence[str]):
 
 
 class RowsOfKeys:
-    """The first row of each key, as a dict from key to row would have it, without an object for each key.
-
-    `keys` has the key of each row: a key that is added is, or will be, the key of its row.
+    """The first row of each key, as a dict from key to row would have it, without an object for each key. `keys` has
+    the key of each row: a key that is added is, or will be, the key of its row.
     """
 
     def __init__(self, keys: Sequence[str]) -> None:

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from importlib.util import find_spec
-from types import FrameType, ModuleType
+from traceback import walk_tb
+from types import ModuleType
 from typing import Final, NamedTuple
 
 OWN: Final = "orchdata"
@@ -45,10 +46,9 @@ def failed_import(error: BaseException) -> FailedImport | None:
 
 
 def _of_lost_module(error: BaseException) -> BaseException | None:
-    """Return the exception of importing a module that another thread was importing at the same time; else None.
-
-    CPython 3.11 to 3.13 lets the waiting thread continue with the module even if that import failed: it misses an
-    attribute. Only the error of another import says what is wrong.
+    """Return the exception of importing a module that another thread was importing at the same time; else None. CPython
+    3.11 to 3.13 lets the waiting thread continue with the module even if that import failed: it misses an attribute.
+    Only the error of another import says what is wrong.
     """
     module = error.obj if isinstance(error, AttributeError) else None
     if not isinstance(module, ModuleType) or sys.modules.get(module.__name__) is module:
@@ -66,19 +66,12 @@ def _package(module: str | None) -> str:
 
 def _imports(error: BaseException) -> Iterator[str]:
     """Yield the modules that were being imported when an exception was raised, outermost first; "" if unknown."""
-    traceback = error.__traceback__
-    while traceback is not None:
-        yield from _imported_by(traceback.tb_frame)
-        traceback = traceback.tb_next
-
-
-def _imported_by(frame: FrameType) -> Iterator[str]:
-    """Yield the module that a frame of importlib imports, or of which a frame is the body."""
-    code, known = frame.f_code, frame.f_globals
-    if code.co_filename.startswith(_BOOTSTRAP) or code is importlib.import_module.__code__:
-        yield str(frame.f_locals.get("name", ""))
-    if code.co_name == "<module>" and known.get("__spec__") is not None and known.get("__name__") != "__main__":
-        yield str(known["__name__"])
+    for frame, _ in walk_tb(error.__traceback__):
+        code, known = frame.f_code, frame.f_globals
+        if code.co_filename.startswith(_BOOTSTRAP) or code is importlib.import_module.__code__:
+            yield str(frame.f_locals.get("name", ""))
+        if code.co_name == "<module>" and known.get("__spec__") is not None and known.get("__name__") != "__main__":
+            yield str(known["__name__"])  # whose body it is
 
 
 def requirements(extra: str = "") -> dict[str, str]:

@@ -1,21 +1,11 @@
 """All errors of this library, in one tree; wrong arguments are plain ValueError or TypeError.
 
 OrchdataError
-├── DataError          one sample cannot be used: shard, key, field, reason
-├── ShardError         a shard cannot be read at all (stored as a value, it is a DataError with an empty key)
-│   └── StaleIndexError  a shard is not the one that was indexed
-├── MissingIndexError  more than one rank, and no index to plan from
-│   └── DamagedIndexError  the index file was changed after it was written
-├── StorageError       bytes cannot be read, or stored in the cache, now: full disk, lost mount; says nothing about data
-├── PackageError       a required package is missing or broken; also an ImportError; says nothing about data
-├── StateError         a state that belongs to another dataset, recipe or order
-├── TooManyFailures    the failure budget of an ErrorPolicy is spent
-├── ContainerError     a container of the user's breaks the rules of containers; also a ValueError
-├── FunctionError      a function of the user's cannot be used with any data; also a ValueError
-└── StepError          no rank can continue with a step of post_balance; also a RuntimeError
-
-WireError (about bytes from another rank) and LaunchError (about ranks that a command started) derive from OrchdataError
-too. They are not public: see `ranks.wire` and `reference.launch`.
+├── DataError, StorageError, StateError, TooManyFailures
+├── ShardError ── StaleIndexError
+├── MissingIndexError ── DamagedIndexError
+├── PackageError (also an ImportError), ContainerError and FunctionError (ValueErrors), StepError (a RuntimeError)
+└── not public: ProcessError, `WireError` of ranks.wire, `LaunchError` of ranks that a command started
 
 `FieldError` is the inner form of a DataError, raised where shard and key are not known; the caller that knows them
 turns it into a DataError with `FieldError.at`.
@@ -26,6 +16,9 @@ Code that turns arbitrary exceptions into data failures lets `NOT_DATA` through 
 from __future__ import annotations
 
 import errno
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Final, TypeGuard
 
@@ -154,9 +147,8 @@ class PackageError(OrchdataError, ImportError):
 
 
 class ProcessError(OrchdataError):
-    """A process that measures shards for a build ended, twice with one shard, or cannot be used.
-
-    It says nothing about the data: nothing of the shard is stored.
+    """A process that measures shards for a build ended, twice with one shard, or cannot be used. It says nothing about
+    the data: nothing of the shard is stored.
     """
 
 
@@ -215,9 +207,8 @@ class FieldError(Exception):
 
 
 class DecodeError(Exception):
-    """Bytes that cannot be decoded as the recipe and the index say. Internal.
-
-    The caller that knows the field turns it into a FieldError with `at`.
+    """Bytes that cannot be decoded as the recipe and the index say. Internal. The caller that knows the field turns it
+    into a FieldError with `at`.
     """
 
     def __init__(self, reason: str) -> None:
@@ -242,11 +233,10 @@ _NO_THREAD = "can't start new thread"
 
 
 def pass_trouble(error: BaseException, what: str = "a decoder") -> None:
-    """Raise if an exception of `what` says nothing about the data; return if it may be a failure of the data.
-
-    Readers of data have the bytes in memory. So an error of the system (while loading a module, starting a thread)
-    becomes a StorageError, lack of memory a MemoryError, a failed import a PackageError. A warning that a filter turned
-    into an exception passes unchanged.
+    """Raise if an exception of `what` says nothing about the data; return if it may be a failure of the data. Readers
+    of data have the bytes in memory. So an error of the system (while loading a module, starting a thread) becomes a
+    StorageError, lack of memory a MemoryError, a failed import a PackageError. A warning that a filter turned into an
+    exception passes unchanged.
     """
     if isinstance(error, (*NOT_DATA, Warning)) and not is_of_libav(error):
         raise error
@@ -260,9 +250,8 @@ def pass_trouble(error: BaseException, what: str = "a decoder") -> None:
 
 
 def is_refusal(error: BaseException) -> TypeGuard[OSError]:
-    """Whether this is an error of the system, which a retry may avoid.
-
-    Decoders raise OSError for damaged data too: Pillow, pyarrow and gzip without a number, libav with one.
+    """Whether this is an error of the system, which a retry may avoid. Decoders raise OSError for damaged data too:
+    Pillow, pyarrow and gzip without a number, libav with one.
     """
     if not isinstance(error, OSError) or error.errno is None:
         return False
@@ -306,3 +295,45 @@ def one_line(error: BaseException) -> str:
     """The message of an exception on one line, at most 200 characters; its class name if it has no message."""
     text = " ".join(str(error).split())
     return text[:200] if text else type(error).__name__
+
+
+@contextmanager
+def as_failure(
+    make: Callable[[str], Exception], doing: str, *, before: Callable[[Exception], None] = pass_trouble
+) -> Iterator[None]:
+    """Turn an exception of the block into a failure of the data: `make("doing: message")`. Failures that the block
+    raises itself pass unchanged, and so do errors that say nothing about the data. `before` is called first; it may
+    raise something else.
+    """
+    try:
+        yield
+    except (*NOT_DATA, *FAILURES):
+        raise
+    except Exception as error:
+        before(error)
+        raise make(f"{doing}: {one_line(error)}") from error
+
+
+def as_field_error(error: Exception, doing: str, field: str = "*") -> FieldError:
+    """Return the failure of a sample, or of a field, for an unexpected exception. `doing` is "measured" or "decoded".
+    Raises as `pass_trouble`.
+    """
+    if isinstance(error, FieldError):
+        return error
+    pass_trouble(error)
+    said = " ".join(str(error).split())[:200]
+    return FieldError(field, f"cannot be {doing}: {type(error).__name__}: {said}")
+
+
+_VARYING = re.compile(
+    r"(call the key '[^']*'|columns=\{[^}]*\}|sep(?:arated by |=)'[^']*'|to_csv\('[^']*'|'utf-8'|\b0x[0-9a-f]+)"
+    r"|'[^']*'(?:, '[^']*')*"
+    r"|(?<![A-Z\d])(?<![A-Z]-)\d+(?:\.\d+)?"
+)
+
+
+def reason_kind(reason: str) -> str:
+    """A reason without quoted names and numbers, to group reasons of one kind. `UTF-8` and `MP3` are no numbers. What
+    to do, and the values of bytes, stay as they are.
+    """
+    return _VARYING.sub(lambda found: found[1] or ("N" if found[0][0].isdigit() else "'...'"), reason)

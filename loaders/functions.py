@@ -19,6 +19,7 @@ import textwrap
 import tokenize
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -57,8 +58,20 @@ class UserFunction:
             raise TypeError(f"{argument} must return its result, and a function with `async` or `yield` does not")
         if id is not None and (not isinstance(id, str) or not id):
             raise TypeError(f"{argument}_id must be a string that is not empty, got {id!r}")
-        source = _source(function)
-        id = _id_from_source(argument, function, source) if id is None else id
+        if id is None:
+            source = _source(function)
+            problem = _unknown_part(function) or (None if source else "its source text is not available")
+            if problem is not None or source is None:
+                name = getattr(function, "__qualname__", type(function).__name__)
+                raise ValueError(
+                    f"{argument}: the id of {name} cannot be made from its source text: {problem}. Give "
+                    f'{argument.rpartition(".")[2]}_id="...", a string that you change whenever the function returns '
+                    "something else; it is part of the fingerprint of indexes and states"
+                )
+            # The modules that it uses are a part of the id, by the names that it uses.
+            used = {name: function.__globals__.get(name) for name in sorted(set(_used(function.__code__, "GLOBAL")))}
+            modules = [f"{name}={value.__name__}" for name, value in used.items() if isinstance(value, ModuleType)]
+            id = "source:" + _digest([source, *modules])
         return cls(argument, function, id, source_digest(function))
 
     @property
@@ -90,25 +103,15 @@ class UserFunction:
         return FunctionError(f"{self.argument}: {self.name} {reason}")
 
 
-def _id_from_source(argument: str, function: Any, source: str | None) -> str:
-    problem = _unknown_part(function)
-    if problem is None and source is None:
-        problem = "its source text is not available"
-    if problem is not None:
-        name = getattr(function, "__qualname__", type(function).__name__)
-        raise ValueError(
-            f"{argument}: the id of {name} cannot be made from its source text: {problem}. Give "
-            f'{argument.rpartition(".")[2]}_id="...", a string that you change whenever the function returns '
-            "something else; it is part of the fingerprint of indexes and states"
-        )
-    assert source is not None
-    return "source:" + _digest([source, *(f"{name}={each}" for name, each in _modules(function))])
-
-
 def source_digest(function: Any) -> str:
     """Return a digest of a function's source text without comments; "" if the text is not available."""
     source = _source(function)
-    return "" if source is None else _digest([_without_comments(source)])
+    if source is None:
+        return ""
+    with suppress(tokenize.TokenError, SyntaxError):
+        tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+        source = " ".join(token.string for token in tokens if token.type not in _LAYOUT)
+    return _digest([source])
 
 
 def _digest(texts: list[str]) -> str:
@@ -124,15 +127,6 @@ def _source(function: Any) -> str | None:
     return "\n".join(line.rstrip() for line in textwrap.dedent("".join(lines)).splitlines()).strip()
 
 
-def _without_comments(source: str) -> str:
-    """Return the tokens of a source text, so that comments and layout do not count."""
-    try:
-        tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
-    except (tokenize.TokenError, SyntaxError):
-        return source
-    return " ".join(token.string for token in tokens if token.type not in _LAYOUT)
-
-
 def _unknown_part(function: Any) -> str | None:
     """Return what a function uses that its source text does not contain, or None."""
     if not isinstance(function, FunctionType):
@@ -146,7 +140,7 @@ def _unknown_part(function: Any) -> str | None:
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     if not all(isinstance(value, _PLAIN) for value in defaults):
         return "an argument has a default that is no string or number"
-    for name in _globals_of(function.__code__):
+    for name in _used(function.__code__, "GLOBAL"):
         if name in function.__globals__:
             value = function.__globals__[name]
             if value is function:
@@ -159,14 +153,8 @@ def _unknown_part(function: Any) -> str | None:
             return f"it uses {name}, which is not defined"
         elif name in _OUTSIDE:
             return f"it uses {name}, and what that brings in is not in the text"
-    own = next((name for name in _imports_of(function.__code__) if not _is_installed(name)), None)
+    own = next((name for name in _used(function.__code__, "IMPORT_NAME") if not _is_installed(name)), None)
     return None if own is None else f"it imports {own}, which is code of your own, or not installed"
-
-
-def _modules(function: FunctionType) -> list[tuple[str, str]]:
-    """Return the modules that a function uses, by the names that it uses."""
-    used = ((name, function.__globals__.get(name)) for name in sorted(_globals_of(function.__code__)))
-    return [(name, value.__name__) for name, value in used if isinstance(value, ModuleType)]
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -177,22 +165,10 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def _globals_of(code: CodeType) -> set[str]:
-    return {
-        str(instruction.argval)
-        for each in _codes(code)
-        for instruction in dis.get_instructions(each)
-        if "GLOBAL" in instruction.opname
-    }
-
-
-def _imports_of(code: CodeType) -> list[str]:
-    return [
-        str(instruction.argval)
-        for each in _codes(code)
-        for instruction in dis.get_instructions(each)
-        if instruction.opname == "IMPORT_NAME"
-    ]
+def _used(code: CodeType, operation: str) -> list[str]:
+    """Return the names in instructions of this kind, in a function and in what is defined in it."""
+    instructions = [instruction for each in _codes(code) for instruction in dis.get_instructions(each)]
+    return [str(instruction.argval) for instruction in instructions if operation in instruction.opname]
 
 
 def _is_installed(module: str) -> bool:

@@ -39,9 +39,8 @@ class Room(NamedTuple):
 
 
 def room() -> Room | None:
-    """Return the room under the tightest limit; None if nothing limits the memory that this process may request.
-
-    The limit of a control group does not count: memory is granted there, and the process is killed.
+    """Return the room under the tightest limit; None if nothing limits the memory that this process may request. The
+    limit of a control group does not count: memory is granted there, and the process is killed.
     """
     rooms = []
     addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -117,10 +116,8 @@ def pass_said_shortage(error: BaseException) -> None:
 
 
 class UnmeasuredError(MemoryError):
-    """There was too little memory to measure a sample.
-
-    Its arguments are the shard ("" until it is known), the key and the field (both "" for a whole shard), and the
-    reason with the way out.
+    """There was too little memory to measure a sample. Its arguments are the shard ("" until it is known), the key and
+    the field (both "" for a whole shard), and the reason with the way out.
     """
 
     def __str__(self) -> str:

@@ -55,23 +55,21 @@ class Pace:
         self._jobs += 1
         seconds = now - self._since
         if seconds >= _WINDOW_SECONDS and self._jobs >= _WINDOW_JOBS * self.at_work:
-            self._judge(self._amount / seconds, now)
+            rate = self._amount / seconds
+            if self.at_work == self._best:
+                self._best_rate = rate
+                if now >= self._rest_until:
+                    self._try_next(now)
+            elif rate > self._best_rate * (1 if self._downwards else _GAIN):
+                self._best, self._best_rate = self.at_work, rate
+                self._try_next(now)
+            else:
+                self._change(self._best)
+                self._turn_around(now)
             self._open(now)
 
     def _open(self, now: float) -> None:
         self._since, self._amount, self._jobs = now, 0.0, 0
-
-    def _judge(self, rate: float, now: float) -> None:
-        if self.at_work == self._best:
-            self._best_rate = rate
-            if now >= self._rest_until:
-                self._try_next(now)
-        elif rate > self._best_rate * (1 if self._downwards else _GAIN):
-            self._best, self._best_rate = self.at_work, rate
-            self._try_next(now)
-        else:
-            self._change(self._best)
-            self._turn_around(now)
 
     def _try_next(self, now: float) -> None:
         """Try half the best number, or twice the best."""
@@ -123,7 +121,17 @@ class Turns:
     @contextmanager
     def turn(self) -> Iterator[Callable[[float], None]]:
         """Wait for this thread's turn; call the yielded function with the amount of work done."""
-        self._enter()
+        with self._changed:
+            while not self.ended:
+                if self._is_alone:
+                    self._changed.wait()
+                    continue
+                now = time.monotonic()
+                counted = [begun for begun in self._begun.values() if now - begun < _SHORT_SECONDS]
+                if len(counted) < self._pace.at_work:
+                    break
+                self._changed.wait(min(counted) + _SHORT_SECONDS - now)
+            self._begun[threading.get_ident()] = time.monotonic()
         amounts: list[float] = []
         try:
             yield amounts.append
@@ -149,19 +157,6 @@ class Turns:
             with self._changed:
                 self._is_alone = False
                 self._changed.notify_all()
-
-    def _enter(self) -> None:
-        with self._changed:
-            while not self.ended:
-                if self._is_alone:
-                    self._changed.wait()
-                    continue
-                now = time.monotonic()
-                counted = [begun for begun in self._begun.values() if now - begun < _SHORT_SECONDS]
-                if len(counted) < self._pace.at_work:
-                    break
-                self._changed.wait(min(counted) + _SHORT_SECONDS - now)
-            self._begun[threading.get_ident()] = time.monotonic()
 
     def end(self) -> None:
         """End all waits."""

@@ -16,9 +16,16 @@ from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio import AudioPreprocessor
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT, UNUSED
-from orchdata.loaders.modalities.checks import check_arrays, check_words
 from orchdata.loaders.modalities.image import ImagePreprocessor, image_grid
-from orchdata.loaders.modalities.modality import Modality, Slot, counts_from_header, names_no_counts, outer_of, plain
+from orchdata.loaders.modalities.modality import (
+    Modality,
+    Slot,
+    counts_from_header,
+    names_no_counts,
+    outer_of,
+    plain,
+    stored_dtype,
+)
 from orchdata.loaders.text.conversation import Rules
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS, TextPreprocessor
 from orchdata.loaders.text.template import ChatTemplate, MediaWords, record_keys
@@ -37,6 +44,12 @@ __all__ = [
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 # Names with another meaning in batches, samples and phases.
 _TAKEN: Final = frozenset(("text", "llm", "limits", "keep", "step", "record", "record_id"))
+_INT32_MAX: Final = 2**31 - 1
+# Names of a batch's model inputs under every recipe, and of a modality's further inputs next to its arrays.
+_INPUTS: Final = frozenset("input_ids position_ids labels cu_seqlens max_seqlen attention_mask".split())
+_COMPANIONS: Final = ("cu_seqlens", "max_seqlen", "mask", "token_places", "positions", "route")
+# Attributes of the objects with a modality's arrays, in batches and samples.
+_ATTRIBUTES: Final = frozenset("arrays num_tokens valid map modality dtypes extras tensor".split())
 _LONGEST_REPR: Final = 120
 _LARGEST_ITEM: Final = 4
 """Bytes of a value in the largest dtype of our own modalities."""
@@ -77,6 +90,7 @@ class Recipe:
     keep: tuple[str, ...]
     record: UserFunction | None
     modalities: dict[str, Modality]
+    _given: dict[str, Modality | None]  # with None for built-in ones that are left out
 
     def __init__(
         self,
@@ -120,11 +134,12 @@ class Recipe:
             keep=tuple(sorted({name.lower() for name in keep})),
             record=record,
             modalities={name: value for name, value in given.items() if value is not None},
+            _given={name: value for name, value in given.items() if value is not None or name in BUILTINS},
         )
         for name, modality in self.modalities.items():
-            check_words(name, modality)
+            _check_words(name, modality)
         _ = self._claims, self.rules  # raise on contradictions
-        check_arrays(self.modalities)
+        _check_arrays(self.modalities)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise FrozenInstanceError(f"cannot assign to field {name!r}")
@@ -190,10 +205,6 @@ class Recipe:
         """Arguments that are no modalities."""
         parts = {"text": self.text, "limits": self.limits, "keep": self.keep}
         return parts | ({} if self.record is None else {"record": self.record})
-
-    @property
-    def _given(self) -> dict[str, Modality | None]:
-        return {**dict.fromkeys(BUILTINS), **self.modalities}
 
     @cached_property
     def uses(self) -> dict[Any, Any]:
@@ -325,7 +336,7 @@ class Recipe:
             mark = self.slots[name].mark
             if mark and marks.setdefault(mark, name) != name:
                 raise ValueError(f"the marks of {marks[mark]} and {name} are both {mark!r}")
-        slots = {name: self._placeholder(name) or mark for mark, name in marks.items()}
+        slots = {name: getattr(self.modalities.get(name), "placeholder", "") or mark for mark, name in marks.items()}
         if self.text.whole:  # texts are written for any model: accept "<image>" if this model's mark differs
             for name in slots:
                 marks.setdefault(f"<{name}>", name)
@@ -339,9 +350,6 @@ class Recipe:
         listed = frozenset(name for name, modality in self.modalities.items() if modality.listed)
         media_words = MediaWords(tuple(marks.items()), items, record_keys(names), slots, listed)
         return Rules(self.text.template, media_words, tuple(dict.fromkeys((*self.text.fields, *TEXT_FIELDS))))
-
-    def _placeholder(self, name: str) -> str:
-        return self.modalities[name].placeholder if name in self.modalities else ""
 
     def describe(self) -> dict[str, Any]:
         """Return all that costs and values depend on, JSON-safe; compare two of these to name a difference.
@@ -447,3 +455,44 @@ def checked_recipe(recipe: Recipe | None) -> Recipe:
             f"recipe must be an od.Recipe, such as od.Recipe(text=...) or od.hf.recipe(processor), got {given}"
         )
     return recipe if recipe is not None else Recipe()
+
+
+def _check_words(name: str, modality: Modality) -> None:
+    """Check the names of a modality in members and texts, and its slot. Raises ValueError."""
+    for kind in ("fields", "words"):
+        names = getattr(modality, kind)
+        if isinstance(names, str) or not all(isinstance(word, str) and word for word in names):
+            raise ValueError(f"{kind} of {name} must be a tuple of names, got {names!r}")
+    for field in modality.fields:
+        if field.startswith("."):
+            raise ValueError(f"a field of {name} must be called {field.lstrip('.')!r}, without its dot, got {field!r}")
+    slot = modality.slot
+    if not isinstance(slot.mark, str | None):
+        raise ValueError(f"the mark of {name} must be a string or None, got {slot.mark!r}")
+    for kind in ("token_id", "start_id", "end_id"):
+        token = getattr(slot, kind)
+        missing = token is None and kind != "token_id"
+        if not missing and not (isinstance(token, int) and 0 <= token <= _INT32_MAX):
+            raise ValueError(f"the {kind} of {name} must be an int in [0, {_INT32_MAX}], got {token!r}")
+
+
+def _check_arrays(modalities: Mapping[str, Modality]) -> None:
+    """Check the arrays of modalities: each must be valid, and have a unique name in a batch. Raises TypeError for a
+    dtype that tensors do not have, otherwise ValueError.
+    """
+    owners = dict.fromkeys(_INPUTS, "every batch")
+    for name, modality in modalities.items():
+        specs = modality.arrays()
+        for array, spec in specs.items():
+            if not array.isidentifier() or array in _ATTRIBUTES or array in _COMPANIONS:
+                raise ValueError(f"an array of {name} cannot be called {array!r}: batches use that name")
+            if spec.per not in ("row", "part"):
+                raise ValueError(f"{name}.{array} has per={spec.per!r}: it is 'row' or 'part'")
+            if not all(isinstance(side, int) and side >= 1 for side in spec.row_shape):
+                raise ValueError(f"{name}.{array} has rows of shape {spec.row_shape!r}: sides are ints of at least 1")
+            if stored_dtype(spec.dtype).kind not in "biufc":
+                raise TypeError(f"{name}.{array} has dtype {spec.dtype!r}: name one that tensors have")
+        for suffix in (*specs, *_COMPANIONS):
+            owner = owners.setdefault(f"{name}_{suffix}", name)
+            if owner != name:
+                raise ValueError(f"{owner} and {name} both have an input called {name}_{suffix}: rename one of them")

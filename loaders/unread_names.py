@@ -3,8 +3,6 @@
     record, and what was read of it --names_of_record--> names --UnreadNames--> counts of a shard --> of an index
 
 A name leads to a value by keys, with dots; `[]` stands for the items of a list: `meta.lang`, `messages[].weight`.
-
-Endings of the files of each modality, read or not: which of the fields that are not read are media.
 """
 
 from __future__ import annotations
@@ -18,13 +16,24 @@ from typing import Any, Final
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.field_names import FILE_KEYS, NUMBER, bare_name
 from orchdata.loaders.modalities.builtin import BUILTINS, ON_REQUEST, UNDECODED
-from orchdata.loaders.modalities.video.timeline import TIMING
+from orchdata.loaders.modalities.video.containers import TIMING
 from orchdata.loaders.records import ADDED_FIELDS
 from orchdata.loaders.shards.jsonl.stretch import is_edge, says_edge
-from orchdata.loaders.text.chat_keys import is_chat_context, is_flag, is_loss_flag, says, speaks
 from orchdata.loaders.text.conversation import Document, Rules, parse_json
 from orchdata.loaders.text.jinja import JinjaTemplate
-from orchdata.loaders.text.messages import CHAT_KEYS, CONTENT_KEYS, SYSTEM
+from orchdata.loaders.text.messages import (
+    ALPACA,
+    CHAT_KEYS,
+    CONTENT_KEYS,
+    PAIR,
+    ROLE_KEYS,
+    SYSTEM,
+    is_chat_context,
+    is_flag,
+    is_loss_flag,
+    says,
+    speaks,
+)
 from orchdata.loaders.text.template import record_keys
 
 SHARD_NAMES: Final = 256
@@ -42,9 +51,6 @@ _KEYS: Final = ("__key__", "id", ADDED_FIELDS)
 _ITEM_KEYS: Final = ("type", "text", "index")
 _ITEM_NAMES: Final = ("path", "url", "base64", "source")
 """Keys under which an item of media names its file, after those of its modality. The first with a value is read."""
-_ROLE_KEYS: Final = ("role", "from")
-_PAIR: Final = ("prompt", "completion")
-_ALPACA: Final = ("instruction", "output")
 REJECTED: Final = "rejected"
 """The one key next to a conversation that may say what no turn says: the answer that is not preferred."""
 
@@ -126,27 +132,18 @@ def is_empty(payload: bytes | memoryview) -> bool:
 def names_of_record(
     record: Any, document: Document | None, rules: Rules, name: str, read: Collection[str], has: Collection[str]
 ) -> tuple[str, ...]:
-    """Return the unread names of a record, a name before those below it.
-
-    `document` is what the sample's text was read from it, or None; `name` is its member's, for what is no object;
-    `read` are more keys that are read; what names media of the modalities in `has` is read too.
+    """Return the unread names of a record, a name before those below it. `document` is what the sample's text was read
+    from it, or None; `name` is its member's, for what is no object; `read` are more keys that are read; what names
+    media of the modalities in `has` is read too.
     """
     found: dict[str, None] = {}
     is_chat = document is not None and document.is_chat
-    usual = None
-    if is_chat and isinstance(record, dict) and not has and not read and record.keys().isdisjoint(rules.words.records):
-        template = rules.template
-        usual = _usual_chat(tuple(record), template.ignore_keys if isinstance(template, JinjaTemplate) else ())
-    if usual is not None and isinstance(record[usual[0]], list) and record[usual[0]]:
-        for key, its_name in usual[1]:
-            _add(its_name, record[key], found)
-        _add_turns(f"{usual[0]}[]", record[usual[0]], rules, found)
-    elif not isinstance(record, dict):
+    if not isinstance(record, dict):
         if is_chat:
             _add_turns(f"{name}[]", record, rules, found)
         else:
             _add(name, record, found)
-    elif is_chat and any(map(record.get, _ROLE_KEYS)) and not any(map(record.get, CHAT_KEYS)):
+    elif is_chat and any(map(record.get, ROLE_KEYS)) and not any(map(record.get, CHAT_KEYS)):
         _add_turns("", [record], rules, found)
     else:
         mine = () if document is None else _keys_read(record, document, rules)
@@ -162,7 +159,7 @@ def names_of_record(
                 _add(its_name, value, found)
         for key in media if near else ():
             _add_next_to_file(_short(key), record.get(key), rules, found)
-        for key in [key for key in (*CHAT_KEYS, *_PAIR) if key in mine] if is_chat else ():
+        for key in [key for key in (*CHAT_KEYS, *PAIR) if key in mine] if is_chat else ():
             _add_turns(f"{key}[]", _listed(record[key]), rules, found)
     return tuple(found)
 
@@ -178,7 +175,7 @@ def _listed(value: Any) -> Any:
 def _keys_read(record: Mapping[str, Any], document: Document, rules: Rules) -> list[str]:
     """Return the keys of a record that its document was made of."""
     if document.completion is not None:
-        return [*_PAIR]
+        return [*PAIR]
     if document.text is not None:
         return [document.key]
     if not document.is_chat:
@@ -188,8 +185,8 @@ def _keys_read(record: Mapping[str, Any], document: Document, rules: Rules) -> l
     ignored = template.ignore_keys if isinstance(template, JinjaTemplate) else ()
     read = [key for key in CHAT_KEYS if isinstance(record.get(key), list)]
     if not any(record[key] for key in read):
-        is_alpaca = all(isinstance(record.get(key), str) for key in _ALPACA)
-        read += (*_ALPACA, "input", "history") if is_alpaca else _PAIR
+        is_alpaca = all(isinstance(record.get(key), str) for key in ALPACA)
+        read += (*ALPACA, "input", "history") if is_alpaca else PAIR
     context = _context(tuple(record), ignored)
     systems = (
         [key for key in SYSTEM if key in context and says(record[key])][1:] if context else ()
@@ -205,15 +202,6 @@ def _keys_read(record: Mapping[str, Any], document: Document, rules: Rules) -> l
 def _context(keys: tuple[str, ...], ignored: tuple[str, ...]) -> list[str]:
     """Return the keys that belong to a conversation, or that its template may lose."""
     return [key for key in keys if key in ignored or is_chat_context(key)]
-
-
-@lru_cache(maxsize=256)
-def _usual_chat(keys: tuple[str, ...], ignored: tuple[str, ...]) -> tuple[str, list[tuple[str, str]]] | None:
-    """Return the key of the turns, and the keys that are not read with their names; None if more belongs to a chat."""
-    chats = [key for key in keys if key in CHAT_KEYS]
-    if len(chats) != 1 or _context(keys, ignored):
-        return None
-    return chats[0], list(zip(*_others(keys, (chats[0],)), strict=True))
 
 
 @lru_cache(maxsize=256)
@@ -244,7 +232,7 @@ def _add_turns(name: str, turns: Any, rules: Rules, found: dict[str, None]) -> N
 
 @lru_cache(maxsize=256)
 def _others_of_turn(keys: tuple[str, ...], name: str, named: tuple[str, ...]) -> list[tuple[str, str]]:
-    own = (*_ROLE_KEYS, *CONTENT_KEYS)
+    own = (*ROLE_KEYS, *CONTENT_KEYS)
     return [
         (key, _below(name, key)) for key in keys if key not in own and not is_loss_flag(key) and not _names(named, key)
     ]

@@ -25,8 +25,7 @@ from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.shards import unchosen_rows
 from orchdata.html import shown
-from orchdata.loaders.errors import DataError, FieldError, OrchdataError
-from orchdata.loaders.failures import as_field_error
+from orchdata.loaders.errors import DataError, FieldError, OrchdataError, as_field_error
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample

@@ -35,8 +35,7 @@ from orchdata.engines.supervisor import WorkerEngine
 from orchdata.engines.threads import passed_on
 from orchdata.engines.warm import Warming, kernel_families
 from orchdata.loaders.child_process import lower_limit, taken_bytes
-from orchdata.loaders.errors import DataError, StaleIndexError
-from orchdata.loaders.failures import as_field_error
+from orchdata.loaders.errors import DataError, StaleIndexError, as_field_error
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import Wanted
 from orchdata.loaders.recipe import Recipe

@@ -18,9 +18,8 @@ from PIL import Image, ImageOps
 
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import OTHER
-from orchdata.loaders.modalities.checks import read_header
 from orchdata.loaders.modalities.image import ImagePreprocessor
-from orchdata.loaders.modalities.modality import PartSize
+from orchdata.loaders.modalities.modality import PartSize, read_header
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.measure import measure
 from orchdata.loaders.samples.members import Member

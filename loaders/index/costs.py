@@ -20,8 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from orchdata.loaders.compact import Strings
-from orchdata.loaders.errors import FieldError, StaleIndexError, StorageError
-from orchdata.loaders.failures import as_field_error
+from orchdata.loaders.errors import FieldError, StaleIndexError, StorageError, as_field_error
 from orchdata.loaders.field_names import VALUE, is_kept_as
 from orchdata.loaders.index.facts import Probes, with_inner
 from orchdata.loaders.index.kept import KeptCounts, ShardSample

@@ -17,13 +17,11 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 
 from orchdata.loaders import versions
-from orchdata.loaders.errors import DecodeError, ShardError, StaleIndexError, StorageError, pass_trouble
-from orchdata.loaders.failures import as_field_error
+from orchdata.loaders.errors import DecodeError, ShardError, StaleIndexError, StorageError, as_field_error, pass_trouble
 from orchdata.loaders.index.kept import keep, kept
 from orchdata.loaders.limits import Limits, scan_limits, still_holds
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT, UNUSED
-from orchdata.loaders.modalities.checks import read_header
 from orchdata.loaders.modalities.modality import (
     Header,
     Modality,
@@ -32,6 +30,7 @@ from orchdata.loaders.modalities.modality import (
     keeps_headers_of,
     outer_of,
     probe_id,
+    read_header,
 )
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.fields import NO_RULES, RAW, FieldRules

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from orchdata.loaders.errors import FieldError, pass_trouble
-from orchdata.loaders.failures import as_field_error
+from orchdata.loaders.errors import FieldError, as_field_error, pass_trouble
 from orchdata.loaders.index.kept import ShardSample, Text
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.memory import measured_at

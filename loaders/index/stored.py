@@ -22,11 +22,10 @@ from orchdata.loaders.field_names import VALUE, bare_name, is_kept_as
 from orchdata.loaders.generators import Pass, ShardIdentity
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.memory import room
-from orchdata.loaders.modalities.checks import read_header
-from orchdata.loaders.modalities.modality import PartSize, counts_from_header
+from orchdata.loaders.modalities.modality import PartSize, counts_from_header, read_header
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import ADDED_FIELDS, RECORD_FIELD
-from orchdata.loaders.samples.compose import Composition, compose, composition_of, text_members
+from orchdata.loaders.samples.compose import Composition, composition_of, text_members
 from orchdata.loaders.samples.measure import divided, num_tokens, unpacked
 from orchdata.loaders.samples.members import (
     Fields,
@@ -42,7 +41,7 @@ from orchdata.loaders.samples.members import (
 )
 from orchdata.loaders.samples.record import MadeSample, made_sample
 from orchdata.loaders.samples.sample import Sample, TextPart, decode_sample
-from orchdata.loaders.samples.spans import SizeOf, SizesInTurn, Span, TextSpan, WholeWriter, Window
+from orchdata.loaders.samples.spans import SizeOf, SizesInTurn, Span, TextSpan, Window
 from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.fields import NAMED
 from orchdata.loaders.shards.open import NO_CONTAINERS, OpenShards
@@ -198,17 +197,15 @@ class StoredSample:
         return specs | {~at: (*all_specs[at][:3], all_specs[at][3] + VALUE) for at in before}
 
     def spans(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview], size_of: SizeOf) -> list[Span]:
-        """Return the spans of the row's sequence, from what `read` returned. Raises FieldError as `compose` and
+        """Return the spans of the row's sequence, from what `read` returned. Raises FieldError as `composition_of` and
         `divided`, and for all pieces of a sample if the counts of any piece differ from the index.
         """
         if self._is_undivided:
-            spans = compose(self.members, payloads, recipe, size_of, self._made(recipe, payloads))
+            spans = composition_of(self.members, payloads, recipe, self._made(recipe, payloads)).spans(recipe, size_of)
             return spans if len(self._rows) > 1 else divided(spans, recipe)[0]
         if self._window is not None:
             made = self._made(recipe, payloads)
-            writer = composition_of(self.members, payloads, recipe, made).written(recipe, size_of)
-            assert isinstance(writer, WholeWriter)
-            return writer.window(self._window)
+            return composition_of(self.members, payloads, recipe, made).whole(recipe, size_of).window(self._window)
         pieces = self._cached
         if pieces is None:
             pieces = self._shards.texts.made(self._name, partial(self._pieces, recipe, payloads, size_of))
@@ -242,7 +239,7 @@ class StoredSample:
         self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview], size_of: SizeOf
     ) -> tuple[list[list[Span]], int]:
         """Return the spans of all pieces, and the bytes that they take."""
-        spans = compose(self.members, payloads, recipe, size_of, self._made(recipe, payloads))
+        spans = composition_of(self.members, payloads, recipe, self._made(recipe, payloads)).spans(recipe, size_of)
         pieces = divided(spans, recipe)
         texts = [[span for span in piece if isinstance(span, TextSpan)] for piece in pieces]
         mine = slice(self._rows.start, self._rows.stop)

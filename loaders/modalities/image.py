@@ -20,9 +20,24 @@ from numpy.typing import NDArray
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import check_at_least_one, check_choice, check_size
-from orchdata.loaders.modalities.image_header import ImageFiles
-from orchdata.loaders.modalities.modality import NOT_DESCRIBED, ArraySpec, Header, PartSize, as_tensor, takes_rng
+from orchdata.loaders.modalities.modality import (
+    NOT_DESCRIBED,
+    ArraySpec,
+    Header,
+    Heads,
+    Modality,
+    PartSize,
+    as_tensor,
+    check_at_least_one,
+    check_choice,
+    check_size,
+    takes_rng,
+)
+
+READS_IMAGES: Final = ("PIL.Image", "simplejpeg", "orchdata.loaders.modalities.image_decode")
+"""Modules that reading image files imports."""
+
+_PIXEL_BYTES: Final = 4
 
 CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
@@ -37,6 +52,49 @@ _CHOICES: Final = {
 _LANCZOS_SINCE: Final = (2, 12)
 
 Augment = Callable[[NDArray[np.uint8], np.random.Generator], NDArray[np.uint8]]
+
+
+class ImageFiles(Modality):
+    """A modality read from image files; its headers are (width, height) in pixels, as displayed."""
+
+    fields = tuple("jpg jpeg jpe jfif png apng webp gif bmp dib tif tiff ppm pgm pbm pnm pfm jp2 j2k avif".split())
+    words = ("image", "image_url")
+    plural = "images"
+    column_words = frozenset("image images img imgs picture pictures photo photos pixels".split())
+    hf_feature = "Image"
+    num_facts = 2
+
+    def required_modules(self) -> tuple[str, ...]:
+        return READS_IMAGES
+
+    def set_up_process(self) -> None:
+        from orchdata.loaders.modalities.image_decode import load_formats
+
+        load_formats()
+
+    @staticmethod
+    def scan(heads: Heads) -> None:
+        from orchdata.native.scan.media import scan_images
+
+        scan_images(*heads)
+
+    @classmethod
+    def probe(cls, data: bytes, limits: Limits) -> Header:
+        from orchdata.loaders.modalities.image_decode import probe_image
+
+        return probe_image(data, limits)
+
+    @classmethod
+    def matches_magic(cls, head: bytes) -> bool:
+        if head.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"BM", b"II*\0", b"MM\0*")):
+            return True
+        if head[:4] == b"RIFF":
+            return head[8:12] == b"WEBP"
+        return head[4:12] in (b"ftypavif", b"jP  \r\n\x87\n") or head.startswith(b"\xff\x4f\xff\x51")
+
+    def decoding_bytes(self, parts: Sequence[tuple[Header, PartSize]]) -> int:
+        """Pixels of the largest image: they are decoded one after the other."""
+        return _PIXEL_BYTES * max([width * height for (width, height), _ in parts])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +163,11 @@ class ImagePreprocessor(ImageFiles):
             )
         for name, choices in _CHOICES.items():
             check_choice("ImagePreprocessor", name, getattr(self, name), choices)
-        if self.resizer == "torchvision" and self.resample == "lanczos" and _torch_version() < _LANCZOS_SINCE:
+        if (
+            self.resizer == "torchvision"
+            and self.resample == "lanczos"
+            and tuple(map(int, version("torch").split(".")[:2])) < _LANCZOS_SINCE
+        ):
             needed = ".".join(map(str, _LANCZOS_SINCE))
             raise ValueError(f"ImagePreprocessor.resample 'lanczos' needs torch {needed} or resizer='pillow'")
         self._check_pixels()
@@ -116,9 +178,6 @@ class ImagePreprocessor(ImageFiles):
             object.__setattr__(self, name, values)
         if not all(value > 0 for value in self.std):
             raise ValueError(f"ImagePreprocessor.std must be above 0 in every channel, got {self.std}")
-        self._check_augment()
-
-    def _check_augment(self) -> None:
         if self.augment is None and self.augment_id is not None:
             raise ValueError(f"ImagePreprocessor.augment_id={self.augment_id!r} is of no function: pass augment= too")
         if self.augmentation is not None and not takes_rng(type(self)).decode_into:
@@ -190,7 +249,7 @@ class ImagePreprocessor(ImageFiles):
         except ValueError as error:
             raise DecodeError(str(error)) from None
         patches = grid[0] * grid[1]
-        return PartSize(patches, self.num_tokens(grid), patches, grid)
+        return PartSize(patches, patches // self.merge**2, patches, grid)
 
     def decode_into(
         self,
@@ -204,13 +263,13 @@ class ImagePreprocessor(ImageFiles):
         from orchdata.loaders.modalities.image_decode import augmented, byte_table
         from orchdata.native.decoding import patchify
 
-        pixels = self._pixels(data, limits, (size.extent[0], size.extent[1]))
+        pixels = self._pixels(data, limits, size.extent)
         if self.augmentation is not None:
             pixels = augmented(pixels, self.augmentation, rng)
         table = byte_table(self.mean, self.std, self.dtype)
         patchify(pixels, self.patch_size, self.merge, table, out["patches"], repeats=self.temporal_patch_size)
 
-    def _pixels(self, data: bytes | memoryview, limits: Limits, grid: tuple[int, int]) -> NDArray[np.uint8]:
+    def _pixels(self, data: bytes | memoryview, limits: Limits, grid: tuple[int, ...]) -> NDArray[np.uint8]:
         """Return upright pixels (height, width, 3 or 4) of the grid's size; a fourth channel is undefined. Memory and
         errors as in `upright_pixels`.
         """
@@ -278,7 +337,6 @@ def grid_positions(moments: NDArray[np.int64], high: int, wide: int) -> NDArray[
 
 def image_grid(width: int, height: int, pre: ImagePreprocessor) -> tuple[int, int]:
     """Return the grid of patches (grid_h, grid_w) for an image of `width` x `height` pixels; both multiples of `merge`.
-
     By rule "qwen2_vl" as Hugging Face, see `smart_resize`. Rule "budget" is similar: each side is rounded to a whole
     number of merged tokens (half to even); above `max_tokens` (below `min_tokens`) both shrink (grow) by one factor,
     rounded down (up). But sides never fall below one token, the product stays within both limits even for extreme
@@ -290,7 +348,10 @@ def image_grid(width: int, height: int, pre: ImagePreprocessor) -> tuple[int, in
     if pre.rule == "qwen2_vl":
         high, wide = smart_resize(height, width, factor, *pre.pixel_limits)
         return high // pre.patch_size, wide // pre.patch_size
-    rows, cols = max(1, _round_half_even(height, factor)), max(1, _round_half_even(width, factor))
+    # Round half to even.
+    (rows, rest_high), (cols, rest_wide) = divmod(height, factor), divmod(width, factor)
+    rows = max(1, rows + (2 * rest_high + rows % 2 > factor))
+    cols = max(1, cols + (2 * rest_wide + cols % 2 > factor))
     if rows * cols > pre.max_tokens:
         # floor(sqrt(max_tokens * height / width)), exactly
         rows, cols = isqrt(pre.max_tokens * height // width), isqrt(pre.max_tokens * width // height)
@@ -303,10 +364,9 @@ def image_grid(width: int, height: int, pre: ImagePreprocessor) -> tuple[int, in
 
 
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Return the pixels (height, width) to which Qwen-VL's image processors of Hugging Face resize an image.
-
-    In floats, with equal results: these operations are rounded in the same way on every machine. Raises ValueError for
-    an aspect ratio above 200.
+    """Return the pixels (height, width) to which Qwen-VL's image processors of Hugging Face resize an image. In floats,
+    with equal results: these operations are rounded in the same way on every machine. Raises ValueError for an aspect
+    ratio above 200.
     """
     ratio = max(height, width) / min(height, width)
     if ratio > 200:
@@ -323,11 +383,6 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
     return high, wide
 
 
-def _torch_version() -> tuple[int, int]:
-    major, minor = version("torch").split(".")[:2]
-    return int(major), int(minor)
-
-
 def _within(rows: int, cols: int, low: int, high: int) -> tuple[int, int]:
     """Return the sides nearest to (rows, cols) with a product in [low, high]; the shorter one is kept if possible."""
     short, long = min(rows, cols), max(rows, cols)
@@ -337,11 +392,6 @@ def _within(rows: int, cols: int, low: int, high: int) -> tuple[int, int]:
             short, long = side, min(max(long, least), most)
             break
     return (short, long) if rows <= cols else (long, short)
-
-
-def _round_half_even(value: int, step: int) -> int:
-    quotient, rest = divmod(value, step)
-    return quotient + (2 * rest > step or (2 * rest == step and quotient % 2 == 1))
 
 
 def _ceil_sqrt(numerator: int, denominator: int) -> int:

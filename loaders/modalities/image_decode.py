@@ -2,7 +2,7 @@
 
     bytes --decode--> uint8 RGB --orient--> upright --resize--> the grid's size
 
-It reads the formats of `image_header.IMAGE_FORMATS`, and the first frame of an animation. EXIF orientation is applied;
+It reads the formats of `IMAGE_FORMATS`, and the first frame of an animation. EXIF orientation is applied;
 palettes, CMYK and other colour modes become RGB as in Pillow (colour profiles are not applied); 16 bits keep their
 upper byte, floats in [0, 1] become bytes; transparency is composited onto white or dropped. libjpeg-turbo decodes JPEG,
 Pillow everything else.
@@ -15,9 +15,14 @@ from __future__ import annotations
 
 import io
 import re
+import struct
+import threading
+import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
+from importlib import import_module
 from platform import machine
 from typing import Any, Final, NamedTuple
 
@@ -26,12 +31,11 @@ import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image, ImageFile, JpegImagePlugin
 
-from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.failures import as_failure
+from orchdata.loaders.environment import way_out
+from orchdata.loaders.errors import DecodeError, PackageError, as_failure, one_line, package_error, pass_trouble
 from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import check_pixels, starts_with
-from orchdata.loaders.modalities.image_header import open_image, pass_pillow, quiet_pillow, too_large
+from orchdata.loaders.modalities.modality import Header, check_pixels, starts_with
 from orchdata.loaders.scratch import Scratch
 from orchdata.native.decoding import channel_table
 
@@ -55,9 +59,146 @@ _UPRIGHT: Final[dict[int, Callable[[Pixels], Pixels]]] = {
 }
 
 
+IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF")
+"""Pillow's names of the formats that are read (JPEG includes MPO). Of the others, some run programs (EPS) or have no
+signature (TGA)."""
+
+
+# Pillow's module for each format that is loaded on demand.
+_PLUGINS: Final = {
+    **{name: f"{name.title()}ImagePlugin" for name in ("JPEG", "PNG", "GIF", "BMP", "TIFF", "PPM", "AVIF")},
+    "DIB": "BmpImagePlugin",
+    "WEBP": "WebPImagePlugin",
+    "JPEG2000": "Jpeg2KImagePlugin",
+}
+_formats_lock = threading.Lock()
+_LACKS_DECODER: Final = re.compile(r"decoder \w+ not available")
+
+_warnings_lock = threading.Lock()
+_EXIF: Final = b"Exif\0\0"
+_MOST_EXIF: Final = 256
+"""Maximum number of EXIF blocks in a JPEG: Pillow concatenates them, and copies all of them each time."""
+_MOST_STRAY: Final = 1 << 16
+"""Maximum number of bytes between the segments of a JPEG's header: Pillow reads them one by one."""
+_MARKER: Final = re.compile(rb"\xff[^\x00\xff]", re.DOTALL)
+_SCAN: Final = 0xDA
+_ALONE: Final = frozenset({0x01, *range(0xD0, 0xDA)})
+"""Markers without a length."""
+
+
+def load_formats() -> tuple[str, ...]:
+    """Load Pillow's readers of `IMAGE_FORMATS`, and return the formats that it has. Exceptions of an import pass;
+    Pillow itself ignores them, and all images of that format would look damaged.
+    """
+    with _formats_lock:
+        Image.init()
+        for name in IMAGE_FORMATS:
+            if name not in Image.OPEN:
+                import_module(f"PIL.{_PLUGINS[name]}")
+    return tuple(name for name in IMAGE_FORMATS if name in Image.OPEN)
+
+
+def pass_pillow(error: Exception) -> None:
+    """Call `pass_trouble`, and raise PackageError if this Pillow was built without the decoder of an image."""
+    pass_trouble(error)
+    if isinstance(error, OSError) and _LACKS_DECODER.fullmatch(str(error)):
+        raise package_error(error, "an image", "PIL") from error
+
+
+def open_image(data: bytes) -> ImageFile.ImageFile:
+    """Identify an image without decoding it. Raises DecodeError. Like Image.open, but without its check against a
+    process-wide number of pixels: the recipe has a limit.
+    """
+    if not data:
+        raise DecodeError("empty: 0 bytes")
+    reason = f"not an image: starts with {starts_with(data)}"
+    lacks = None
+    for name in load_formats():
+        factory, accept = Image.OPEN[name]
+        accepted: bool | str = False
+        with suppress(Exception):  # with too few bytes some plugins raise any exception
+            accepted = accept is None or accept(data[:16])
+        if isinstance(accepted, str):  # this Pillow was built without the format
+            lacks = lacks or accepted
+            continue
+        if not accepted:
+            continue
+        try:
+            return factory(io.BytesIO(data), "")
+        except (SyntaxError, IndexError, TypeError, KeyError, ValueError, OSError, struct.error) as error:
+            pass_trouble(error)
+            reason = f"damaged {name} image: {one_line(error)}"
+    if lacks:
+        raise PackageError("PIL", lacks, way_out("PIL"), "an image")
+    raise DecodeError(reason)
+
+
+def too_large(error: Exception, limits: Limits) -> DecodeError:
+    """Return the failure of an image that Pillow rejects for its size. Raises PackageError if Pillow's limit is lower
+    than the recipe's because the program has set it for the whole process.
+    """
+    most = Image.MAX_IMAGE_PIXELS
+    if most is not None and 2 * most < limits.image_pixels:
+        reason = f"PIL.Image.MAX_IMAGE_PIXELS is {most}, and Limits.image_pixels allows {limits.image_pixels}"
+        raise PackageError("PIL", reason, "set it to None: the limit here is Limits.image_pixels", "an image")
+    return DecodeError(f"too large an image: {error}; see PIL.Image.MAX_IMAGE_PIXELS")
+
+
+@contextmanager
+def quiet_pillow() -> Iterator[None]:
+    """Silence Pillow's warnings about repairs (EXIF, TIFF tags) and large images; the limit is ours. Warning filters
+    are process-wide: set them briefly, in one thread at a time, and only for Pillow and this library.
+    """
+    with _warnings_lock, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"(PIL|orchdata)(\.|$)")
+        yield
+
+
+def _check_jpeg(data: bytes) -> None:
+    """Raise DecodeError for a JPEG with a header that Pillow would take very long to read."""
+    blocks = data.count(_EXIF)
+    if blocks > _MOST_EXIF:
+        raise DecodeError(
+            f"a JPEG with {blocks} blocks of EXIF data, above {_MOST_EXIF}: `exiftool -all=` removes them"
+        )
+    at, stray = 2, 0
+    while at < len(data):
+        marker = _MARKER.search(data, at, at + _MOST_STRAY - stray + 2)
+        stray += (marker.start() if marker else len(data)) - at
+        if stray > _MOST_STRAY:
+            raise DecodeError(
+                f"a JPEG with more than {_MOST_STRAY} bytes before its picture that belong to nothing: write it again"
+            )
+        if marker is None or marker[0][1] == _SCAN:
+            return
+        at = marker.start() + 2
+        if marker[0][1] not in _ALONE:
+            at += max(2, int.from_bytes(data[at : at + 2], "big"))
+
+
+@as_failure(DecodeError, "damaged image", before=pass_pillow)
+def probe_image(data: bytes, limits: Limits) -> Header:
+    """Return (width, height) as displayed, from Pillow. Raises DecodeError."""
+    if data.startswith(b"\xff\xd8\xff"):
+        _check_jpeg(data)
+    try:
+        with quiet_pillow(), open_image(data) as image:
+            width, height = image.size
+            if width * height > limits.image_pixels:
+                return width, height
+            # Pillow turns TIFF sizes itself.
+            orientation = 1 if image.format == "TIFF" else image.getexif().get(_ORIENTATION, 1)
+    except Image.DecompressionBombError as error:
+        raise too_large(error, limits) from None
+    if width < 1 or height < 1:
+        raise DecodeError(f"image of {width}x{height} pixels")
+    if orientation in (5, 6, 7, 8):
+        width, height = height, width
+    return width, height
+
+
 def augmented(pixels: Pixels, augment: UserFunction, rng: np.random.Generator | None) -> Pixels:
     """Return what the user's function makes of pixels (height, width, 3 or 4): uint8 (height, width, 3), C-contiguous.
-
     Raises DecodeError if it raised, or returned something else, and TypeError without `rng`.
     """
     if rng is None:
@@ -96,11 +237,10 @@ def upright_pixels(
     least_of: Callable[[int, int], Size | None] = lambda *_: None,
     colours: str = "RGB",
 ) -> Pixels:
-    """Return upright pixels (height, width, channels), C-contiguous. Raises DecodeError.
-
-    The memory may be this thread's scratch; its next image overwrites it. `convert` makes anything but a plain JPEG
-    RGB. `least_of` takes the size as displayed, and returns the size below which a JPEG is not scaled while it is
-    decoded, or None; `colours` of plain JPEGs are "RGB" or "RGBX".
+    """Return upright pixels (height, width, channels), C-contiguous. Raises DecodeError. The memory may be this
+    thread's scratch; its next image overwrites it. `convert` makes anything but a plain JPEG RGB. `least_of` takes the
+    size as displayed, and returns the size below which a JPEG is not scaled while it is decoded, or None; `colours` of
+    plain JPEGs are "RGB" or "RGBX".
     """
     try:
         return _upright_pixels(data, limits, convert, least_of, colours)
@@ -127,13 +267,13 @@ def _upright_pixels(
         least = least_of(width, height)
         return (least[1], least[0]) if least is not None and turned else least
 
-    def by_pillow(image: ImageFile.ImageFile) -> Pixels:
+    def by_pillow(image: ImageFile.ImageFile) -> tuple[Pixels, int]:
         # Check the size limits before decoding. Pillow gives TIFF sizes as displayed, others as stored.
         check_pixels(image.width, image.height, limits)
         image.load()
         orientation = image.getexif().get(_ORIENTATION, 1)
         checked(image.size, orientation)
-        return _upright(np.asarray(convert(image)), orientation)
+        return np.asarray(convert(image)), orientation
 
     try:
         # Pillow decodes all formats but JPEG, and a JPEG that libjpeg-turbo cannot read.
@@ -141,20 +281,21 @@ def _upright_pixels(
             data = bytes(data)
             if data.startswith(_PNG):
                 _check_png(data)
-            return by_pillow(open_image(data))
-        header = read_jpeg_header(data)
-        if header is None:
-            return by_pillow(JpegImagePlugin.JpegImageFile(io.BytesIO(data)))
-        # Decode a JPEG of colours, or of inks.
-        orientation = jpeg_orientation(data)
-        least = checked((header.width, header.height), orientation)
-        if header.colours not in ("CMYK", "YCCK"):
-            return _upright(decode_jpeg(data, header, colours, least), orientation)
-        inks = decode_jpeg(data, header, "CMYK", least)
-        image = Image.frombuffer("CMYK", (inks.shape[1], inks.shape[0]), inks, "raw", "CMYK", 0, 1)
-        return _upright(np.asarray(convert(image)), orientation)
+            pixels, orientation = by_pillow(open_image(data))
+        elif (header := read_jpeg_header(data)) is None:
+            pixels, orientation = by_pillow(JpegImagePlugin.JpegImageFile(io.BytesIO(data)))
+        else:  # a JPEG of colours, or of inks
+            orientation = jpeg_orientation(data)
+            least = checked((header.width, header.height), orientation)
+            has_inks = header.colours in ("CMYK", "YCCK")
+            pixels = decode_jpeg(data, header, "CMYK" if has_inks else colours, least)
+            if has_inks:
+                size = pixels.shape[1], pixels.shape[0]
+                pixels = np.asarray(convert(Image.frombuffer("CMYK", size, pixels, "raw", "CMYK", 0, 1)))
     except Image.DecompressionBombError as error:
         raise too_large(error, limits) from None
+    turn = _UPRIGHT.get(orientation)
+    return np.ascontiguousarray(pixels if turn is None else turn(pixels))
 
 
 def _check_png(data: bytes) -> None:
@@ -185,21 +326,16 @@ def to_rgb(image: Image.Image, alpha: str) -> Image.Image:
 def _to_bytes(image: Image.Image) -> Pixels:
     """Grey with 16 or 32 bits per pixel -> uint8 (height, width)."""
     values = np.asarray(image)
-    low, high = values.min(), values.max()
+    low, high, scale = values.min(), values.max(), 1.0
     if image.mode == "F":
         if not np.isfinite(low) or not np.isfinite(high):
             raise DecodeError("the image holds NaN or infinite values")
         # Floats are fractions; if some are above 1, they can only be byte values already.
         scale = 255.0 if high <= 1 else 1.0
-        _check_range(low, high, 255 / scale)
-        return np.rint(values * np.float32(scale)).astype(np.uint8)
-    _check_range(low, high, 65535)
-    return (values >> 8).astype(np.uint8)
-
-
-def _check_range(low: float, high: float, most: float) -> None:
+    most = 255 / scale if image.mode == "F" else 65535
     if low < 0 or high > most:
         raise DecodeError(f"grey values from {low:g} to {high:g}, outside [0, {most:g}]: store it with 8 or 16 bits")
+    return np.rint(values * np.float32(scale)).astype(np.uint8) if image.mode == "F" else (values >> 8).astype(np.uint8)
 
 
 def resized(pixels: Pixels, target: Size, resizer: str, resample: str) -> Pixels:
@@ -207,23 +343,19 @@ def resized(pixels: Pixels, target: Size, resizer: str, resample: str) -> Pixels
     height, width = pixels.shape[:2]
     if (width, height) == target:
         return pixels
-    if resizer == "torchvision":
-        return _resized_as_torchvision(pixels, target, resample)
-    mode = "RGBX" if pixels.shape[2] == 4 else "RGB"
-    image = Image.frombuffer(mode, (width, height), pixels, "raw", mode, 0, 1)
-    return np.asarray(image.resize(target, Image.Resampling[resample.upper()]))
-
-
-def _resized_as_torchvision(pixels: Pixels, target: Size, resample: str) -> Pixels:
+    if resizer != "torchvision":
+        mode = "RGBX" if pixels.shape[2] == 4 else "RGB"
+        image = Image.frombuffer(mode, (width, height), pixels, "raw", mode, 0, 1)
+        return np.asarray(image.resize(target, Image.Resampling[resample.upper()]))
     import torch
     from torch.nn.functional import interpolate
 
     with torch.no_grad():
         # Batch axis first: torch then sees channels-last memory, keeps that layout, and copies nothing.
-        image = torch.from_numpy(np.require(pixels, requirements="W"))[None].permute(0, 3, 1, 2)
+        given = torch.from_numpy(np.require(pixels, requirements="W"))[None].permute(0, 3, 1, 2)
         # As torchvision: if uint8 has no bilinear kernel, resize floats.
         through_floats = resample == "bilinear" and not _has_bilinear_bytes()
-        scaled = interpolate(image.float() if through_floats else image, target[::-1], mode=resample, antialias=True)
+        scaled = interpolate(given.float() if through_floats else given, target[::-1], mode=resample, antialias=True)
         if through_floats:
             scaled = scaled.round_().to(torch.uint8)
     return np.ascontiguousarray(scaled.permute(0, 2, 3, 1)[0].numpy())
@@ -243,7 +375,6 @@ def _has_bilinear_bytes() -> bool:
 @lru_cache(maxsize=1)
 def pass_order() -> str:
     """Return in which order the installed Pillow resizes the axes. It changes pixels: each pass rounds to bytes.
-
     "horizontal-first", as before Pillow 13, or "by-work": first the axis that leaves less work for the other.
     """
     image = Image.linear_gradient("L").resize((60, 40)).rotate(30)
@@ -251,11 +382,6 @@ def pass_order() -> str:
     whole = image.resize(target, steps)
     first = image.resize((target[0], image.height), steps).resize(target, steps)
     return "horizontal-first" if whole.tobytes() == first.tobytes() else "by-work"
-
-
-def _upright(pixels: Pixels, orientation: int) -> Pixels:
-    turn = _UPRIGHT.get(orientation)
-    return np.ascontiguousarray(pixels if turn is None else turn(pixels))
 
 
 def laid_out(patches: NDArray[Any], side: int, merge: int, grid: tuple[int, int]) -> NDArray[Any]:
@@ -296,7 +422,7 @@ _scratch = Scratch()
 
 
 class JpegHeader(NamedTuple):
-    """Size in pixels and colour space, both as stored."""
+    """Size and colour space, as stored."""
 
     width: int
     height: int
@@ -314,7 +440,14 @@ def read_jpeg_header(data: bytes | memoryview) -> JpegHeader | None:
 
 def jpeg_orientation(data: bytes | memoryview) -> int:
     """Return the EXIF orientation, as Pillow reads it; 1 if there is none."""
-    head = bytes(data[: _first_scan(data)])
+    # Its marks are in the segments before the first scan; if anything else comes there, anywhere.
+    at, end = 2, len(data)
+    while at + 4 <= end and data[at] == 0xFF and data[at + 1] in _SEGMENTS:
+        if data[at + 1] == _START_OF_SCAN:
+            end = at
+            break
+        at += 2 + (data[at + 2] << 8 | data[at + 3])
+    head = bytes(data[:end])
     if not any(mark in head for mark in _ORIENTATION_MARKS):
         return 1
     image = JpegImagePlugin.JpegImageFile(io.BytesIO(data))
@@ -322,21 +455,10 @@ def jpeg_orientation(data: bytes | memoryview) -> int:
     return orientation if orientation in range(1, 9) else 1
 
 
-def _first_scan(data: bytes | memoryview) -> int:
-    """Return where the first scan starts; the end of the data if anything but segments comes before it."""
-    at = 2
-    while at + 4 <= len(data) and data[at] == 0xFF and data[at + 1] in _SEGMENTS:
-        if data[at + 1] == _START_OF_SCAN:
-            return at
-        at += 2 + (data[at + 2] << 8 | data[at + 3])
-    return len(data)
-
-
 def decode_jpeg(
     data: bytes | memoryview, header: JpegHeader, colours: str, least: tuple[int, int] | None
 ) -> NDArray[np.uint8]:
     """Return pixels (height, width, channels), scaled while decoding, to at least `least` (width, height), unless None.
-
     `colours` are "RGB", "RGBX" or "CMYK" (only for a CMYK picture; Adobe's inversion is undone). The memory belongs to
     this thread; its next call overwrites it. Raises DecodeError for a damaged picture.
     """
@@ -394,9 +516,8 @@ def without_extras(data: bytes) -> bytes:
 
 
 def without_padding(data: bytes) -> bytes:
-    """Return the JPEG without zeros before its end marker: some programs pad with these.
-
-    Other left-over bytes there are a sign of a damaged scan: they stay.
+    """Return the JPEG without zeros before its end marker: some programs pad with these. Other left-over bytes there
+    are a sign of a damaged scan: they stay.
     """
     end = data.rfind(_END)
     return data[:end].rstrip(b"\0") + data[end:] if end > 0 else data

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import io
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import Field, is_dataclass
 from dataclasses import fields as dataclass_fields
 from math import inf, isfinite
@@ -23,7 +24,8 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
-from orchdata.native.scan.media import UNUSUAL
+from orchdata.loaders.memory import pass_shortage
+from orchdata.native.scan.media import FOUND, MORE, UNUSUAL
 
 Header = tuple[int, ...]
 NOT_DESCRIBED: Final = "not described"
@@ -80,22 +82,14 @@ class Slot(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """The first bytes of n members, and the results of scanning them.
+    """The first bytes of n members, and the results of scanning them."""
 
-    Attributes:
-        buffer: uint8, read-only.
-        starts, available, sizes: int64 (n,): start of each member in the buffer, number of its bytes there, and its
-            full size.
-        status: uint8 (n,), to be written: FOUND, MORE or UNUSUAL, see `native.scan.status`.
-        facts: int64 (n, num_facts), to be written where status is FOUND.
-    """
-
-    buffer: NDArray[np.uint8]
-    starts: NDArray[np.int64]
-    available: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    status: NDArray[np.uint8]
-    facts: NDArray[np.int64]
+    buffer: NDArray[np.uint8]  # read-only
+    starts: NDArray[np.int64]  # (n,), of each member in the buffer
+    available: NDArray[np.int64]  # (n,), number of its bytes there
+    sizes: NDArray[np.int64]  # (n,), its full size
+    status: NDArray[np.uint8]  # (n,), to be written: FOUND, MORE or UNUSUAL, see `native.scan.status`
+    facts: NDArray[np.int64]  # (n, num_facts), to be written where status is FOUND
 
 
 class Modality:
@@ -344,26 +338,21 @@ _TAKES_RNG: Final[WeakKeyDictionary[type[Modality], TakesRng]] = WeakKeyDictiona
 
 
 def takes_rng(kind: type[Modality]) -> TakesRng:
-    """Return which methods of a class have a parameter `rng`; looked up once per class.
-
-    Raises TypeError if `decode` has one, and an overridden `decode_into`, which calls it, has none.
+    """Return which methods of a class have a parameter `rng`; looked up once per class. Raises TypeError if `decode`
+    has one, and an overridden `decode_into`, which calls it, has none.
     """
     if kind in _TAKES_RNG:
         return _TAKES_RNG[kind]
-    found = TakesRng(_has_rng(kind.decode), _has_rng(kind.decode_into))
+    found = TakesRng(False, False)
+    for name in TakesRng._fields:
+        with suppress(ValueError, TypeError):  # some functions of extension modules have no signature
+            found = found._replace(**{name: "rng" in inspect.signature(getattr(kind, name)).parameters})
     if found.decode and not found.decode_into and kind.decode_into is not Modality.decode_into:
         raise TypeError(
             f"{kind.__qualname__}.decode has a parameter rng, but its decode_into has none to pass on: add it there"
         )
     _TAKES_RNG[kind] = found
     return found
-
-
-def _has_rng(function: Callable[..., Any]) -> bool:
-    try:
-        return "rng" in inspect.signature(function).parameters
-    except (ValueError, TypeError):  # some functions of extension modules have no signature
-        return False
 
 
 def decode_into(
@@ -524,3 +513,102 @@ def as_tensor(array: NDArray[Any], dtype: str) -> Any:
 
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+
+
+TOLERANCE_SECONDS: Final = 0.05
+TOLERANCE_SHARE: Final = 0.01
+"""A clip may lack this much of what it declares, the larger of the two."""
+LONGEST_SIDE: Final = 1 << 25
+"""For a longer side, Pillow's resizing overflows 32 bits and reports a lack of memory."""
+
+
+def check_pixels(width: int, height: int, limits: Limits, kind: str = "image") -> None:
+    """Raise DecodeError for a picture that is too large."""
+    if width * height > limits.image_pixels:
+        size = f"{width}x{height} = {width * height} pixels"
+        raise DecodeError(f"{kind} of {size}, above Limits.image_pixels={limits.image_pixels}")
+    if max(width, height) > LONGEST_SIDE:
+        raise DecodeError(f"{kind} of {width}x{height} pixels: no side above {LONGEST_SIDE} can be resized")
+
+
+def check_size(width: int, height: int, limits: Limits) -> None:
+    """Raise DecodeError for the size of an image that cannot be decoded."""
+    check_pixels(width, height, limits)
+    if width < 1 or height < 1:
+        raise DecodeError(f"not a readable image: its header says {width} x {height} pixels")
+
+
+def check_seconds(frames: int, rate: int, limits: Limits) -> None:
+    """Raise DecodeError for a clip that is too long."""
+    if rate and frames > limits.audio_seconds * rate:
+        raise DecodeError(f"audio of {frames / rate:.0f} s, above Limits.audio_seconds={limits.audio_seconds:g}")
+
+
+def starts_with(data: bytes) -> str:
+    """The first eight bytes, for an error: as text if they are printable."""
+    head = data[:8]
+    return repr(head.decode("ascii")) if head.isascii() and head.decode("ascii").isprintable() else repr(head)[1:]
+
+
+def check_at_least_one(owner: str, name: str, value: object) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{owner}.{name} must be an int of at least 1, got {value!r}")
+
+
+def check_choice(owner: str, name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{owner}.{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+HEAD_BYTES: Final = 1 << 16
+"""Number of bytes that are read before a member is read in full."""
+
+
+def read_header(kind: type[Modality], size: int, read: Callable[[int], bytes], limits: Limits) -> Header:
+    """Return the header of one member of `size` bytes, of which `read` returns the first n. `limits` are for the probe.
+    Raises DecodeError for another format than its name says, or damage, and MemoryError if there may have been too
+    little.
+    """
+    if size == 0:
+        raise DecodeError("empty: 0 bytes")
+    data = read(min(size, HEAD_BYTES))
+    status, header = _scan_one(kind, size, data)
+    if status != FOUND and len(data) < size:
+        data = read(size)
+        if status == MORE:
+            status, header = _scan_one(kind, size, data)
+    if status == FOUND:
+        return header
+    if len(data) < size:
+        raise DecodeError(f"cut: {len(data)} of {size} bytes")
+    try:
+        return kind.probe(data, limits)
+    except Exception as error:
+        pass_shortage(error)
+        raise
+
+
+def scan_heads(
+    kind: type[Modality], buffer: NDArray[np.uint8], ranges: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Scan headers of many members: `ranges`, int64 (n, 3), are the start of each in the buffer, its bytes there, its
+    size. Returns facts, int64 (n, num_facts), zeros where the scan failed, and the indices of those, for `read_header`.
+    """
+    facts = np.zeros((len(ranges), kind.num_facts), np.int64)
+    status = np.empty(len(ranges), np.uint8)
+    starts, available, sizes = np.ascontiguousarray(ranges.T)
+    view = buffer.view()
+    view.flags.writeable = False  # for numba, writable arrays are another type, and it would compile twice
+    kind.scan(Heads(view, starts, available, sizes, status, facts))
+    rest = np.flatnonzero(status != FOUND)
+    facts[rest] = 0
+    return facts, rest
+
+
+def _scan_one(kind: type[Modality], size: int, data: bytes) -> tuple[int, Header]:
+    """Return status and header of a member that begins with `data`."""
+    facts, rest = np.zeros((1, kind.num_facts), np.int64), np.empty(1, np.uint8)
+    view: NDArray[np.uint8] = np.frombuffer(data, np.uint8)
+    one = np.array([0, len(data), size], np.int64)
+    kind.scan(Heads(view, one[:1], one[1:2], one[2:], rest, facts))
+    return int(rest[0]), tuple(facts[0].tolist())

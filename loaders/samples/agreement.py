@@ -15,10 +15,20 @@ from orchdata.loaders.modalities.modality import Modality
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.members import Fields, Member, json_value, stem, uses_of
 from orchdata.loaders.shards.jsonl.stretch import NAMES_EDGE, is_edge, why_not_whole
-from orchdata.loaders.text.chat_keys import HARMLESS, check_record, has_strings, is_wrong, kind_of, phrases, says, shown
 from orchdata.loaders.text.conversation import WORDS_SUFFIX, Document, is_whole, parse_json, why_unread
 from orchdata.loaders.text.jinja import JinjaTemplate
-from orchdata.loaders.text.messages import CHAT_KEYS, Chat
+from orchdata.loaders.text.messages import (
+    CHAT_KEYS,
+    HARMLESS,
+    Chat,
+    check_record,
+    has_strings,
+    is_wrong,
+    kind_of,
+    phrases,
+    says,
+    shown,
+)
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS
 from orchdata.loaders.text.template import (
     NOT_DECODED,
@@ -78,7 +88,14 @@ def check_unread(documents: Mapping[int, Document], used: Collection[int], field
         field, *more = (name.removesuffix(WORDS_SUFFIX) for name in unread)
         kept = tuple(stem(name) for name in (field, *more))
         filled = [at for at in others if stem(members[at].field) not in HARMLESS and not is_empty(texts[at])]
-        way_out = _way_out(unread[0], more, alone=len(filled) == 1)
+        if unread[0].endswith(WORDS_SUFFIX) and not more:
+            way_out = f"a list or struct: {OWN_LAYOUT}, or write its words as a string column, or leave it out"
+        elif more or len(filled) != 1 or not is_whole(unread[0]):  # an answer that is a number is not alone
+            too = f"{', '.join(map(repr, more))} too: " if more else ""
+            way_out = f"{too}{OWN_LAYOUT}, or write what is to be learned as one chat, a list of turns under messages"
+        else:
+            chosen = f"TextPreprocessor(fields=({stem(unread[0])!r},))"
+            way_out = f"{chosen} reads them; leave them out if the model need not see them"
         raise FieldError(
             field,
             f"has the sample's only words and is not read: {way_out}; Recipe(keep={kept!r}) delivers what is not "
@@ -92,16 +109,6 @@ def _has_words(fields: Fields, at: int) -> bool:
     if name.removesuffix(WORDS_SUFFIX) in HARMLESS or name.rpartition(".")[2] in TEXT_FIELDS:
         return False
     return has_strings(fields.json_or_text(at)) if name.endswith(WORDS_SUFFIX) else says(fields.text(at))
-
-
-def _way_out(field: str, more: Sequence[str], *, alone: bool) -> str:
-    """Say how to read the words of a field, or of several fields. An answer that is a number is not `alone`."""
-    if field.endswith(WORDS_SUFFIX) and not more:
-        return f"a list or struct: {OWN_LAYOUT}, or write its words as a string column, or leave it out of the data"
-    if more or not alone or not is_whole(field):
-        too = f"{', '.join(map(repr, more))} too: " if more else ""
-        return f"{too}{OWN_LAYOUT}, or write what is to be learned as one chat, a list of turns under messages"
-    return f"TextPreprocessor(fields=({stem(field)!r},)) reads them; leave them out if the model need not see them"
 
 
 def check_unfit(unfit: Iterable[int], fields: Fields) -> None:
@@ -237,10 +244,9 @@ def unplaced(
 def check_marks(
     segments: Iterable[Segment], said: Callable[[], Any] | None, where: str, recipe: Recipe, *, next_to_media: bool
 ) -> None:
-    """Raise FieldError for a mark of media, of any tool, that is left in the text.
-
-    Left alone are added tokens that stand for no part of media, and `<image>` where the recipe says that it is text.
-    `said` returns the values that a chat is from: other marks in its text are its template's.
+    """Raise FieldError for a mark of media, of any tool, that is left in the text. Left alone are added tokens that
+    stand for no part of media, and `<image>` where the recipe says that it is text. `said` returns the values that a
+    chat is from: other marks in its text are its template's.
     """
     # Templates write the same text before and after each turn.
     marked = {
@@ -259,22 +265,22 @@ def check_marks(
             continue
         if (own := dict(recipe.rules.words.marks).get(mark)) is not None:  # next to items that place its parts
             raise FieldError(where, holds_mark(own, mark))
+        name = next(
+            (each for each in recipe.modalities if each in words_of_media(mark) and recipe.slots[each].mark), ""
+        )
+        written = f"<{name}>"
+        if not name:
+            read = "write what it stands for in its place, in the data or by Recipe(record=...)"
+        elif name in BUILTINS and recipe.slots[name].mark == written != mark and not any(map(str.isdigit, mark)):
+            read = f"TextPreprocessor({name}_placeholder={mark!r}) reads it"
+        else:
+            written = written if written in dict(recipe.rules.words.marks) else str(recipe.slots[name].mark)
+            read = f"write {written} for it, in the data or by Recipe(record=...)"
         raise FieldError(
             where,
             f"{shown(mark)} is no placeholder here, and the model would read it as text: "
-            f'{_way_to_read(mark, recipe)}; leave it out, or TextPreprocessor(marks="keep") keeps it',
+            f'{read}; leave it out, or TextPreprocessor(marks="keep") keeps it',
         )
-
-
-def _way_to_read(mark: str, recipe: Recipe) -> str:
-    name = next((name for name in recipe.modalities if name in words_of_media(mark) and recipe.slots[name].mark), None)
-    if name is None:
-        return "write what it stands for in its place, in the data or by Recipe(record=...)"
-    own = f"<{name}>"
-    if name in BUILTINS and recipe.slots[name].mark == own != mark and not any(map(str.isdigit, mark)):
-        return f"TextPreprocessor({name}_placeholder={mark!r}) reads it"
-    own = own if own in dict(recipe.rules.words.marks) else str(recipe.slots[name].mark)
-    return f"write {own} for it, in the data or by Recipe(record=...)"
 
 
 def check_named(named: Mapping[str, list[str]], fields: Fields, *, exactly: bool) -> None:
@@ -300,16 +306,14 @@ def check_media_order(document: Document, fields: Fields) -> None:
             own = [fields.name(index).lower() for index in fields.uses.media.get(modality, ())]
             if len(own) < 2 or len(own) != len(names):
                 continue
-            named = [_own_field(name, {*own}) for name in names]
+            # Its field: the name itself, its basename, or (as members are split) the part after its first dot.
+            named: list[str | None] = []
+            for name in map(str.lower, names):
+                base = name.rpartition("/")[2]
+                named.append(next((field for field in (name, base, base.partition(".")[2]) if field in own), None))
             if None not in named and named != own:
                 raise FieldError(
                     modality,
                     f"the conversation names {', '.join(map(shown, names[:3]))}, and media fill their places in the "
                     f"order of the fields: {', '.join(own[:3])}; number the fields as they are named (0.jpg, 1.jpg)",
                 )
-
-
-def _own_field(name: str, fields: Collection[str]) -> str | None:
-    """The field of a name: the name itself, its basename, or (as members are split) the part after its first dot."""
-    base = name.lower().rpartition("/")[2]
-    return next((field for field in (name.lower(), base, base.partition(".")[2]) if field in fields), None)

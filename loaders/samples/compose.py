@@ -30,10 +30,9 @@ from orchdata.loaders.samples.agreement import (
 )
 from orchdata.loaders.samples.members import Fields, Member, Payloads, is_made, named_modality, stem, uses_of
 from orchdata.loaders.samples.record import MadeSample, made_sample
-from orchdata.loaders.samples.spans import SizeOf, Span, SpanWriter, StretchWriter, WholeWriter
+from orchdata.loaders.samples.spans import Placed, SizeOf, Span, WholeWriter, spans_in_stretches
 from orchdata.loaders.shards.jsonl.named_media import FILE_NAMES
 from orchdata.loaders.shards.jsonl.stretch import is_edge, says_edge
-from orchdata.loaders.text.chat_keys import is_chat_context, shown
 from orchdata.loaders.text.conversation import (
     WORDS_SUFFIX,
     Document,
@@ -44,7 +43,14 @@ from orchdata.loaders.text.conversation import (
     why_unread,
 )
 from orchdata.loaders.text.jinja import JinjaTemplate
-from orchdata.loaders.text.messages import CHAT_KEYS, PAIR_KEYS, Chat, is_record, split_placeholders
+from orchdata.loaders.text.messages import (
+    CHAT_KEYS,
+    PAIR_KEYS,
+    is_chat_context,
+    is_record,
+    shown,
+    split_placeholders,
+)
 from orchdata.loaders.text.rendering import render_chat
 from orchdata.loaders.text.template import Placeholder, Segment, TextSegment, render
 from orchdata.loaders.unread_names import REJECTED, is_empty, name_of_member, names_of_record
@@ -56,84 +62,57 @@ _UNKNOWN = b"not read"
 
 
 def text_members(members: Sequence[Member], recipe: Recipe) -> list[int]:
-    """Indices of the members with bytes that `compose` needs: JSON, the preferred plain text, the context of a chat."""
+    """Indices of the members with bytes that are composed: JSON, the preferred plain text, the context of a chat."""
     uses = uses_of(members, recipe)
     is_short = uses.spare and sum(members[index].size for index in uses.plain) <= _MARK_BYTES
     return sorted({*uses.texts, *uses.spare}) if is_short else list(uses.texts)
 
 
-def compose(
-    members: Sequence[Member], texts: Payloads, recipe: Recipe, size_of: SizeOf, made: MadeSample | None = None
-) -> list[Span]:
-    """Return the spans of a sample in order.
-
-    A conversation in JSON goes before plain text, plain text before a text in JSON; other JSON is metadata. Media fill
-    their placeholders in field order, numbered fields by number. Media of a modality without any placeholder come
-    first, in the recipe's order. `size_of` is called once for each part; `made` is what the user's function made.
-
-    Raises FieldError: no usable field, text that cannot be read, media that do not match their placeholders.
-    """
-    return composition_of(members, texts, recipe, made).written(recipe, size_of).close()
-
-
 class ReadRecord(NamedTuple):
-    """A JSON value of a sample, what its text was read from it (None: nothing), and the member that it is; None for a
-    record of several members, or of the user's function.
-    """
+    """A JSON value of a sample."""
 
-    member: int | None
+    member: int | None  # None for a record of several members, or of the user's function
     value: Any
-    document: Document | None
+    document: Document | None  # what the sample's text was read from it; None: nothing
 
 
 class Composition(NamedTuple):
-    """A sample's text and media in order.
+    """A sample's text and media in order, before tokenizing."""
 
-    Attributes:
-        segments: text, and (modality, index in the sample's members) for each part.
-        parts: these parts alone.
-        texts: indices of the members that the text comes from.
-        is_chat: whether a chat template made the text.
-        where: field that errors of its text name.
-        items: index of a member -> what an item of a turn says about it.
-        record: made by the user's function.
-        records: JSON in the sample.
-    """
+    segments: Sequence[Placed]
+    parts: Sequence[tuple[str, int]]  # of the segments, those of media
+    texts: list[int]  # indices of the members that the text comes from
+    is_chat: bool  # a chat template made the text
+    where: str  # field that errors of its text name
+    items: Mapping[int, Mapping[str, Any]]  # index of a member -> what an item of a turn says about it
+    record: Mapping[str, Any] | None  # made by the user's function
+    records: list[ReadRecord]  # JSON in the sample
 
-    segments: Sequence[TextSegment | tuple[str, int]]
-    parts: Sequence[tuple[str, int]]
-    texts: list[int]
-    is_chat: bool
-    where: str
-    items: Mapping[int, Mapping[str, Any]]
-    record: Mapping[str, Any] | None
-    records: list[ReadRecord]
+    def spans(self, recipe: Recipe, size_of: SizeOf) -> list[Span]:
+        """Return all spans. `size_of` is called once for each part, in order."""
+        if recipe.text.whole:
+            return self.whole(recipe, size_of).close()
+        return spans_in_stretches(self.segments, recipe, self.where, size_of)
 
-    def written(self, recipe: Recipe, size_of: SizeOf) -> SpanWriter:
-        """Return a writer with all segments. `size_of` is called once for each part, in order."""
+    def whole(self, recipe: Recipe, size_of: SizeOf) -> WholeWriter:
+        """Return all segments as one text, for a tokenizer that takes it in one call."""
         text = recipe.text
-        writer: SpanWriter
-        if not text.whole:
-            writer = StretchWriter(recipe, self.where, size_of)
-        elif not self.is_chat:
-            writer = WholeWriter(recipe, self.where, size_of, lambda _: text.add_special_tokens, plain=True)
-        elif isinstance(text.template, JinjaTemplate):  # it writes the start and the end of a chat itself
+        if self.is_chat and isinstance(text.template, JinjaTemplate):  # which writes its start and its end itself
             adds = text.template.adds_special_tokens
-            writer = WholeWriter(recipe, self.where, size_of, adds, plain=False, closed=True)
-        else:
-            writer = WholeWriter(recipe, self.where, size_of, lambda _: False, plain=False)
-        for segment in self.segments:
-            if isinstance(segment, TextSegment):
-                writer.text(segment)
-            else:
-                writer.media(*segment)
-        return writer
+            return WholeWriter(self.segments, recipe, self.where, size_of, adds, plain=False, closed=True)
+        is_plain = not self.is_chat
+        around = text.add_special_tokens and is_plain
+        return WholeWriter(self.segments, recipe, self.where, size_of, lambda _: around, plain=is_plain)
 
 
 def composition_of(
     members: Sequence[Member], texts: Payloads, recipe: Recipe, made: MadeSample | None = None
 ) -> Composition:
-    """Return the text and media of a sample, before tokenizing. Arguments and exceptions are those of `compose`."""
+    """Return the text and media of a sample in order; `made` is what the user's function made. A conversation in JSON
+    goes before plain text, plain text before a text in JSON; other JSON is metadata. Media fill their placeholders in
+    field order, numbered fields by number. Media of a modality without any placeholder come first, in the recipe's
+    order. Raises FieldError: no usable field, text that cannot be read, media that do not match their placeholders.
+    """
     fields = Fields(members, texts, recipe, uses_of(members, recipe))
     if made is None and is_made(members, recipe):
         made = made_sample(fields)
@@ -156,10 +135,10 @@ def composition_of(
 
         check_marks(segments, said if is_chat else None, where, recipe, next_to_media=has_media)
     if not has_media:  # then no placeholder is left
-        texts_alone = cast("list[TextSegment | tuple[str, int]]", segments)
+        texts_alone = cast("list[Placed]", segments)
         return Composition(texts_alone, [], used, is_chat, where, {}, made_record, records)
     parts = [(modality, member) for modality in leading for member in media[modality]]
-    ordered: list[TextSegment | tuple[str, int]] = [*parts]
+    ordered: list[Placed] = [*parts]
     queues = {modality: iter(indices) for modality, indices in media.items() if modality not in leading}
     items: dict[int, Mapping[str, Any]] = {}
     for segment in segments:
@@ -176,9 +155,8 @@ def composition_of(
 def unread_in(
     composition: Composition, members: Sequence[Member], payloads: Payloads, recipe: Recipe
 ) -> tuple[str, ...]:
-    """Return the names of what a sample has and its composition does not use: members, columns, and keys of JSON.
-
-    What `Recipe.keep` or a count needs is among them.
+    """Return the names of what a sample has and its composition does not use: members, columns, and keys of JSON. What
+    `Recipe.keep` or a count needs is among them.
     """
     if len(members) == len(composition.texts) == 1 and not composition.records:
         return ()
@@ -246,43 +224,35 @@ def _segments(fields: Fields) -> tuple[list[int], list[Segment], bool, list[Read
             value, documents[index] = _chat_only(fields, index)
             if documents[index].is_chat:
                 values[index] = value
-        chat = _conversation(documents, fields)
-        if chat is not None:
-            used, document = [chat], documents[chat]
-    if document is not None and document.is_chat:
-        used, segments = _chat_segments(document, used, fields)
-        if not _learns(segments):
-            check_unread(documents, used, fields)
-        return used, segments, True, records or _records(values, documents, used)
-    # A prompt with its completion.
-    if document is None:
-        completions = [index for index, each in documents.items() if each.completion is not None]
-        used, document = (completions[:1], documents[completions[0]]) if completions else ([], None)
-    if document is not None and document.completion is not None:
-        records = records or _records(values, documents, used)
-        return used, _completion_segments(document.completion, recipe), False, records
+        found = _only({index: each.chat for index, each in documents.items() if each.is_chat}, "conversation", fields)
+        if found is None:  # a prompt with its completion
+            found = next((index for index, each in documents.items() if each.completion is not None), None)
+        if found is not None:
+            used, document = [found], documents[found]
     # A member with plain text, or else the text in JSON.
-    if len(uses.plain) > 1:
-        check_one_text(fields, uses.plain)
-    check_unfit(uses.unfit, fields)
-    for each in documents.values():
-        if each.named:
+    if document is None:
+        if len(uses.plain) > 1:
+            check_one_text(fields, uses.plain)
+        check_unfit(uses.unfit, fields)
+        for each in documents.values():
             missing = {name: names for name, names in each.named.items() if not uses.media.get(name)}
             check_named(missing, fields, exactly=False)
-    chosen = [(index, fields.text(index)) for index in uses.plain] or _caption(documents, fields)
-    used = [index for index, _ in chosen]
-    segments = _text_segments(chosen[0][1], fields.name(used[0]), recipe) if chosen else []
-    if not _learns(segments):
+        texts: dict[int, str | None] = {index: fields.text(index) for index in uses.plain}
+        if not texts:
+            texts = {index: each.text for index, each in documents.items() if each.text is not None}
+            if (found := _only(texts, "text", fields)) is not None:
+                check_named(documents[found].named, fields, exactly=False)
+        used = [*texts][:1]
+        document = Document(text=texts[used[0]] if used else None)
+    segments = _segments_of(document, used, fields)
+    if document.completion is None and not _learns(segments):
         check_unread(documents, used, fields)
-    return used, segments, False, _records(values, documents, used)
+    read = [ReadRecord(index, value, documents[index] if index in used else None) for index, value in values.items()]
+    return used, segments, document.is_chat, records or read
 
 
 def _learns(segments: Sequence[Segment]) -> bool:
     return any(isinstance(each, TextSegment) and each.loss and each.text.strip() for each in segments)
-
-
-def _records(values: Mapping[int, Any], documents: Mapping[int, Document], used: Sequence[int]) -> list[ReadRecord]:
-    return [ReadRecord(index, value, documents[index] if index in used else None) for index, value in values.items()]
 
 
 def _made_segments(made: MadeSample, fields: Fields) -> tuple[list[Segment], bool, ReadRecord]:
@@ -293,71 +263,56 @@ def _made_segments(made: MadeSample, fields: Fields) -> tuple[list[Segment], boo
     except DecodeError as error:
         raise error.at("*") from error.__cause__
     record = ReadRecord(None, made.record, document)
-    if document.is_chat:
-        return _chat_segments(document, [], fields)[1], True, record
-    check_named(document.named, fields, exactly=False)
-    if document.completion is not None:
-        return _completion_segments(document.completion, recipe), False, record
-    segments = _text_segments(document.text or "", "*", recipe)
-    if document.text is None or not _learns(segments):
+    if not document.is_chat:
+        check_named(document.named, fields, exactly=False)
+    segments = _segments_of(document, [], fields)
+    is_text = not document.is_chat and document.completion is None
+    if is_text and (document.text is None or not _learns(segments)):
         left = {key: item for key, item in made.record.items() if key != ADDED_FIELDS and item != document.text}
         reason = why_unread(left, recipe.rules) or (document.text is None and "it has neither a text nor a chat")
         if reason:
             raise FieldError("*", f"{NO_RECORD}: {reason}")
-    return segments, False, record
+    return segments, document.is_chat, record
 
 
-def _completion_segments(completion: tuple[str, str], recipe: Recipe) -> list[Segment]:
-    stretches = zip(completion, (False, True), strict=True)
-    return [part for text, loss in stretches for part in _split(text, loss, recipe)]
-
-
-def _text_segments(text: str, where: str, recipe: Recipe) -> list[Segment]:
-    """Return the segments of plain text. Raises FieldError if the model reads pairs of texts."""
-    template = recipe.rules.template
-    if isinstance(template, JinjaTemplate) and template.pairs:
-        raise FieldError(
-            where,
-            'plain text, and the model reads a prompt and then its completion: {"prompt": ..., "completion": ...}',
-        )
-    return _split(text, True, recipe)
-
-
-def _split(text: str, loss: bool, recipe: Recipe) -> list[Segment]:
-    pieces = split_placeholders(text, recipe.rules.words.marks)
-    return [TextSegment(piece, loss) if isinstance(piece, str) else piece for piece in pieces]
-
-
-def _chat_segments(document: Document, used: list[int], fields: Fields) -> tuple[list[int], list[Segment]]:
-    """The members that a chat is from, and its segments."""
+def _segments_of(document: Document, used: list[int], fields: Fields) -> list[Segment]:
+    """Return the segments of what was read. `used` gets the fields that a template renders with a chat."""
+    rules, modalities, media = fields.recipe.rules, fields.recipe.modalities, fields.uses.media
+    chat, template = document.chat, rules.template
+    if chat is None:
+        texts = [*zip(document.completion or (), (False, True), strict=False)]
+        if document.completion is None and document.text is not None:
+            if isinstance(template, JinjaTemplate) and template.pairs:
+                raise FieldError(
+                    fields.name(used[0]) if used else "*",
+                    "plain text, and the model reads a prompt and then its completion: "
+                    '{"prompt": ..., "completion": ...}',
+                )
+            texts = [(document.text, True)]
+        pieces = [(piece, loss) for text, loss in texts for piece in split_placeholders(text, rules.words.marks)]
+        return [TextSegment(piece, loss) if isinstance(piece, str) else piece for piece, loss in pieces]
+    # A chat: its media are those of the sample, in their order.
     context = [index for index in fields.uses.chat_context if index not in {*used}]
     check_named(document.named, fields, exactly=True)
     check_media_order(document, fields)
-    chat, template = cast(Chat, document.chat), fields.recipe.rules.template
-    if isinstance(template, JinjaTemplate):
-        return [*used, *context], _rendered(chat, template, used, context, fields)
-    if context:
-        check_context(chat, context, fields)
-    return used, list(render(chat.messages, template))
-
-
-def _rendered(
-    chat: Chat, template: JinjaTemplate, used: Sequence[int], context: Sequence[int], fields: Fields
-) -> list[Segment]:
-    """Render a chat under a jinja template, which gets the fields of its context."""
-    media, modalities, rules = fields.uses.media, fields.recipe.modalities, fields.recipe.rules
+    if not isinstance(template, JinjaTemplate):
+        if context:
+            check_context(chat, context, fields)
+        return list(render(chat.messages, template))
+    # Render it under a jinja template, which gets the fields of its context.
+    used += context
     try:
         chat = chat.with_context({stem(fields.name(at)): fields.json_or_text(at) for at in context})
         chat = chat.without({name for name, modality in modalities.items() if not modality.places})
-        unplaced = [name for name in media if name in rules.words.slots and modalities[name].places]
         placed = {item.modality for item in chat.placeholders}
+        unplaced = [name for name in media if name in rules.words.slots and modalities[name].places]
         chat = chat.leading(name for name in unplaced if name not in placed for _ in media[name])
         rendered = render_chat(chat, template, rules.words)
         slots = chat.placeholders[::-1]
         given = {name: [each for each in slots if each.modality == name] for name in rules.words.slots}
         return [given[each.modality].pop() if isinstance(each, Placeholder) else each for each in rendered]
     except DecodeError as error:
-        raise error.at(", ".join(map(fields.name, (*used, *context)))) from error.__cause__
+        raise error.at(", ".join(map(fields.name, used))) from error.__cause__
 
 
 def _record_of_fields(fields: Fields) -> tuple[list[int], Document | None, list[ReadRecord]]:
@@ -382,35 +337,14 @@ def _record_of_fields(fields: Fields) -> tuple[list[int], Document | None, list[
     return sorted(names.values()), document, [ReadRecord(None, record, document)]
 
 
-def _conversation(documents: Mapping[int, Document], fields: Fields) -> int | None:
-    """Return the member with the sample's conversation, or None."""
-    chats = [index for index, document in documents.items() if document.is_chat]
-    for index in chats[1:]:
-        one, other = documents[chats[0]], documents[index]
-        if _are_files(index, chats[0], fields) or one.chat != other.chat:
-            first = fields.name(chats[0])
-            raise FieldError(fields.name(index), f"a second conversation, besides that of {first}: {SEVERAL_TEXTS}")
-    return chats[0] if chats else None
-
-
-def _are_files(one: int, other: int, fields: Fields) -> bool:
-    """Whether two members have one suffix: then they may be files of two samples, also if they say the same."""
-    return fields.name(one).rpartition(".")[2] == fields.name(other).rpartition(".")[2]
-
-
-def _caption(documents: Mapping[int, Document], fields: Fields) -> list[tuple[int, str]]:
-    """Return the text in JSON, if no other text has precedence: at most one (member, text)."""
-    chosen: list[tuple[int, str]] = []
-    for index, document in documents.items():
-        if document.text is None:
-            continue
-        if chosen and (_are_files(index, chosen[0][0], fields) or document.text != chosen[0][1]):
-            first = fields.name(chosen[0][0])
-            raise FieldError(fields.name(index), f"a second text, besides that of {first}: {SEVERAL_TEXTS}")
-        chosen = chosen or [(index, document.text)]
-    for index, _ in chosen:
-        check_named(documents[index].named, fields, exactly=False)
-    return chosen
+def _only(found: Mapping[int, Any], what: str, fields: Fields) -> int | None:
+    """Return the member with the sample's conversation, or text. Those of one suffix may be of two samples."""
+    indices = [*found]
+    for index in indices[1:]:
+        one, other = fields.name(indices[0]), fields.name(index)
+        if one.rpartition(".")[2] == other.rpartition(".")[2] or found[index] != found[indices[0]]:
+            raise FieldError(other, f"a second {what}, besides that of {one}: {SEVERAL_TEXTS}")
+    return indices[0] if indices else None
 
 
 def _document(fields: Fields, at: int) -> tuple[Any, Document]:

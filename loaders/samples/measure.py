@@ -1,14 +1,9 @@
-"""Counts of a sample from headers and tokenized text, without decoding media.
+"""Counts of a sample from headers and tokenized text, without decoding media; decoding uses the same functions.
 
     members --prepare--> text and media in order --outlines--> counts of text --counted, with sizes of media--> counts
 
 The counts of text are the costly part. They are kept by themselves, so that other sizes of media need no tokenizer.
-
-Samples above `TextPreprocessor.max_tokens`: they fail, are truncated, or are split into pieces.
-
-    spans of a sample --divided--> spans of each of its rows
-
-Counting and decoding both use this module, so a row has the tokens that the index counted.
+Samples above `TextPreprocessor.max_tokens` fail, are truncated, or are split into rows (`divided`).
 """
 
 from __future__ import annotations
@@ -24,9 +19,9 @@ from operator import index as as_int
 from typing import Final, NamedTuple, TypeVar, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
-from orchdata.loaders.errors import DecodeError, FieldError
-from orchdata.loaders.failures import as_field_error
+from orchdata.loaders.errors import DecodeError, FieldError, as_field_error
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.memory import pass_shortage
 from orchdata.loaders.modalities.builtin import BUILTINS
@@ -39,7 +34,6 @@ from orchdata.loaders.samples.spans import (
     MediaSlot,
     SizesInTurn,
     Span,
-    SpanWriter,
     TextRun,
     TextSpan,
     WholeWriter,
@@ -57,45 +51,38 @@ _OURS: Final = frozenset(BUILTINS.values())
 
 
 class Counts(NamedTuple):
-    """Tokens of a row, those of media included, and those with loss.
-
-    `text_start`: start of a piece in the text, as `packed` encodes it; negative if the piece cannot be tokenized
-    without the rest of its sample; 0 if the sample is not split.
-    """
+    """Tokens of a row, those of media included, and those with loss."""
 
     llm_tokens: int
     loss_tokens: int
+    # Start of a piece in the text, as `packed` encodes it; negative if the piece cannot be tokenized without the rest
+    # of its sample; 0 if the sample is not split.
     text_start: int = 0
 
 
 class MeasuredPart(NamedTuple):
-    """One part of a sample: its modality, its index in the sample's members, and its size."""
+    """One part of a sample."""
 
     modality: str
-    member: int
+    member: int  # index in the sample's members
     size: PartSize
 
 
 @dataclass(slots=True)
 class Measured:
-    """Counts of one sample: of each of its rows, and of its parts in the order of their slots.
-
-    `used_members` are those that it uses or keeps, ascending; `cut_tokens` those that it lost by truncation.
-    """
+    """Counts of one sample: of each of its rows, and of its parts in the order of their slots."""
 
     pieces: list[Counts]
     parts: list[MeasuredPart] = field(default_factory=list)
-    used_members: list[int] = field(default_factory=list)
-    cut_tokens: int = 0
+    used_members: list[int] = field(default_factory=list)  # those that it uses or keeps, ascending
+    cut_tokens: int = 0  # lost by truncation
 
     @property
     def llm_tokens(self) -> int:
-        """Length of the merged sequence: text and merged media tokens."""
         return sum([piece.llm_tokens for piece in self.pieces])
 
     @property
     def loss_tokens(self) -> int:
-        """Labels other than -100."""
         return sum([piece.loss_tokens for piece in self.pieces])
 
 
@@ -113,28 +100,17 @@ def parts_to_read(members: Sequence[Member], recipe: Recipe) -> list[tuple[str, 
 class Outline:
     """The text of a sample, counted, and where its media go. It does not depend on the sizes of media, but for the text
     that `Modality.expand` puts between their tokens.
-
-    Attributes:
-        parts: modality and index in the sample's members of each part, in order.
-        texts: indices of the members that the text comes from.
-        is_chat: whether a chat template made the text.
-        spans: runs of text; a number stands for the next run of tokens of the part with this number.
-        starts: `Counts.text_start` of the pieces of a split text.
-        cut_at: `TextPreprocessor.max_tokens` that these pieces have.
-        shape: as `shape_of`, of the expansions that were tokenized with the text.
-        unread: names of the sample that are not read, see `unread_names`.
-        others: number of further names.
     """
 
-    parts: tuple[tuple[str, int], ...]
-    texts: tuple[int, ...]
+    parts: tuple[tuple[str, int], ...]  # modality and index in the sample's members of each part, in order
+    texts: tuple[int, ...]  # indices of the members that the text comes from
     is_chat: bool
-    spans: tuple[TextRun | int, ...]
-    starts: tuple[int, ...] = ()
-    cut_at: int = 0
-    shape: int = 0
-    unread: tuple[str, ...] = ()
-    others: int = 0
+    spans: tuple[TextRun | int, ...]  # a number stands for the next run of tokens of the part with this number
+    starts: tuple[int, ...] = ()  # `Counts.text_start` of the pieces of a split text
+    cut_at: int = 0  # the `TextPreprocessor.max_tokens` of these pieces
+    shape: int = 0  # as `shape_of`, of the expansions that were tokenized with the text
+    unread: tuple[str, ...] = ()  # names of the sample that are not read, see `unread_names`
+    others: int = 0  # number of further names
 
     def is_of_pieces(self, recipe: Recipe) -> bool:
         """Whether the text has the pieces that the recipe splits it into, so that it need not be tokenized again."""
@@ -146,19 +122,17 @@ class Outline:
 
 
 class Prepared(NamedTuple):
-    """A sample before its text is tokenized: its text and media in order, the sizes of its parts, and the names of what
-    is not read.
-    """
+    """A sample before its text is tokenized."""
 
     composition: Composition
-    sizes: list[PartSize]
-    unread: tuple[str, ...]
+    sizes: list[PartSize]  # of its parts
+    unread: tuple[str, ...]  # names of what is not read
 
 
 def prepare(
     members: Sequence[Member], payloads: Mapping[int, bytes | memoryview], recipe: Recipe, known: Sizes | None = None
 ) -> Prepared:
-    """Compose a sample, and measure its parts. Raises FieldError as `compose`, or for a bad part; LeftOut."""
+    """Compose a sample, and measure its parts. Raises FieldError as `composition_of`, or for a bad part; LeftOut."""
     composition = composition_of(members, payloads, recipe)
     sizes = part_sizes(composition.parts, members, payloads, recipe, known)
     if composition.parts:
@@ -175,55 +149,46 @@ def part_sizes(
     recipe: Recipe,
     known: Sizes | None = None,
 ) -> list[PartSize]:
-    """Return the size of each part of a sample; those in `known` were counted before, others are added to it.
-
-    Raises FieldError for the first that is bad.
+    """Return the size of each part of a sample; those in `known` were counted before, others are added to it. Raises
+    FieldError for the first that is bad.
     """
-    if not parts:
-        return []
     known = {} if known is None else known
-    sizes = [_part_size(name, member, members, payloads, recipe, known) for name, member in parts]
-    counts = Counter(name for name, _ in parts)
-    for number, (name, member) in enumerate(parts):
+    sizes: list[PartSize] = []
+    for name, at in parts:
+        counts_bytes = name in recipe.counted_from_bytes
+        size = known.get((name, at)) if counts_bytes and members[at].error is None else None
+        if size is None:
+            size = measure_part(name, members[at], payloads.get(at), recipe)
+            if counts_bytes:
+                known[name, at] = size
+        sizes.append(size)
+    counts = Counter(name for name, _ in parts) if len(parts) > 1 else {}
+    for number, (name, at) in enumerate(parts if counts else ()):
         if counts[name] > 1:
             try:
                 sizes[number] = recipe.modalities[name].among(sizes[number], counts[name])
             except DecodeError as error:
-                raise error.at(members[member].field) from error.__cause__
+                raise error.at(members[at].field) from error.__cause__
     return sizes
-
-
-def _part_size(
-    name: str,
-    member: int,
-    members: Sequence[Member],
-    payloads: Mapping[int, bytes | memoryview],
-    recipe: Recipe,
-    known: Sizes,
-) -> PartSize:
-    counts_bytes = name in recipe.counted_from_bytes
-    if counts_bytes and members[member].error is None and (size := known.get((name, member))) is not None:
-        return size
-    size = measure_part(name, members[member], payloads.get(member), recipe)
-    if counts_bytes:
-        known[name, member] = size
-    return size
 
 
 def outlines(
     samples: Sequence[Prepared], recipe: Recipe, at: Callable[[int], None] = lambda number: None
 ) -> list[Outline | FieldError]:
-    """Tokenize the texts of samples, together if the tokenizer can. Return an outline of each, or its error.
-
-    `at` is called with the number of a sample before each piece of work on its text alone.
+    """Tokenize the texts of samples, together if the tokenizer can. Return an outline of each, or its error. `at` is
+    called with the number of a sample before each piece of work on its text alone.
     """
-    writers: list[SpanWriter | FieldError] = []
-    for number, sample in enumerate(samples):
+    whole: dict[int, WholeWriter] = {}
+    errors: dict[int, FieldError] = {}
+    for number, sample in enumerate(samples if recipe.text.whole else ()):
         at(number)
-        writers.append(_or_error(partial(sample.composition.written, recipe, SizesInTurn(sample.sizes))))
+        writer = _or_error(partial(sample.composition.whole, recipe, SizesInTurn(sample.sizes)))
+        if isinstance(writer, FieldError):
+            errors[number] = writer
+        else:
+            whole[number] = writer
 
     # Trained texts are counted; all others, and those that cannot be counted, are tokenized with offsets.
-    whole = {number: writer for number, writer in enumerate(writers) if isinstance(writer, WholeWriter)}
     texts = {number: text for number, writer in whole.items() if (text := writer.wanted()) is not None}
     counts: dict[int, int] = {}
     if recipe.text.overflow != "split":  # whose pieces begin at offsets
@@ -236,18 +201,20 @@ def outlines(
     tokens = recipe.text.encode_all([texts[number] for number in others]) if others else ()
     encoded = dict(zip(others, tokens, strict=True))
 
-    def outline(number: int, writer: SpanWriter) -> Outline:
-        spans: Sequence[Span | TextRun]
+    def outline(number: int) -> Outline:
+        sample, spans = samples[number], list[Span | TextRun]()
         if number in counts:
-            spans = whole[number].close_counted(counts[number])
+            spans += whole[number].close_counted(counts[number])
+        elif number in whole:
+            spans += whole[number].close_with(encoded.get(number))
         else:
-            spans = whole[number].close_with(encoded.get(number)) if number in whole else writer.close()
-        return _outline(samples[number], writer, spans, recipe)
+            spans += sample.composition.spans(recipe, SizesInTurn(sample.sizes))
+        return _outline(sample, whole.get(number), spans, recipe)
 
     results: list[Outline | FieldError] = []
-    for number, writer in enumerate(writers):
+    for number in range(len(samples)):
         at(number)
-        results.append(writer if isinstance(writer, FieldError) else _or_error(partial(outline, number, writer)))
+        results.append(errors[number] if number in errors else _or_error(partial(outline, number)))
     return results
 
 
@@ -261,7 +228,7 @@ def _or_error(call: Callable[[], T]) -> T | FieldError:
         return as_field_error(error, "measured")
 
 
-def _outline(sample: Prepared, writer: SpanWriter, spans: Sequence[Span | TextRun], recipe: Recipe) -> Outline:
+def _outline(sample: Prepared, writer: WholeWriter | None, spans: Sequence[Span | TextRun], recipe: Recipe) -> Outline:
     """Return the outline of a sample's spans: runs of text of equal loss, and numbers of parts."""
     parts = sample.composition.parts
     numbers: dict[tuple[str, int], list[int]] = {}
@@ -301,10 +268,8 @@ def _outline(sample: Prepared, writer: SpanWriter, spans: Sequence[Span | TextRu
 
 
 def measure(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview], recipe: Recipe) -> Measured:
-    """Count the tokens and parts of a sample, without decoding media.
-
-    `payloads` are of `texts_to_read` and `parts_to_read`. Raises FieldError as `compose` and `divided`, or above a
-    limit.
+    """Count the tokens and parts of a sample, without decoding media. `payloads` are of `texts_to_read` and
+    `parts_to_read`. Raises FieldError, also above a limit.
     """
     sample = prepare(members, payloads, recipe)
     (outline,) = outlines([sample], recipe)
@@ -317,7 +282,20 @@ def counted(outline: Outline, sizes: Sequence[PartSize], members: Sequence[Membe
     """Return the counts of a sample, from its text and the sizes of its parts. Raises FieldError as `measure`."""
     if len(sizes) > recipe.limits.sample_parts:
         raise _above("parts of media", len(sizes), "sample_parts", recipe.limits)
-    spans = _with_media(outline, sizes, recipe)
+    # The spans of the outline, with the tokens of parts of these sizes.
+    runs = [
+        iter([piece for piece in expansion_of(recipe, name, size)[0] if isinstance(piece, int)])
+        for (name, _), size in zip(outline.parts, sizes, strict=True)
+    ]
+    first = [0] * len(sizes)
+    spans: list[TextRun | MediaSlot] = []
+    for number in outline.spans:
+        if isinstance(number, TextRun):
+            spans.append(number)
+            continue
+        tokens = next(runs[number])
+        spans.append(MediaSlot(*outline.parts[number], first[number], tokens))
+        first[number] += tokens
     pieces = divided(spans, recipe)
     cut_tokens = 0 if pieces[0] is spans or len(pieces) > 1 else num_tokens(spans) - num_tokens(pieces[0])
     used = {*outline.texts}
@@ -344,55 +322,58 @@ def counted(outline: Outline, sizes: Sequence[PartSize], members: Sequence[Membe
     return measured
 
 
-def _with_media(outline: Outline, sizes: Sequence[PartSize], recipe: Recipe) -> list[TextRun | MediaSlot]:
-    """Return the spans of an outline, with the tokens of parts of these sizes."""
-    if not outline.parts:
-        return [span for span in outline.spans if isinstance(span, TextRun)]
-    runs = [
-        iter([piece for piece in expansion_of(recipe, name, size).pieces if isinstance(piece, int)])
-        for (name, _), size in zip(outline.parts, sizes, strict=True)
-    ]
-    first = [0] * len(sizes)
-    spans: list[TextRun | MediaSlot] = []
-    for span in outline.spans:
-        if isinstance(span, TextRun):
-            spans.append(span)
-            continue
-        tokens = next(runs[span])
-        spans.append(MediaSlot(*outline.parts[span], first[span], tokens))
-        first[span] += tokens
-    return spans
-
-
 def writes_between(modality: Modality) -> bool:
     """Whether a modality may put text between the tokens of a part, which depends on the part's size."""
     return type(modality).expand is not Modality.expand
 
 
 def shape_of(parts: Sequence[tuple[str, int]], sizes: Sequence[PartSize], recipe: Recipe) -> int:
-    """Return a digest, int64, of the text that stands between the tokens of parts; 0 if there is none.
-
-    Raises FieldError as `expansion_of`.
+    """Return a digest, int64, of the text that stands between the tokens of parts; 0 if there is none. Raises
+    FieldError as `expansion_of`.
     """
     if not any(writes_between(recipe.modalities[name]) for name, _ in parts):
         return 0
     expansions = [expansion_of(recipe, name, size) for (name, _), size in zip(parts, sizes, strict=True)]
-    if all(expansion.bare for expansion in expansions):
+    if all(is_bare for _, is_bare in expansions):
         return 0
     shape = [
-        None if expansion.bare else [min(piece, 1) if isinstance(piece, int) else piece for piece in expansion.pieces]
-        for expansion in expansions
+        None if is_bare else [min(piece, 1) if isinstance(piece, int) else piece for piece in pieces]
+        for pieces, is_bare in expansions
     ]
     digest = hashlib.blake2b(json.dumps(shape).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True) or 1
 
 
-def _text_starts(writer: SpanWriter, pieces: Sequence[Sequence[Span]]) -> list[int]:
+def _text_starts(writer: WholeWriter | None, pieces: Sequence[Sequence[Span]]) -> list[int]:
     """Return `Counts.text_start` of pieces. Each is tokenized alone once, to see whether the result is the same."""
-    ranges = windows(pieces) if isinstance(writer, WholeWriter) else []
-    if not isinstance(writer, WholeWriter) or not ranges or packed(ranges[-1], alone=True) > _INT32_MAX:
-        return [-1] * len(pieces)
-    return [packed(each, alone=is_same(writer.window(each), piece)) for each, piece in zip(ranges, pieces, strict=True)]
+    unknown = [-1] * len(pieces)
+    if writer is None:
+        return unknown
+    # Where each piece begins in the text, and how many tokens of that character belong to the piece before it.
+    begins = [(0, 0)]
+    for before, piece in pairwise(pieces):
+        first, last = piece[0], before[-1]
+        if not isinstance(first, TextSpan) or first.starts is None:
+            return unknown
+        start = int(first.starts[0])
+        shared = last.starts if isinstance(last, TextSpan) and last.starts is not None else np.zeros(0, np.int64)
+        begins.append((start, int(np.count_nonzero(shared == start))))
+    stops = [*(start for start, _ in begins[1:]), None]
+    windows = [
+        Window(start, stop, skipped, num_tokens(piece))
+        for (start, skipped), stop, piece in zip(begins, stops, pieces, strict=True)
+    ]
+    if packed(windows[-1], alone=True) > _INT32_MAX:
+        return unknown
+    return [
+        packed(each, alone=all(map(np.array_equal, _ids_and_loss(writer.window(each)), _ids_and_loss(piece))))
+        for each, piece in zip(windows, pieces, strict=True)
+    ]
+
+
+def _ids_and_loss(spans: Sequence[Span]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    texts = [span for span in spans if isinstance(span, TextSpan)]
+    return np.concatenate([span.token_ids for span in texts]), np.concatenate([span.loss_mask() for span in texts])
 
 
 def measure_part(name: str, member: Member, payload: bytes | memoryview | None, recipe: Recipe) -> PartSize:
@@ -404,20 +385,16 @@ def measure_part(name: str, member: Member, payload: bytes | memoryview | None, 
         if payload is None or counts_from_header(modality):
             size = modality.count_header(member.header[: modality.num_facts], recipe.limits)
         else:
-            size = _counted(modality, payload, recipe)
+            try:
+                size = modality.count(payload, recipe.limits)
+            except Exception as error:
+                pass_shortage(error)
+                raise
         return size if type(modality) in _OURS else _checked(size, name, modality)
     except DecodeError as error:
         raise error.at(member.field) from error.__cause__
     except Exception as error:  # any exception of a modality is a failure of its part
         raise as_field_error(error, "measured", member.field) from error
-
-
-def _counted(modality: Modality, payload: bytes | memoryview, recipe: Recipe) -> PartSize:
-    try:
-        return modality.count(payload, recipe.limits)
-    except Exception as error:
-        pass_shortage(error)
-        raise
 
 
 def _checked(size: PartSize, name: str, modality: Modality) -> PartSize:
@@ -497,7 +474,6 @@ AnySpan = TypeVar("AnySpan", TextSpan | MediaSlot, TextRun | MediaSlot)
 
 def divided(spans: list[AnySpan], recipe: Recipe) -> list[list[AnySpan]]:
     """Return the spans of each row of a sample: all spans in one row, the rest of a truncated sample, or its pieces.
-
     Every piece but the last has `max_tokens` tokens. The first token of each leads, like that of a sample. Raises
     FieldError if the sample has more tokens than `max_tokens`, and may not be cut, or not at this token.
     """
@@ -522,23 +498,6 @@ def divided(spans: list[AnySpan], recipe: Recipe) -> list[list[AnySpan]]:
     return _pieces(spans, limit)
 
 
-def windows(pieces: Sequence[Sequence[Span]]) -> list[Window]:
-    """Return the range of each piece in the text; nothing if the tokens have no offsets."""
-    begins = [(0, 0)]
-    for before, piece in pairwise(pieces):
-        first, last = piece[0], before[-1]
-        if not isinstance(first, TextSpan) or first.starts is None:
-            return []
-        start = int(first.starts[0])
-        shared = last.starts if isinstance(last, TextSpan) and last.starts is not None else np.zeros(0, np.int64)
-        begins.append((start, int(np.count_nonzero(shared == start))))
-    stops = [*(start for start, _ in begins[1:]), None]
-    return [
-        Window(start, stop, skipped, num_tokens(piece))
-        for (start, skipped), stop, piece in zip(begins, stops, pieces, strict=True)
-    ]
-
-
 def packed(window: Window, *, alone: bool) -> int:
     """Encode the start of a window as one number, negative if its piece cannot be tokenized alone; see `unpacked`."""
     begin = window.start * _MOST_SHARED + window.skipped
@@ -548,18 +507,6 @@ def packed(window: Window, *, alone: bool) -> int:
 def unpacked(number: int) -> tuple[int, int]:
     """Return `Window.start` and `Window.skipped`."""
     return divmod(number if number >= 0 else -1 - number, _MOST_SHARED)
-
-
-def is_same(one: Sequence[Span], other: Sequence[Span]) -> bool:
-    """Whether two pieces of text have the same ids and loss."""
-    mine, theirs = ([span for span in spans if isinstance(span, TextSpan)] for spans in (one, other))
-    return all(
-        np.array_equal(np.concatenate(left), np.concatenate(right))
-        for left, right in (
-            ([span.token_ids for span in mine], [span.token_ids for span in theirs]),
-            ([span.loss_mask() for span in mine], [span.loss_mask() for span in theirs]),
-        )
-    )
 
 
 def num_tokens(spans: Sequence[TextSpan | TextRun | MediaSlot]) -> int:
@@ -592,7 +539,10 @@ def _truncated(spans: Sequence[AnySpan], limit: int, above: str, recipe: Recipe)
     for number, span in enumerate(spans):
         if isinstance(span, MediaSlot):
             at += span.tokens
-            if span.tokens and at + _closed_by(span, spans, number, recipe) > limit:
+            after = spans[number + 1] if number + 1 < len(spans) else None
+            closing = recipe.slots[span.modality].end_id
+            is_closed = closing is not None and isinstance(after, TextSpan | TextRun) and after.first_id == closing
+            if span.tokens and at + is_closed > limit:
                 raise FieldError(
                     span.modality,
                     f"{above}, and overflow='truncate' would cut {span.modality} that ends at token {at}: media are "
@@ -610,15 +560,6 @@ def _truncated(spans: Sequence[AnySpan], limit: int, above: str, recipe: Recipe)
             "before the first such token, or leave the sample out",
         )
     return kept
-
-
-def _closed_by(slot: MediaSlot, spans: Sequence[AnySpan], number: int, recipe: Recipe) -> int:
-    """Number of tokens that close a part after its last: 1 if its modality has an end token."""
-    closing = recipe.slots[slot.modality].end_id
-    after = spans[number + 1] if number + 1 < len(spans) else None
-    if closing is None or after is None or isinstance(after, MediaSlot):
-        return 0
-    return int(after.first_id == closing)
 
 
 def _has_loss(spans: Sequence[AnySpan]) -> bool:

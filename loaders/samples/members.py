@@ -26,69 +26,49 @@ from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import RECORD_FIELD
 from orchdata.loaders.shards.fields import classify, listed_modality
-from orchdata.loaders.text.chat_keys import is_chat_context
 from orchdata.loaders.text.conversation import WORDS_SUFFIX, parse_json
 from orchdata.loaders.text.jinja import JinjaTemplate
-from orchdata.loaders.text.messages import CHAT_KEYS
+from orchdata.loaders.text.messages import CHAT_KEYS, is_chat_context
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS, decode_utf8
 
 _MOST_KNOWN: Final = 4096
 _LABELS: Final = frozenset("cls cls2 class count index inx id".split())
 """Suffixes of fields that webdataset reads as a number."""
-_RECORDS: Final = ("json", "jsn")
-_JSON_NAMES: Final = (*_RECORDS, "jsonl", "messages", "conversations")
+_JSON_NAMES: Final = ("json", "jsn", "jsonl", "messages", "conversations")
 _TEXT_SUFFIXES: Final = re.compile(r"\.(json|jsn|jsonl|txt|text)$")
 
 
 class Member(NamedTuple):
-    """One field of a sample as the index knows it, from headers.
+    """One field of a sample as the index knows it, from headers."""
 
-    Attributes:
-        field: lower-cased, for example "0.jpg" or "json".
-        kind: its code under the recipe, UNUSED or OTHER.
-        header: result of its modality's probe, possibly padded with zeros.
-        size: bytes of payload.
-        error: why the field is bad; raised only if the field is used.
-    """
-
-    field: str
-    kind: int
-    header: Header = ()
-    size: int = 0
-    error: str | None = None
+    field: str  # lower-cased, for example "0.jpg" or "json"
+    kind: int  # its code under the recipe, UNUSED or OTHER
+    header: Header = ()  # result of its modality's probe, possibly padded with zeros
+    size: int = 0  # bytes of payload
+    error: str | None = None  # why the field is bad; raised only if the field is used
 
 
 class Uses(NamedTuple):
-    """Indices of a sample's members by use.
+    """Indices of a sample's members by use."""
 
-    Attributes:
-        json: JSON, in the order of the shard.
-        plain: the preferred plain text; several members of its name are an error if it is used.
-        media: modality -> its parts, numbered fields by number; in the recipe's order.
-        chat_context: text with a name that belongs to a conversation (`tools`, `system.txt`), in the order of the
-            shard; it may be in `json` or `plain` too.
-        other_text: text under other names, if there is neither JSON nor plain text: a Parquet column of chats may have
-            any name. Under a jinja template, text under all names.
-        spare: text under other names than `plain`, needed only if that is blank or a placeholder alone.
-        media_paths: text that names media by path, or cannot be media: columns `image`, `audios`, `jpg` without bytes.
-        unfit: columns with the name of a text, before that of `plain`, or of a chat, that are no strings or turns.
-        kept: members that go with the sample, by their names.
-        records: JSON, of which keys go with the sample: `Recipe.keep` has names that no member has.
-        made: members of the record that a function of the user's makes, if it may add kept fields.
-        texts: all members from which text is read, ascending.
-    """
-
-    media: Mapping[str, tuple[int, ...]]
-    kept: tuple[int, ...]
-    records: tuple[int, ...]
-    made: tuple[int, ...]
-    texts: tuple[int, ...]
-    json: tuple[int, ...] = ()
+    media: Mapping[str, tuple[int, ...]]  # modality -> its parts, numbered fields by number; in the recipe's order
+    kept: tuple[int, ...]  # go with the sample, by their names
+    records: tuple[int, ...]  # JSON, of which keys go with the sample: `Recipe.keep` has names that no member has
+    made: tuple[int, ...]  # of the record that a function of the user's makes, if it may add kept fields
+    texts: tuple[int, ...]  # all members from which text is read, ascending
+    json: tuple[int, ...] = ()  # in the order of the shard
+    # The preferred plain text; several members of its name are an error if it is used.
     plain: tuple[int, ...] = ()
+    # Text with a name that belongs to a conversation (`tools`, `system.txt`), in the order of the shard; it may be in
+    # `json` or `plain` too.
     chat_context: tuple[int, ...] = ()
+    # Text under other names, if there is neither JSON nor plain text: a Parquet column of chats may have any name.
+    # Under a jinja template, text under all names.
     other_text: tuple[int, ...] = ()
-    spare: tuple[int, ...] = ()
+    spare: tuple[int, ...] = ()  # other text than `plain`, needed only if that is blank or a placeholder alone
+    # Text that names media by path, or cannot be media: columns `image`, `audios`, `jpg` without bytes.
     media_paths: tuple[int, ...] = ()
+    # Columns with the name of a text, before that of `plain`, or of a chat, that are no strings or turns.
     unfit: tuple[int, ...] = ()
 
 
@@ -207,7 +187,7 @@ def _has_record(names: Iterable[tuple[str, int]]) -> bool:
 
 def has_keys(field: str) -> bool:
     """Return whether a field is JSON that may be an object with keys."""
-    return _name(field).rpartition(".")[2] in _RECORDS
+    return _name(field).rpartition(".")[2] in ("json", "jsn")
 
 
 def is_label(field: str) -> bool:
@@ -288,31 +268,27 @@ KeptValue: TypeAlias = Any
 def kept_values(
     names: Iterable[str], fields: Mapping[str, KeptValue], records: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, KeptValue]:
-    """Return name -> value of one sample.
-
-    A field with exactly that name goes before fields that only end in it. Numbered fields ("0.cls", an item of a
-    Parquet list), and several fields, are a list. Without such a field it is the value under that key of the first
-    record that has it. None if the sample has neither.
+    """Return name -> value of one sample. A field with exactly that name goes before fields that only end in it.
+    Numbered fields ("0.cls", an item of a Parquet list), and several fields, are a list. Without such a field it is the
+    value under that key of the first record that has it. None if the sample has neither.
     """
-    return {
-        name: _value(name, [field for field in fields if is_kept_as(field, name)], fields, records) for name in names
-    }
+    values: dict[str, KeptValue] = {}
+    for name in names:
+        matches = [field for field in fields if is_kept_as(field, name)]
+        exact = next((field for field in matches if bare_name(field).lower() == name), None)
+        if not matches:
+            keys = ((record, key_of(name, record)) for record in records)
+            values[name] = next((record[key] for record, key in keys if key is not None), None)
+        elif exact is not None:
+            values[name] = fields[exact]
+        elif len(matches) == 1 and not NUMBER.search(bare_name(matches[0])):
+            values[name] = fields[matches[0]]
+        else:
+            matches.sort(key=lambda field: number_of(bare_name(field)))
+            values[name] = [fields[field] for field in matches]
+    return values
 
 
 def key_of(name: str, record: Mapping[str, Any]) -> str | None:
     """Return the key of a record with this name, which has no upper-case letters, or None."""
     return name if name in record else next((key for key in record if key.lower() == name), None)
-
-
-def _value(
-    name: str, matches: Sequence[str], fields: Mapping[str, KeptValue], records: Sequence[Mapping[str, Any]]
-) -> KeptValue:
-    if not matches:
-        found = (record[key] for record in records if (key := key_of(name, record)) is not None)
-        return next(found, None)
-    for field in matches:
-        if bare_name(field).lower() == name:
-            return fields[field]
-    if len(matches) == 1 and not NUMBER.search(bare_name(matches[0])):
-        return fields[matches[0]]
-    return [fields[field] for field in sorted(matches, key=lambda field: number_of(bare_name(field)))]

@@ -28,9 +28,8 @@ from orchdata.loaders.samples.members import (
     json_value,
     uses_of,
 )
-from orchdata.loaders.text.chat_keys import kind_of, says_nothing
 from orchdata.loaders.text.conversation import WORDS_SUFFIX
-from orchdata.loaders.text.messages import CHAT_KEYS, CONTENT_KEYS
+from orchdata.loaders.text.messages import CHAT_KEYS, CONTENT_KEYS, kind_of, says_nothing
 
 _LEADING: Final = re.compile(r"(\d+)\.(.+)", re.DOTALL)
 _TRAILING: Final = re.compile(r"(.+)\.(\d+)", re.DOTALL)
@@ -50,11 +49,9 @@ class MadeSample(NamedTuple):
 
 
 def record_of(members: Sequence[Member], texts: Payloads, recipe: Recipe) -> dict[str, Any]:
-    """Return the fields of a sample by name.
-
-    Text is a string, JSON and columns that are no strings are values, and everything else is a `Media`. Fields with a
-    number ("0.jpg", "images.0") form a list under the name without it. Raises FieldError if a text cannot be read, or
-    two fields have the same name here ("txt" and "txt.gz").
+    """Return the fields of a sample by name. Text is a string, JSON and columns that are no strings are values, and
+    everything else is a `Media`. Fields with a number ("0.jpg", "images.0") form a list under the name without it.
+    Raises FieldError if a text cannot be read, or two fields have the same name here ("txt" and "txt.gz").
     """
     fields = Fields(members, texts, recipe, uses_of(members, recipe))
     return _record(_grouped(members, recipe), fields)
@@ -67,17 +64,26 @@ def _record(groups: _Groups, fields: Fields) -> dict[str, Any]:
             one, other = map(fields.name, indices[:2])
             raise FieldError(other, f"Recipe.record gets this as {name!r}, and {one!r} too")
     for name, (is_listed, indices) in groups.items():
-        values = [_value(fields, at, name, number) for number, at in enumerate(indices)]
+        values: list[Any] = []
+        for number, at in enumerate(indices):
+            member = fields.members[at]
+            if member.kind not in (TEXT, OTHER) or (member.kind == OTHER and not is_label(member.field)):
+                values.append(Media(name, number))
+                continue
+            payload = fields.checked(at, fields.texts.get(at, b""))
+            if is_cell_without_content(member.field, member.size) or is_json(name) or is_json(member.field):
+                values.append(json_value(member.field, payload))
+                continue
+            text = fields.text(at, payload)
+            values.append(int(text) if member.kind == OTHER and _INTEGER.fullmatch(text) else text)
         record[name] = values if is_listed else values[0]
     return record
 
 
 def made_sample(fields: Fields) -> MadeSample:
-    """Call the recipe's function.
-
-    Without any `Media` in its record all media are used, in the order of the fields; but an empty list or None under a
-    key such as "images" chooses none. Raises LeftOut; FieldError as `record_of`, or if the function fails, or refers to
-    media that the sample does not have.
+    """Call the recipe's function. Without any `Media` in its record all media are used, in the order of the fields; but
+    an empty list or None under a key such as "images" chooses none. Raises LeftOut; FieldError as `record_of`, or if
+    the function fails, or refers to media that the sample does not have.
     """
     members, _, recipe, uses = fields
     assert recipe.record is not None
@@ -89,7 +95,7 @@ def made_sample(fields: Fields) -> MadeSample:
         made = references.taken_from(made)
     except DecodeError as error:
         raise error.at("*") from error.__cause__
-    return MadeSample(made, references.media() if references.chooses else uses.media)
+    return MadeSample(made, references.media() or uses.media)
 
 
 def _grouped(members: Sequence[Member], recipe: Recipe) -> _Groups:
@@ -124,17 +130,6 @@ def _name(member: Member) -> tuple[str, int]:
     return field, -1
 
 
-def _value(fields: Fields, at: int, name: str, number: int) -> Any:
-    member = fields.members[at]
-    if member.kind not in (TEXT, OTHER) or (member.kind == OTHER and not is_label(member.field)):
-        return Media(name, number)
-    payload = fields.checked(at, fields.texts.get(at, b""))
-    if is_cell_without_content(member.field, member.size) or is_json(name) or is_json(member.field):
-        return json_value(member.field, payload)
-    text = fields.text(at, payload)
-    return int(text) if member.kind == OTHER and _INTEGER.fullmatch(text) else text
-
-
 class _References:
     """Collects the references to media in a record."""
 
@@ -147,13 +142,12 @@ class _References:
         self._taken: dict[str, list[int]] = {}
         self._is_none = False
 
-    @property
-    def chooses(self) -> bool:
-        """Whether the record says which media are used: it has references, or a key of media that names none."""
-        return bool(self._taken) or self._is_none
-
-    def media(self) -> dict[str, tuple[int, ...]]:
-        """Return the members referred to, by modality, in the recipe's order; with the sound in videos."""
+    def media(self) -> dict[str, tuple[int, ...]] | None:
+        """Return the members referred to, by modality, in the recipe's order; with the sound in videos. None for a
+        record without references, and without a key of media that names none: it does not say which are used.
+        """
+        if not (self._taken or self._is_none):
+            return None
         chosen = {index for indices in self._taken.values() for index in indices}
         fields = {self._members[index].field for index in chosen}
         for index, member in enumerate(self._members):

@@ -1,37 +1,30 @@
-"""A sample as a value: its parts decoded, in order.
-
-Bytes of a sample -> its parts. All calls of a modality's decoder are here.
-
-members, texts --compose--> text spans and media slots --measure--> sizes (the index)
---decode---> arrays (the batch)
-"""
+"""A sample as a value: its parts decoded, in order. All calls of a modality's decoder are here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 import orchdata
-from orchdata.loaders.errors import DecodeError, FieldError
-from orchdata.loaders.failures import as_field_error
+from orchdata.loaders.errors import DecodeError, FieldError, as_field_error
 from orchdata.loaders.generators import GeneratorMaker, Pass, ShardIdentity
 from orchdata.loaders.memory import DECODER_BYTES, pass_shortage, room
-from orchdata.loaders.modalities.checks import read_header
 from orchdata.loaders.modalities.modality import (
     Modality,
     PartSize,
     as_tensor,
     counts_from_header,
     decode_into,
+    read_header,
     stored_dtype,
 )
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.compose import compose
+from orchdata.loaders.samples.compose import composition_of
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.samples.spans import SizeOf, SizesInTurn, Span, TextSpan
 
@@ -119,15 +112,6 @@ class Sample:
 
     _repr_html_ = orchdata._html
 
-    if not TYPE_CHECKING:  # a type checker reports it itself
-
-        def __getitem__(self, name: object) -> NoReturn:
-            """Say where to find what other libraries keep here."""
-            raise TypeError(
-                f"a Sample is not a mapping, and has no [{name!r}]: sample.parts has its texts and media in order, "
-                "sample.fields what Recipe.keep names"
-            )
-
 
 _LEAST_BYTES: Final = 1 << 26
 """Memory that a decoder may take for data of any size."""
@@ -142,10 +126,9 @@ def decode_part(
     field: str,
     generator: GeneratorMaker,
 ) -> None:
-    """Decode one part of the modality `name` into the given arrays, as `Modality.decode_into`.
-
-    `generator` is called only if the modality draws. Raises FieldError; MemoryError for lack of memory, and for any
-    failure that may be that in a process with its own memory limit.
+    """Decode one part of the modality `name` into the given arrays, as `Modality.decode_into`. `generator` is called
+    only if the modality draws. Raises FieldError; MemoryError for lack of memory, and for any failure that may be that
+    in a process with its own memory limit.
     """
     modality = recipe.modalities[name]
     rng = generator() if modality.draws() else None
@@ -162,9 +145,8 @@ def decode_part(
 
 
 def _doubt(error: Exception, modality: Modality, data: bytes | memoryview, size: PartSize, recipe: Recipe) -> str:
-    """Return a remark if less memory is left than a decoder may need for a part of this size; else "".
-
-    Raises MemoryError in a process with its own memory limit: other processes then decode the sample alone.
+    """Return a remark if less memory is left than a decoder may need for a part of this size; else "". Raises
+    MemoryError in a process with its own memory limit: other processes then decode the sample alone.
     """
     left = room()
     if left is None:
@@ -193,15 +175,14 @@ def decode_sample(
     spans_of: Callable[[SizeOf], Sequence[Span]] | None = None,
     generator_of: Callable[[int], np.random.Generator] = lambda part: Pass().generator(ShardIdentity("", 0), "", part),
 ) -> tuple[Part, ...]:
-    """Decode a sample's parts into newly allocated memory.
-
-    `payloads` are of text_members() and of every member with a part; `sizes` from `measure`, in the order of their
-    slots; `spans_of` returns the spans to decode (default: all from `compose`); `generator_of` makes the generator of
-    the part with this number. Raises FieldError as `compose`, or for media that cannot be decoded.
+    """Decode a sample's parts into newly allocated memory. `payloads` are of text_members() and of every member with a
+    part; `sizes` from `measure`, in the order of their slots; `spans_of` returns the spans to decode (default: all);
+    `generator_of` makes the generator of the part with this number. Raises FieldError as `composition_of`, or for media
+    that cannot be decoded.
     """
     parts: list[Part] = []
     size_of = SizesInTurn(sizes)
-    spans = compose(members, payloads, recipe, size_of) if spans_of is None else spans_of(size_of)
+    spans = composition_of(members, payloads, recipe).spans(recipe, size_of) if spans_of is None else spans_of(size_of)
     numbers = {member: number for number, member in enumerate(size_of.by_member)}
     for span in spans:
         if isinstance(span, TextSpan):
@@ -225,11 +206,9 @@ def decode_media(
         for name, spec in specs.items()
     }
     decode_part(name, data, size, out, recipe, field, generator)
-    extras = {name: _plain(values.tolist()) for name, values in modality.extras([size]).items()}
+    # Values that follow from its size: a number or a tuple of numbers; a tuple of these for several rows.
+    extras: dict[str, Any] = {}
+    for extra, values in modality.extras([size]).items():
+        rows = [tuple(row) if isinstance(row, list) else row for row in values.tolist()]
+        extras[extra] = rows[0] if len(rows) == 1 else tuple(rows)
     return MediaPart(name, out, {name: spec.dtype for name, spec in specs.items()}, extras)
-
-
-def _plain(rows: list[Any]) -> Any:
-    """Values that follow from a part's size: a number or a tuple of numbers; a tuple of these for several rows."""
-    plain = [tuple(row) if isinstance(row, list) else row for row in rows]
-    return plain[0] if len(plain) == 1 else tuple(plain)

@@ -7,7 +7,7 @@ mark, and a token carries loss if its characters overlap text that does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Final, NamedTuple
 
@@ -22,10 +22,9 @@ from orchdata.loaders.text.template import TextSegment, holds_mark
 
 
 class TextSpan(NamedTuple):
-    """Token ids int32 (num_tokens,), at least one, and whether they carry loss.
-
-    The first token of a sample carries no loss: nothing before it predicts it. `leads`: this span contains it.
-    `starts`: of each token in the text that was tokenized in one call, in characters, int64; None if unknown.
+    """Token ids int32 (num_tokens,), at least one, and whether they carry loss. The first token of a sample carries no
+    loss: nothing before it predicts it. `leads`: this span contains it. `starts`: of each token in the text that was
+    tokenized in one call, in characters, int64; None if unknown.
     """
 
     token_ids: NDArray[np.int32]
@@ -58,9 +57,7 @@ class TextSpan(NamedTuple):
 
 
 class MediaSlot(NamedTuple):
-    """The slot of a part, or of a piece of it if there is text between its tokens: `tokens` of it, from the `first`
-    on.
-    """
+    """The slot of a part, or of a piece of it if text is between its tokens: `tokens` of it, from the `first` on."""
 
     modality: str
     member: int
@@ -69,6 +66,8 @@ class MediaSlot(NamedTuple):
 
 
 Span = TextSpan | MediaSlot
+Placed = TextSegment | tuple[str, int]
+"""A text, or a part: its modality and its index in the sample's members."""
 
 
 class TextRun(NamedTuple):
@@ -158,82 +157,69 @@ class Spans:
         self.spans[at:at] = [TextSpan(np.array([token_id], np.int32), True), *rest]
 
 
-class StretchWriter:
-    """Joins neighbouring text of equal loss before tokenizing it."""
-
-    def __init__(self, recipe: Recipe, where: str, size_of: SizeOf) -> None:
-        self._recipe = recipe
-        self._size_of = size_of
-        self._pre = recipe.text
-        self._where = where
-        self._spans = Spans()
-        self._pending: list[str] = []
-        self._loss = False
-        self._spans.special(self._pre.bos_token_id)
-
-    def text(self, segment: TextSegment) -> None:
-        if not segment.text:
-            return
-        if segment.loss != self._loss:
-            self._flush()
-            self._loss = segment.loss
-        self._pending.append(segment.text)
-
-    def media(self, modality: str, member: int) -> None:
-        self._flush()
-        slot = self._recipe.slots[modality]
-        pieces = expansion_of(self._recipe, modality, self._size_of(modality, member))
-        self._spans.special(slot.start_id if pieces.bare else None)
-        first = 0
-        for piece in pieces.pieces:
-            if isinstance(piece, str):
-                self.text(TextSegment(piece, False))
-            else:
-                self._flush()
-                self._spans.slot(MediaSlot(modality, member, first, piece))
-                first += piece
-        self._flush()
-        self._spans.special(slot.end_id if pieces.bare else None)
-
-    def close(self) -> list[Span]:
-        self._flush()
-        self._spans.end(self._pre.eos_token_id)
-        return self._spans.spans
-
-    def _flush(self) -> None:
-        if not self._pending:
-            return
-        text = "".join(self._pending)
-        self._pending.clear()
-        try:
-            token_ids = self._pre.encode(text)
-        except DecodeError as error:
-            raise error.at(self._where) from error.__cause__
-        self._spans.ids(token_ids, self._loss)
-
-
-class Expansion(NamedTuple):
-    """What stands for a part; `bare` if it is only its tokens, between `start_id` and `end_id`."""
-
-    pieces: tuple[str | int, ...]
-    bare: bool
-
-
-def expansion_of(recipe: Recipe, modality: str, size: PartSize) -> Expansion:
+def expansion_of(recipe: Recipe, modality: str, size: PartSize) -> tuple[tuple[str | int, ...], bool]:
+    """Return what stands for a part, and whether it is only its tokens, between `start_id` and `end_id`."""
     pieces = recipe.modalities[modality].expand(size)
     if pieces is None:
-        return Expansion((size.tokens,), True)
+        return (size.tokens,), True
     tokens = sum(piece for piece in pieces if isinstance(piece, int))
     if tokens != size.tokens or (0 in pieces and size.tokens):
         raise FieldError(modality, f"expand() of {modality} gives {tokens} tokens, its part has {size.tokens}")
-    return Expansion(pieces, False)
+    return pieces, False
+
+
+def spans_in_stretches(segments: Iterable[Placed], recipe: Recipe, where: str, size_of: SizeOf) -> list[Span]:
+    """Return the spans of text and media in order: neighbouring text of equal loss is joined before it is tokenized."""
+    pre, spans, pending = recipe.text, Spans(), list[str]()
+    has_loss = False
+
+    def flush() -> None:
+        if pending:
+            text = "".join(pending)
+            pending.clear()
+            try:
+                token_ids = pre.encode(text)
+            except DecodeError as error:
+                raise error.at(where) from error.__cause__
+            spans.ids(token_ids, has_loss)
+
+    def add(text: str, loss: bool) -> None:
+        nonlocal has_loss
+        if text and loss != has_loss:
+            flush()
+            has_loss = loss
+        if text:
+            pending.append(text)
+
+    spans.special(pre.bos_token_id)
+    for segment in segments:
+        if isinstance(segment, TextSegment):
+            add(*segment)
+            continue
+        # What stands for a part: its tokens, between those of its slot, or text and tokens in turns.
+        flush()
+        modality, member = segment
+        pieces, is_bare = expansion_of(recipe, modality, size_of(modality, member))
+        spans.special(recipe.slots[modality].start_id if is_bare else None)
+        first = 0
+        for piece in pieces:
+            if isinstance(piece, str):
+                add(piece, False)
+            else:
+                flush()
+                spans.slot(MediaSlot(modality, member, first, piece))
+                first += piece
+        flush()
+        spans.special(recipe.slots[modality].end_id if is_bare else None)
+    flush()
+    spans.end(pre.eos_token_id)
+    return spans.spans
 
 
 class Window(NamedTuple):
-    """A piece of a sample without media, to be tokenized without the rest of the text.
-
-    `start`, `stop`: characters where its tokens and those of the next piece begin; None for the last piece. `skipped`
-    tokens of its first character belong to the previous piece: a character may be several tokens.
+    """A piece of a sample without media, to be tokenized without the rest of the text. `start`, `stop`: characters
+    where its tokens and those of the next piece begin; None for the last piece. `skipped` tokens of its first character
+    belong to the previous piece: a character may be several tokens.
     """
 
     start: int
@@ -247,24 +233,23 @@ _CONTEXT: Final = 256
 
 
 class _Run(NamedTuple):
-    """A run of a part's tokens: position of its mark in the text, and the tokens around it."""
+    """A run of a part's tokens."""
 
-    start: int
+    start: int  # of its mark in the text
     end: int
     slot: MediaSlot
-    opens: int | None
+    opens: int | None  # tokens around it
     closes: int | None
 
 
 class WholeWriter:
-    """Tokenizes all text in one call.
-
-    `plain` text is no chat: then special tokens carry loss as their neighbours do. `closed` text has its own start and
-    end, without the recipe's `bos_token_id` and `eos_token_id`.
+    """Tokenizes all text of a sample in one call. `plain` text is no chat: then special tokens carry loss as their
+    neighbours do. `closed` text has its own start and end, without the recipe's `bos_token_id` and `eos_token_id`.
     """
 
     def __init__(
         self,
+        segments: Iterable[Placed],
         recipe: Recipe,
         where: str,
         size_of: SizeOf,
@@ -275,44 +260,45 @@ class WholeWriter:
     ) -> None:
         self._recipe = recipe
         self._where = where
-        self._size_of = size_of
         self._adds_special_tokens = adds_special_tokens
         self._plain = plain
         self._closed = closed
-        self._pieces: list[str] = []  # of the text, joined at its first use
-        self._length = 0
         self._trained: list[list[int]] = []  # ranges of characters, ascending and disjoint
         self._runs: list[_Run] = []
         self._without_tokens: list[MediaSlot] = []  # parts that have no tokens
-
-    def text(self, segment: TextSegment) -> None:
-        start = self._write(segment.text)
-        if segment.loss and segment.text:
-            if self._trained and self._trained[-1][1] == start:
-                self._trained[-1][1] = self._length
-            else:
-                self._trained.append([start, self._length])
-
-    def media(self, modality: str, member: int) -> None:
-        slot = self._recipe.slots[modality]
-        pieces = expansion_of(self._recipe, modality, self._size_of(modality, member))
-        opens, closes = (slot.start_id, slot.end_id) if pieces.bare else (None, None)
-        first = 0
-        for piece in pieces.pieces:
-            if isinstance(piece, str):
-                self._write(piece)
-            elif piece == 0:
-                self._without_tokens.append(MediaSlot(modality, member, 0, 0))
-            elif modality not in self._recipe.mark_tokens:
-                raise FieldError(
-                    self._where,
-                    f"the mark of {modality}, {slot.mark!r}, is not the one token {slot.token_id} of the tokenizer: "
-                    "give its slot the text and the id of an added token",
-                )
-            else:
-                start = self._write(slot.mark or "")
-                self._runs.append(_Run(start, self._length, MediaSlot(modality, member, first, piece), opens, closes))
-                first += piece
+        written, at = list[str](), 0
+        for segment in segments:
+            if isinstance(segment, TextSegment):
+                written.append(segment.text)
+                start, at = at, at + len(segment.text)
+                if segment.loss and segment.text:
+                    if self._trained and self._trained[-1][1] == start:
+                        self._trained[-1][1] = at
+                    else:
+                        self._trained.append([start, at])
+                continue
+            # Each run of a part's tokens is one mark in the text.
+            modality, member = segment
+            slot, first = recipe.slots[modality], 0
+            pieces, is_bare = expansion_of(recipe, modality, size_of(modality, member))
+            around = (slot.start_id, slot.end_id) if is_bare else (None, None)
+            for piece in pieces:
+                if piece == 0:
+                    self._without_tokens.append(MediaSlot(modality, member, 0, 0))
+                    continue
+                if isinstance(piece, int) and modality not in recipe.mark_tokens:
+                    raise FieldError(
+                        where,
+                        f"the mark of {modality}, {slot.mark!r}, is not the one token {slot.token_id} of the "
+                        "tokenizer: give its slot the text and the id of an added token",
+                    )
+                text = piece if isinstance(piece, str) else slot.mark or ""
+                written.append(text)
+                start, at = at, at + len(text)
+                if isinstance(piece, int):
+                    self._runs.append(_Run(start, at, MediaSlot(modality, member, first, piece), *around))
+                    first += piece
+        self._text = "".join(written)
 
     def close(self) -> list[Span]:
         wanted = self.wanted()
@@ -322,7 +308,7 @@ class WholeWriter:
     def is_trained_text(self) -> bool:
         """Whether this is text alone of which each token carries loss: then counting needs no offsets."""
         has_parts = self._runs or self._without_tokens
-        return self._plain and not has_parts and self._trained == [[0, self._length]]
+        return self._plain and not has_parts and self._trained == [[0, len(self._text)]]
 
     def close_counted(self, num_tokens: int) -> list[TextRun]:
         """Return the runs of a trained text with so many tokens."""
@@ -338,8 +324,8 @@ class WholeWriter:
 
     def wanted(self) -> tuple[str, bool] | None:
         """Return the text to tokenize, and whether it gets special tokens; None if there is nothing to tokenize."""
-        text = self._text()
-        return (text, self._adds_special_tokens(text)) if text or self._without_tokens else None
+        has_any = self._text or self._without_tokens
+        return (self._text, self._adds_special_tokens(self._text)) if has_any else None
 
     def close_with(self, encoded: Encoded | DecodeError | None) -> list[Span]:
         """Return the spans, with the tokens of `wanted`. Raises FieldError."""
@@ -351,23 +337,19 @@ class WholeWriter:
         spans.special(None if self._closed else pre.bos_token_id)
         if encoded is not None:
             self._fill(spans, encoded, self._loss(encoded))
-        self._end(spans)
-        return spans.spans
-
-    def _end(self, spans: Spans) -> None:
-        pre = self._recipe.text
         if not self._closed:
             spans.end(pre.eos_token_id)
         elif pre.eos_token_id is not None and self._trained:
             start, stop = self._trained[-1]
-            if not pre.is_ended(self._text()[start:stop]):
+            if not pre.is_ended(self._text[start:stop]):
                 spans.end_answer(pre.eos_token_id)  # no token after it carries loss
+        return spans.spans
 
     def window(self, window: Window) -> list[Span]:
         """Return the spans of a piece, tokenized from its own text with some context. They are those of `close`, unless
         the tokenizer depends on more context, which the caller must check.
         """
-        pre, spans, text = self._recipe.text, Spans(), self._text()
+        pre, spans, text = self._recipe.text, Spans(), self._text
         first, last = window.start == 0, window.stop is None
         around = (
             0 if self._closed else (first and pre.bos_token_id is not None) + (last and pre.eos_token_id is not None)
@@ -385,17 +367,6 @@ class WholeWriter:
         self._fill(spans, Encoded(encoded.ids[mine], encoded.starts[mine], encoded.ends[mine]), loss[mine])
         spans.end(None if self._closed or not last else pre.eos_token_id)
         return spans.spans
-
-    def _text(self) -> str:
-        if len(self._pieces) > 1:
-            self._pieces = ["".join(self._pieces)]
-        return self._pieces[0] if self._pieces else ""
-
-    def _write(self, text: str) -> int:
-        start = self._length
-        self._pieces.append(text)
-        self._length += len(text)
-        return start
 
     def _fill(self, spans: Spans, encoded: Encoded, loss: NDArray[np.bool_]) -> None:
         ids = encoded.ids
@@ -428,9 +399,9 @@ class WholeWriter:
 
     @cached_property
     def _stretches(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Starts of the ranges with loss, and a position after the text; stops of these ranges. Call after all text."""
+        """Starts of the ranges with loss, and a position after the text; stops of these ranges."""
         trained = np.array(self._trained, np.int64)
-        return np.append(trained[:, 0], self._length + 1), trained[:, 1].copy()
+        return np.append(trained[:, 0], len(self._text) + 1), trained[:, 1].copy()
 
     def _tokens_of_runs(self, encoded: Encoded) -> list[int]:
         """Return the index of the token of each run. Raises FieldError if the text contains such a token itself."""
@@ -445,7 +416,3 @@ class WholeWriter:
         if len(indices) != len(self._runs):
             raise FieldError(self._where, f"{len(self._runs)} marks of media became {len(indices)} tokens")
         return indices
-
-
-SpanWriter = StretchWriter | WholeWriter
-"""Takes a sample's text and media in order, and returns its spans."""

@@ -27,7 +27,7 @@ from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.limits import Limits, shortened
 from orchdata.loaders.memory import measured_at, pass_shortage
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
-from orchdata.loaders.modalities.checks import read_header
+from orchdata.loaders.modalities.modality import read_header
 from orchdata.loaders.shards import container
 from orchdata.loaders.shards.arrow import ArrowShard
 from orchdata.loaders.shards.container import Container, ShardSource, identity_of, name_of

@@ -25,8 +25,7 @@ from orchdata.loaders.errors import DecodeError, FieldError, ShardError, Storage
 from orchdata.loaders.limits import Limits, shortened
 from orchdata.loaders.memory import measured_at, says_memory
 from orchdata.loaders.modalities.builtin import BUILTINS, NUM_FACTS, OTHER, TEXT
-from orchdata.loaders.modalities.checks import read_header, scan_heads, starts_with
-from orchdata.loaders.modalities.modality import Header, Modality
+from orchdata.loaders.modalities.modality import Header, Modality, read_header, scan_heads, starts_with
 from orchdata.loaders.shards.fields import GZIP, RAW, SPARSE, SPLITS, Met, classify_renamed, nfc, printable
 from orchdata.loaders.shards.shard import (
     Beginning,

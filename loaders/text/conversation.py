@@ -1,8 +1,8 @@
-"""JSON -> the content of a sample: a conversation, a text, or only metadata.
+"""JSON -> the content of a sample: a conversation (see `messages`), a text, or only metadata.
 
-It reads a list of turns, a turn, or a dict with a list of them under "messages", "conversations" or "conversation"; see
-`messages`. Otherwise it reads a dict's text, under the first of the recipe's names of texts that says something.
-Content that belongs to a conversation and would be lost is an error, see `chat_keys`.
+A list of turns, a turn, or a dict with a list of them under "messages", "conversations" or "conversation"; otherwise a
+dict's text, under the first of the recipe's names of texts that says something. Content that belongs to a conversation
+and would be lost is an error.
 """
 
 from __future__ import annotations
@@ -14,11 +14,22 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple, cast
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.text.chat_keys import (
+from orchdata.loaders.text.jinja import JinjaTemplate
+from orchdata.loaders.text.messages import (
+    CHAT_KEYS,
+    CONTENT_KEYS,
     HARMLESS,
+    PAIRS,
+    ROLE_KEYS,
+    SPEAKERS,
     WAY_OUT,
+    Chat,
     Repeating,
+    Template,
+    chat_of_record,
+    chat_of_turns,
     check_record,
+    completion_of,
     has_strings,
     is_chat_context,
     is_wrong,
@@ -26,18 +37,6 @@ from orchdata.loaders.text.chat_keys import (
     says,
     says_nothing,
     shown,
-)
-from orchdata.loaders.text.jinja import JinjaTemplate
-from orchdata.loaders.text.messages import (
-    CHAT_KEYS,
-    CONTENT_KEYS,
-    PAIRS,
-    SPEAKERS,
-    Chat,
-    Template,
-    chat_of_record,
-    chat_of_turns,
-    completion_of,
 )
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS, decode_utf8
 from orchdata.loaders.text.template import MediaWords
@@ -49,7 +48,7 @@ _MOST_KEYS: Final = 4
 """Keys with strings that are not read in an error."""
 _FILE_NAMES: Final = ("file_name", "file_names")
 _ARRAY: Final = "a sample is one of them, and a file that is an array of samples ends in .json"
-_ROLE_KEYS: Final = ("role", "from")
+_TURN_KEYS: Final = (ROLE_KEYS, CONTENT_KEYS)  # null in place of the first, where `datasets` fills structs
 _INT_DIGITS: Final = 640  # the minimum of Python's limit
 _VIDEO_KEYS: Final = ("video", "videos")
 
@@ -80,7 +79,9 @@ class Rules(NamedTuple):
 def document_of(value: Any, rules: Rules) -> Document:
     """Return the content of a parsed value. Raises DecodeError for a conversation that cannot be read completely."""
     if isinstance(value, dict):
-        if _is_turn(value) and _knows(value, rules.template):
+        role, content = (next((value[key] for key in keys if value.get(key) is not None), None) for keys in _TURN_KEYS)
+        knows = isinstance(role, str) and rules.template.knows(SPEAKERS.get(role, role)) and content is not None
+        if knows and _is_turn(value):
             return Document(chat=chat_of_turns([value], rules.template, rules.words))
         return _record(value, rules)
     if isinstance(value, list) and any(map(_is_turn, value)):
@@ -91,24 +92,20 @@ def document_of(value: Any, rules: Rules) -> Document:
 def parse_json(payload: bytes | memoryview, *, lines: bool = False) -> Any:
     """Return the value of a JSON payload. Raises DecodeError."""
     text = decode_utf8(payload)
-    try:
-        if not lines:
-            return _loads(text)
-        values = [_loads(line) for line in text.split("\n") if line.strip()]
-    except (ValueError, RecursionError) as error:
-        raise DecodeError(f"not valid JSON: {error}") from None
+    values = []
+    for each in [line for line in text.split("\n") if line.strip()] if lines else [text]:
+        try:
+            try:
+                values.append(_DECODER.decode(each))
+            except json.JSONDecodeError:
+                if each.startswith("\ufeff"):
+                    raise ValueError("it begins with two byte order marks") from None
+                raise
+            except ValueError:  # a number with more digits than Python parses as int
+                values.append(json.loads(each, object_pairs_hook=_object, parse_int=_number))
+        except (ValueError, RecursionError) as error:
+            raise DecodeError(f"not valid JSON: {error}") from None
     return values[0] if len(values) == 1 else values
-
-
-def _loads(text: str) -> Any:
-    try:
-        return _DECODER.decode(text)
-    except json.JSONDecodeError:
-        if text.startswith("\ufeff"):
-            raise ValueError("it begins with two byte order marks") from None
-        raise
-    except ValueError:  # a number with more digits than Python parses as int
-        return json.loads(text, object_pairs_hook=_object, parse_int=_number)
 
 
 def _number(digits: str) -> int | float:
@@ -268,17 +265,6 @@ def is_whole(name: str) -> bool:
 
 def _is_turn(value: Any) -> bool:
     return isinstance(value, dict) and (isinstance(value.get("role"), str) or isinstance(value.get("from"), str))
-
-
-def _knows(turn: Mapping[str, Any], template: Template) -> bool:
-    role = _first(turn, _ROLE_KEYS)
-    return isinstance(role, str) and template.knows(SPEAKERS.get(role, role)) and _first(turn, CONTENT_KEYS) is not None
-
-
-def _first(item: Mapping[str, Any], keys: tuple[str, str]) -> Any:
-    """Return the first value that is not null: `datasets` fills the fields of a struct with nulls."""
-    value = item.get(keys[0])
-    return item.get(keys[1]) if value is None else value
 
 
 def named_in(record: Mapping[str, Any], words: MediaWords) -> dict[str, list[str]]:

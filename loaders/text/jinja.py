@@ -77,28 +77,18 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JinjaTemplate:
-    """A chat template in jinja, with everything its rendering depends on. Created by `ChatTemplate.from_jinja`.
-
-    Attributes:
-        source: its text.
-        tool_source: the text of another template for samples with tools.
-        variables: further variables of the template, besides turns, tools and documents, as JSON.
-        date: the current date for the template.
-        ignore_keys: keys that may be lost.
-        roles: roles that turns may have.
-        add_special_tokens: whether the tokenizer's special tokens go around a rendering that does not begin with
-            `bos_token`. transformers adds them in a processor's `apply_chat_template`, but not in a tokenizer's.
-        pairs: whether a prompt and its completion, as strings, are rendered as a question and its answer; otherwise
-            they are plain text.
-    """
+    """A chat template in jinja, with everything its rendering depends on. Created by `ChatTemplate.from_jinja`."""
 
     source: str
-    tool_source: str | None = None
-    variables: str = "{}"
-    date: str | None = None
-    ignore_keys: tuple[str, ...] = ()
-    roles: tuple[str, ...] = ROLES
+    tool_source: str | None = None  # the text of another template for samples with tools
+    variables: str = "{}"  # further variables of the template, besides turns, tools and documents, as JSON
+    date: str | None = None  # the current date for the template
+    ignore_keys: tuple[str, ...] = ()  # keys that may be lost
+    roles: tuple[str, ...] = ROLES  # that turns may have
+    # Whether the tokenizer's special tokens go around a rendering that does not begin with `bos_token`. transformers
+    # adds them in a processor's `apply_chat_template`, but not in a tokenizer's.
     add_special_tokens: bool = False
+    # Whether a prompt and its completion, as strings, are rendered as a question and its answer; else as plain text.
     pairs: bool = False
 
     def knows(self, role: str) -> bool:
@@ -255,19 +245,13 @@ def _variables(as_json: str) -> dict[str, Any]:
 class _Tracker(threading.local):
     """What one thread has rendered so far, and which spans of it are generated."""
 
-    def __init__(self) -> None:
-        self._begin()
-
     def __enter__(self) -> None:
-        self._begin()
-
-    def __exit__(self, *_error: object) -> None:
-        pass
-
-    def _begin(self) -> None:
         self.blocks: list[str] = []
         self.spans: Spans = []
         self._measured = self._length = self._iterations = 0
+
+    def __exit__(self, *_error: object) -> None:
+        pass
 
     def generated(self, text: str) -> str:
         self._length += sum(map(len, self.blocks[self._measured :]))

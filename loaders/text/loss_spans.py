@@ -13,7 +13,7 @@ equal that of the whole chat, or else the whole chat is searched. The work is co
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -121,10 +121,9 @@ def loss_spans(
     generated: Spans,
     work: Work,
 ) -> Spans:
-    """Return (start, end) of the spans of `text` that carry loss, ascending and disjoint.
-
-    `trained` says for each turn whether it carries loss, `generated` are the spans that the template marks. Raises
-    DecodeError for a turn with loss that cannot be located.
+    """Return (start, end) of the spans of `text` that carry loss, ascending and disjoint. `trained` says for each turn
+    whether it carries loss, `generated` are the spans that the template marks. Raises DecodeError for a turn with loss
+    that cannot be located.
     """
     answers = [n for n, message in enumerate(messages) if message["role"] == TRAINED_ROLE]
     wanted = [n for n in answers if trained[n]]
@@ -137,7 +136,11 @@ def loss_spans(
     elif len(generated) == len(answers):
         spans = [span for n, span in zip(answers, generated, strict=True) if trained[n]]
     else:
-        spans = _apart(generated, _turn_spans(rendering, [n for n in answers if not trained[n]]))
+        # Of the spans that the template marks, those that overlap no turn without loss.
+        others = sorted(_turn_spans(rendering, [n for n in answers if not trained[n]]))
+        starts = [start for start, _ in others]
+        ends = [0, *accumulate((end for _, end in others), max)]  # ends[n]: the last end of the first n
+        spans = [(start, end) for start, end in generated if ends[bisect_left(starts, end)] <= start]
     spans = sorted((start, end) for start, end in spans if end > start)
     if wanted and not spans:
         raise DecodeError(
@@ -164,14 +167,6 @@ def learned_ending(template: JinjaTemplate) -> str:
     return ""
 
 
-def _apart(spans: Spans, others: Spans) -> Spans:
-    """Return the spans that do not overlap any of the others."""
-    others = sorted(others)
-    starts = [start for start, _ in others]
-    ends = [0, *accumulate((end for _, end in others), max)]  # ends[n]: the last end of the first n
-    return [(start, end) for start, end in spans if ends[bisect_left(starts, end)] <= start]
-
-
 def _turn_spans(rendering: _Rendering, turns: Sequence[int]) -> Spans:
     """Return the spans of these turns in a chat. Raises DecodeError."""
     spans = _by_stretches(rendering, turns) if len(rendering.messages) > _SHORT else None
@@ -185,7 +180,13 @@ def _by_stretches(rendering: _Rendering, turns: Sequence[int]) -> Spans | None:
     spans: Spans = []
     start = offset = 0
     while start < last:
-        cuts = (_cut(way, chat, start, stop) for way in ways for stop in _stops(rendering.messages, start))
+        # Turns at which the stretch may end, first those before an answer.
+        first, stops = start + STRETCH, [last]
+        if first + _STOPS < last:
+            stops = sorted(
+                range(first, first + _STOPS), key=lambda stop: rendering.messages[stop]["role"] != TRAINED_ROLE
+            )
+        cuts = (_cut(way, chat, start, stop) for way in ways for stop in stops)
         cut = next((cut for cut in cuts if cut is not None and rendering.text.startswith(cut.text, offset)), None)
         if cut is None:
             return None
@@ -214,14 +215,6 @@ class _Cut(NamedTuple):
     @property
     def text(self) -> str:
         return self.near.text[self.begin : self.end]
-
-
-def _stops(messages: Sequence[Message], start: int) -> list[int]:
-    """Return turns at which a stretch may end, first those before an answer."""
-    first = start + STRETCH
-    if first + _STOPS >= len(messages):
-        return [len(messages)]
-    return sorted(range(first, first + _STOPS), key=lambda stop: messages[stop]["role"] != TRAINED_ROLE)
 
 
 def _cut(by: _Template, chat: _LongChat, start: int, stop: int) -> _Cut | None:
@@ -280,7 +273,10 @@ def _added(rendering: _Rendering, turn: int) -> tuple[int, int] | None:
                 return None
             before += header
     end = through.rstrip()
-    said = _last_text(messages[turn])
+    said = messages[turn].get("content")
+    if isinstance(said, list):
+        said = next((item["text"] for item in reversed(said) if isinstance(item.get("text"), str)), "")
+    said = said.strip() if isinstance(said, str) else ""
     # Blanks after an end mark belong to the template. Without a mark, the blanks (or the tail) end the turn.
     ended = not (said and end.endswith(said))
     return len(before), max(len(end), len(before)) if ended else len(rendering.whole if last else through)
@@ -290,7 +286,15 @@ def _replaced(rendering: _Rendering, turn: int) -> tuple[int, int] | None:
     """Return where a turn is, located by rendering a marker word instead of it."""
     messages, text = rendering.messages, rendering.text
     answer = {"role": TRAINED_ROLE, "content": _like(messages[turn].get("content"), _ANSWER)}
-    marked = rendering.by.of([*_up_to(messages, turn), answer, *messages[turn + 1 :]])
+    earlier = list(messages[:turn])
+    if earlier:  # another word at the end of the last turn before it
+        content = earlier[-1].get("content") or ""
+        if isinstance(content, list):
+            content = [*content, {"type": "text", "text": _BEFORE}]
+        else:
+            content = content.rstrip() + _BEFORE + content[len(content.rstrip()) :]
+        earlier[-1] = {**earlier[-1], "content": content}
+    marked = rendering.by.of([*earlier, answer, *messages[turn + 1 :]])
     if marked is None or marked.count(_ANSWER) != 1:
         return None
     before, after = marked.split(_ANSWER)
@@ -310,19 +314,6 @@ def _replaced(rendering: _Rendering, turn: int) -> tuple[int, int] | None:
     return start, end + len(mark)
 
 
-def _up_to(messages: Sequence[Message], turn: int) -> Iterator[Message]:
-    """Yield the turns before one, with a marker word at the end of the last."""
-    yield from messages[: max(0, turn - 1)]
-    if turn:
-        last = messages[turn - 1]
-        content = last.get("content") or ""
-        if isinstance(content, list):
-            yield {**last, "content": [*content, {"type": "text", "text": _BEFORE}]}
-        else:
-            said = content.rstrip()
-            yield {**last, "content": said + _BEFORE + content[len(said) :]}
-
-
 def _common(one: str, other: str) -> int:
     """Return the length of the common prefix of two texts."""
     low, high = 0, min(len(one), len(other))
@@ -334,13 +325,6 @@ def _common(one: str, other: str) -> int:
 
 def _like(content: Any, text: str) -> Any:
     return [{"type": "text", "text": text}] if isinstance(content, list) else text
-
-
-def _last_text(message: Message) -> str:
-    content = message.get("content")
-    if isinstance(content, list):
-        content = next((item["text"] for item in reversed(content) if isinstance(item.get("text"), str)), "")
-    return content.strip() if isinstance(content, str) else ""
 
 
 STRETCH: Final = 24
@@ -361,7 +345,8 @@ class _LongChat:
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self._messages = messages
-        self._kinds = [_kind(message) for message in messages]
+        # What a template may distinguish turns by.
+        self._kinds = [(each["role"], frozenset(each), type(each.get("content"))) for each in messages]
         self._asked = max((turn for turn, message in enumerate(messages) if message["role"] == _ASKS), default=0)
 
     def stretch(self, start: int, stop: int) -> tuple[list[Message], int]:
@@ -389,11 +374,6 @@ class _LongChat:
 
     def _pair(self, turn: int) -> tuple[Any, Any]:
         return self._kinds[turn - 1], self._kinds[turn]
-
-
-def _kind(message: Message) -> tuple[str, frozenset[str], type]:
-    """What a template may distinguish turns by."""
-    return message["role"], frozenset(message), type(message.get("content"))
 
 
 def _shortened(message: Message) -> Message:

@@ -2,38 +2,72 @@
 
 A turn is {"role", "content"} (OpenAI, Qwen; content is a string or a list of {"type": "text" | "image" | "audio", ...})
 or {"from", "value"} (LLaVA, ShareGPT; human and gpt are user and assistant). Under a plain template a turn is its role
-and content, and anything else that it says is an error (`chat_keys`). A jinja template gets all keys of a turn, and the
-context of the turns (`system`, `tools`, `documents`, `chat_template_kwargs`); `rendering` checks afterwards that all of
-it was rendered. Under such a template there are more forms: ShareGPT with tools (from: function_call, observation),
-alpaca (instruction, input, output, history), and prompt with completion, as lists of turns or as strings.
+and content. Keys next to them, or next to a conversation, are of three kinds: words (tool calls, reasoning, a system
+prompt) are an error if they say something that no turn says, loss flags (weight, train, mask) if they differ from what
+the template does; all others are metadata, never inspected. A jinja template gets all keys of a turn, and the context
+of the turns (`system`, `tools`, `documents`, `chat_template_kwargs`); `rendering` checks afterwards that all of it was
+rendered. Under such a template there are more forms: ShareGPT with tools (from: function_call, observation), alpaca
+(instruction, input, output, history), and prompt with completion, as lists of turns or as strings.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.text.chat_keys import (
-    Repeating,
-    check_item,
-    check_turn,
-    is_chat_context,
-    kind_of,
-    says,
-    says_nothing,
-    shown,
-    trains,
-)
 from orchdata.loaders.text.jinja import REASONING, Inputs, JinjaTemplate, Message, Work
 from orchdata.loaders.text.template import ChatTemplate, MediaWords, Placeholder, items_of, text_of
 
+# Words of keys, in any position: reasoning_content, toolCalls, thinking_blocks, ...
+_WORDS: Final = frozenset(
+    "tool tools toolcall toolcalls function functions functioncall reasoning think thinking thought thoughts rationale "
+    "refusal".split()
+)
+# Whole keys, in lower case, letters only.
+_OF_TURN: Final = frozenset(
+    "name text video videos parts documents attachments files system prompt response "
+    "completion chosen rejected channel recipient".split()
+)
+_OF_RECORD: Final = frozenset(
+    "system systemprompt systemmessage systeminstruction systeminstructions developer documents video videos "
+    "chosen rejected chattemplatekwargs custominstructions instructions history".split()
+)
+_OF_MEDIA: Final = frozenset("text caption transcript transcription alt alttext description".split())
+_PREFERENCE: Final = ("chosen", "rejected")
+_LOSS: Final = frozenset("weight train trainable training loss learn learnable mask masked".split())
+_NEGATIONS: Final = frozenset(
+    "no not non without ignore ignored skip skipped exclude excluded disable disabled off masked".split()
+)
+_ON: Final = ("1", "1.0", "true")
+_OFF: Final = ("0", "0.0", "false")
+_BLANK: Final = frozenset(("", "[]", "{}", "null", "none", "nan"))  # say nothing: `datasets` fills structs with them
+_FLAGS: Final = frozenset("on off yes no true false minimal low medium high auto default".split())
+_ROLE_WORDS: Final = frozenset("user assistant system human gpt".split())
+# A phrase of this length counts as said if a turn contains it; a shorter one must be all of a turn.
+_PHRASE_CHARACTERS: Final = 16
+_KEY_CHARACTERS: Final = 64
+HARMLESS: Final = frozenset(
+    (
+        *("id", "_id", "uid", "uuid", "idx", "index", "key", "__key__", "sample_id", "question_id"),
+        *("url", "__url__", "__index_level_0__", "width", "height", "original_width", "original_height", "exif"),
+        *("sha256", "sha1", "md5", "hash", "status", "error_message", "license", "source", "split"),
+        *("dataset", "dataset_name", "subset", "created_at", "date", "version", "author", "messages[].tool_call_id"),
+    )
+)
+"""Names of fields that say how a sample is stored or where it is from, compared whole. No name of a part, a weight, a
+mask, a label, a file or a text is among them."""
+WAY_OUT: Final = (
+    "leave it out of the data if the model need not see it, or take the model's own template, ChatTemplate.from_jinja"
+)
+
 CHAT_KEYS: Final = ("messages", "conversations", "conversation")
 CONTENT_KEYS: Final = ("content", "value")
+ROLE_KEYS: Final = ("role", "from")
 SPEAKERS: Final = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 """Roles of ShareGPT -> roles of templates."""
 _ROLES: Final = SPEAKERS | {
@@ -44,14 +78,13 @@ _ROLES: Final = SPEAKERS | {
 }
 _NAMES: Final = {"from": "role", "value": "content"}
 _CALL: Final = "function_call"
-_PREFERENCE: Final = ("chosen", "rejected")
 SYSTEM: Final = ("system", "system_prompt", "system_message", "system_instruction")
 _CONTEXT: Final = (*SYSTEM, "tools", "documents", "chat_template_kwargs")
-_ALPACA: Final = ("instruction", "output")
-_PAIR: Final = ("prompt", "completion")
-PAIRS: Final = (_PAIR, _ALPACA)
+ALPACA: Final = ("instruction", "output")
+PAIR: Final = ("prompt", "completion")
+PAIRS: Final = (PAIR, ALPACA)
 """Keys of a prompt and of what is learned after it."""
-PAIR_KEYS: Final = (*_PAIR, *_ALPACA, "input")
+PAIR_KEYS: Final = (*PAIR, *ALPACA, "input")
 _VIDEO: Final = ("video", "video_url", "input_video")
 _SAYS: Final = ("tool_calls", "function_call", *REASONING)
 """Keys with which a turn without content says something."""
@@ -59,6 +92,179 @@ _SAYS: Final = ("tool_calls", "function_call", *REASONING)
 Template = ChatTemplate | JinjaTemplate
 Marks = tuple[tuple[str, str], ...]
 """(text, modality): a part goes where the text is."""
+
+
+class Repeating(dict[str, Any]):
+    """A JSON object with a duplicate key: one of its values is lost."""
+
+
+def says(value: Any) -> bool:
+    """Whether a JSON value contains words."""
+    if isinstance(value, str):
+        return value.strip().lower() not in _BLANK
+    return isinstance(value, (dict, list)) and any(True for _ in phrases(value))
+
+
+def says_nothing(value: Any) -> bool:
+    """Whether a JSON value is null, false, blank, or lists and dicts of nothing else: `datasets` fills structs."""
+    if isinstance(value, str):
+        return not says(value)
+    return all(leaf is None or leaf is False or (isinstance(leaf, str) and not says(leaf)) for leaf in _leaves(value))
+
+
+def is_wrong(value: Any) -> bool:
+    """Whether a JSON value that is no string says something where a text is read."""
+    return value is False or not says_nothing(value)
+
+
+def has_strings(value: Any) -> bool:
+    """Whether a JSON value has strings that say something, but those under harmless names."""
+    return any(isinstance(leaf, str) and says(leaf) for leaf in _leaves(value, HARMLESS))
+
+
+def phrases(value: Any) -> Iterator[str]:
+    """Yield the strings in a JSON value that say something, without keys."""
+    return (leaf.strip() for leaf in _leaves(value) if isinstance(leaf, str) and leaf.strip().lower() not in _BLANK)
+
+
+def _leaves(value: Any, without: Collection[str] = ()) -> Iterator[Any]:
+    """Yield the values in a JSON value that are no lists and dicts, but those under some keys."""
+    pending = [value]  # no recursion: the depth depends on the data
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            pending.extend(each for key, each in item.items() if key not in without)
+        elif isinstance(item, list | tuple):
+            pending.extend(item)
+        else:
+            yield item
+
+
+class _Spoken:
+    """Texts that are searched for phrases; searches count as work."""
+
+    def __init__(self, texts: Collection[str], work: Work) -> None:
+        self._texts = texts
+        self._work = work
+
+    @cached_property
+    def _whole(self) -> frozenset[str]:
+        return frozenset(text.strip() for text in self._texts)
+
+    def has_all(self, value: Any) -> bool:
+        """Whether each phrase in a JSON value is all of a text, or a long one contained in it."""
+        for phrase in phrases(value):
+            if phrase in _ROLE_WORDS or phrase in self._whole:
+                continue
+            if len(phrase) < _PHRASE_CHARACTERS:
+                return False
+            self._work.add(sum(map(len, self._texts)))
+            if not any(phrase in text for text in self._texts):
+                return False
+        return True
+
+    def check(self, where: str, key: str, value: Any) -> None:
+        if says(value) and not self.has_all(value):
+            raise DecodeError(f"{where} has {shown(key)}, which no template renders: {WAY_OUT}")
+
+
+def speaks(key: str, value: Any, media: Collection[str]) -> bool:
+    """Whether a key of a turn, besides role and content, says something that belongs to the chat."""
+    words, name = _split(key)
+    if words & _LOSS or not says(value):
+        return False
+    return name in _OF_TURN or name in media or bool(words & _WORDS and not is_flag(value))
+
+
+def _trains(where: str, turn: Mapping[str, Any], loss: bool) -> bool:
+    """Whether a turn carries loss by its own flags, which may only remove the `loss` of its role."""
+    trained = loss
+    for key in filter(is_loss_flag, turn):
+        if loss and _flag(turn[key]) in _values(key, learned=False):
+            trained = False
+        else:
+            _check_loss(where, key, turn[key], loss)
+    return trained
+
+
+def is_loss_flag(key: str) -> bool:
+    """Whether a key of a turn says whether it is learned: it is followed, or an error."""
+    return not _LOSS.isdisjoint(_split(key)[0])
+
+
+def _flag(value: Any) -> str:
+    return str(value).strip().lower() if isinstance(value, str | int | float) else "?"
+
+
+def _values(key: str, *, learned: bool) -> tuple[str, ...]:
+    """Return the values of a loss flag by which its turn is learned, or not; none if the flag can mean either: a mask
+    that is no loss mask, and several negations.
+    """
+    words, name = _split(key)
+    negations = len(words & _NEGATIONS)
+    if negations > 1 or ("mask" in words and not 0 <= name.find("loss") < name.find("mask")):
+        return ()
+    return _ON if learned != (negations == 1) else _OFF
+
+
+def _check_loss(where: str, key: str, value: Any, loss: bool) -> None:
+    """Raise DecodeError for a loss flag that differs from what the template does."""
+    if _flag(value) in (*_BLANK, *_values(key, learned=loss)):
+        return
+    carries = "carries" if loss else "carries no"
+    raise DecodeError(
+        f"{where} has {shown(key)}, a loss flag, which is not followed: by the template a turn of its role "
+        f"{carries} loss"
+    )
+
+
+def is_chat_context(key: str) -> bool:
+    """Whether a key, or a field, next to the conversation says something that belongs to it."""
+    words, name = _split(key)
+    return bool(words & _WORDS) or name in _OF_RECORD
+
+
+def check_record(record: Mapping[str, Any], own: Collection[str], texts_of: Callable[[], list[str]]) -> None:
+    """Raise DecodeError for a key next to a conversation that would be lost: that says more than the turns' texts."""
+    context = [key for key, value in record.items() if is_chat_context(key) and value is not None and key not in own]
+    if not context:
+        return
+    said = _Spoken(texts_of(), Work())
+    chosen = record.get("chosen")
+    settled = _PREFERENCE if says(chosen) and said.has_all(chosen) else ()  # the conversation is the preferred one
+    for key in context:
+        if key not in settled and not (is_flag(record[key]) and _split(key)[0] & _WORDS):
+            said.check("the conversation", key, record[key])
+
+
+def kind_of(value: Any) -> str:
+    """What a JSON value is, in words, for an error: "a dict", "the int 5", "NaN"."""
+    if value != value:
+        return "NaN"
+    if isinstance(value, int | float):
+        return f"the {type(value).__name__} {value}"[:80]
+    return f"a {type(value).__name__}"
+
+
+def shown(name: str) -> str:
+    """A string from the data, shortened for an error."""
+    return repr(name if len(name) <= 60 else name[:60] + "...")
+
+
+def is_flag(value: Any) -> bool:
+    """Whether a value is a setting of a generation and has no content: `reasoning: "on"`, `thinking_budget: "1024"`."""
+    return isinstance(value, str) and (value.strip().lower() in _FLAGS or value.strip().isdecimal())
+
+
+def _split(key: str) -> tuple[frozenset[str], str]:
+    """Return the words of a key, and its letters in lower case: "toolCalls" has ("tool", "calls") and "toolcalls"."""
+    return _split_short(key[:_KEY_CHARACTERS])  # what is cached is short
+
+
+@lru_cache(maxsize=4096)
+def _split_short(key: str) -> tuple[frozenset[str], str]:
+    words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", key)]
+    return frozenset(words), "".join(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,23 +328,19 @@ class Chat:
                 chat = replace(chat, messages=(turn, *self.messages), trained=(False, *self.trained))
             elif first.get("content") != system:
                 raise DecodeError("two system prompts that differ, one of them next to the turns")
-        tools, documents = (
-            _same(key, known, _listed(key, record.get(key)))
-            for key, known in (("tools", chat.inputs.tools), ("documents", chat.inputs.documents))
-        )
-        inputs = Inputs(tools, documents, chat.inputs.variables)
+        inputs = chat.inputs
+        for key, known in (("tools", inputs.tools), ("documents", inputs.documents)):
+            other = _listed(key, record.get(key))
+            if known is not None and other not in (None, known):
+                raise DecodeError(f"two {key} that differ, one of them next to the turns")
+            if other is not None:
+                inputs = Inputs(**{**inputs._asdict(), key: other})
         variables = record.get("chat_template_kwargs")
         if isinstance(variables, Mapping):
-            known = {key: value for key, value in variables.items() if value is not None}
-            inputs = inputs._replace(variables={**inputs.variables, **known})
+            given = {key: value for key, value in variables.items() if value is not None}
+            inputs = inputs._replace(variables={**inputs.variables, **given})
         rest = [(key, value) for key, value in record.items() if key not in _CONTEXT and is_chat_context(key)]
         return replace(chat, inputs=inputs, rest=(*self.rest, *(each for each in rest if says(each[1]))))
-
-
-def _same(key: str, known: list[Any] | None, other: list[Any] | None) -> list[Any] | None:
-    if known is not None and other not in (None, known):
-        raise DecodeError(f"two {key} that differ, one of them next to the turns")
-    return other if known is None else known
 
 
 def _listed(key: str, value: Any) -> list[Any] | None:
@@ -233,12 +435,16 @@ def _turn(
     # Other keys go to a jinja template, in the order of the data: it may show it. No plain template renders them.
     loss, who = template.carries_loss(role), f"{where} ({written})"
     if is_jinja:
-        trained = trains(who, turn, loss)
+        trained = _trains(who, turn, loss)
         read = dict.fromkeys(_NAMES.get(key, key) for key, value in item.items() if value is not None) | turn | read
     else:
         trained = loss
-        if turn:
-            check_turn(who, turn, role, text_of(read), loss, words.records, work)
+        said = _Spoken((text_of(read), role), work)
+        for key, value in turn.items():
+            if is_loss_flag(key):
+                _check_loss(who, key, value, loss)
+            elif speaks(key, value, words.records):
+                said.check(who, key, value)
         if content is None:
             raise DecodeError(f"{who} has no content: its keys are {_keys(item)}")
     if trained and not _says(read):
@@ -307,8 +513,11 @@ def _item(
     for key in ("text",) if is_jinja and modality else keys:
         if key in item and key != kind and words.items.get(key) != modality and says(item[key]):
             raise DecodeError(f"{where} has an item of type {kind!r} that holds {key!r} too: give each its own item")
-    if not is_jinja:
-        check_item(f"{where}, in an item of type {kind!r},", item, ("type", *keys), media=modality is not None)
+    for key, value in () if is_jinja else item.items():
+        key_words, name = _split(key)
+        is_lost = (key_words & _WORDS and not is_flag(value)) or (modality is not None and name in _OF_MEDIA)
+        if key not in ("type", *keys) and is_lost:
+            _Spoken((), Work()).check(f"{where}, in an item of type {kind!r},", key, value)
     if modality is not None:
         value, index = item.get(kind), item.get("index")
         if isinstance(value, list) and len(value) > 1 and modality not in words.listed:
@@ -383,7 +592,6 @@ def _pattern(marks: Marks) -> tuple[re.Pattern[str], dict[str, str]]:
 
 def chat_of_record(value: Mapping[str, Any], template: JinjaTemplate, words: MediaWords) -> Chat | None:
     """Return the chat of a record with turns under other keys: alpaca, or prompt and completion; None for others.
-
     Raises DecodeError, also for a pair of preferred and rejected answers.
     """
     if any(says(value.get(key)) for key in _PREFERENCE):
@@ -391,16 +599,29 @@ def chat_of_record(value: Mapping[str, Any], template: JinjaTemplate, words: Med
             "a pair of answers, 'chosen' and 'rejected', which no batch of this library holds: keep the chat that the "
             'model is to learn, as {"messages": [...]}'
         )
-    if all(isinstance(value.get(key), str) for key in _ALPACA):
-        return _alpaca(value, template, words)
-    prompt, completion = (value.get(key) for key in _PAIR)
+    if all(isinstance(value.get(key), str) for key in ALPACA):
+        given = value.get("input")
+        if not (isinstance(given, str) or says_nothing(given)):
+            raise DecodeError(f"'input' is {kind_of(given)}, not a string")
+        asked = "\n".join(text for text in (value["instruction"], given) if isinstance(text, str) and says(text))
+        said, history = [asked, value["output"]], value.get("history")
+        if not says_nothing(history):
+            known = isinstance(history, list) and all(
+                isinstance(pair, list) and [*map(type, pair)] == [str, str] for pair in history
+            )
+            if not known:
+                raise DecodeError("'history' is no list of pairs of strings")
+            said = [one for pair in history or () for one in pair] + said
+        turns = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(said)]
+        return chat_of_turns(turns, template, words).with_context(_without(value, *ALPACA, "input", "history", "text"))
+    prompt, completion = (value.get(key) for key in PAIR)
     if template.pairs and isinstance(prompt, str) and isinstance(completion, str):
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-        return chat_of_turns(turns, template, words).with_context(_without(value, *_PAIR))
+        return chat_of_turns(turns, template, words).with_context(_without(value, *PAIR))
     if isinstance(prompt, list) and isinstance(completion, list):
         chat = chat_of_turns([*prompt, *completion], template, words)
-        asked = (False,) * len(prompt)
-        return replace(chat, trained=(*asked, *chat.trained[len(prompt) :])).with_context(_without(value, *_PAIR))
+        trained = (False,) * len(prompt) + chat.trained[len(prompt) :]
+        return replace(chat, trained=trained).with_context(_without(value, *PAIR))
     return None
 
 
@@ -411,27 +632,8 @@ def is_record(names: Collection[str]) -> bool:
 
 def completion_of(value: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return a prompt and its completion as plain text."""
-    prompt, completion = (value.get(key) for key in _PAIR)
+    prompt, completion = (value.get(key) for key in PAIR)
     return (prompt, completion) if isinstance(prompt, str) and isinstance(completion, str) else None
-
-
-def _alpaca(value: Mapping[str, Any], template: JinjaTemplate, words: MediaWords) -> Chat:
-    given = value.get("input")
-    if not (isinstance(given, str) or says_nothing(given)):
-        raise DecodeError(f"'input' is {kind_of(given)}, not a string")
-    asked = "\n".join(text for text in (value["instruction"], given) if isinstance(text, str) and says(text))
-    turns = [asked, value["output"]]
-    history = value.get("history")
-    if not says_nothing(history):
-        known = isinstance(history, list) and all(
-            isinstance(pair, list) and [*map(type, pair)] == [str, str] for pair in history
-        )
-        if not known:
-            raise DecodeError("'history' is no list of pairs of strings")
-        turns = [one for pair in history or () for one in pair] + turns
-    messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turns)]
-    rest = _without(value, *_ALPACA, "input", "history", "text")
-    return chat_of_turns(messages, template, words).with_context(rest)
 
 
 def _without(record: Mapping[str, Any], *keys: str) -> dict[str, Any]:

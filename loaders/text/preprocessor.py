@@ -1,7 +1,4 @@
-"""Text -> token ids: any callable tokenizer, Hugging Face's fast tokenizers, or the UTF-8 bytes themselves.
-
-Hugging Face's fast tokenizers: a value that is compared by content, and tokenizes with offsets.
-"""
+"""Text -> token ids: any callable tokenizer, Hugging Face's fast tokenizers (with offsets), or the UTF-8 bytes."""
 
 from __future__ import annotations
 
@@ -134,9 +131,6 @@ class TextPreprocessor:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int) and 0 <= value <= _INT32_MAX):
                 raise ValueError(f"TextPreprocessor.{name} must be an int in [0, {_INT32_MAX}], got {value!r}")
-        self._check_overflow()
-
-    def _check_overflow(self) -> None:
         most = self.max_tokens
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or not 2 <= most <= _INT32_MAX):
             raise ValueError(
@@ -278,7 +272,13 @@ class TextPreprocessor:
     def describe(self) -> dict[str, Any]:
         """All that token ids depend on, JSON-safe; the tokenizer is represented by its id."""
         described: dict[str, Any] = {"tokenizer": self.id, "fields": list(self.fields)}
-        described["template"] = _described(self.template)
+        # A template by its fields, and by its class unless it is a ChatTemplate.
+        values = {each.name: getattr(self.template, each.name) for each in dataclass_fields(self.template)}
+        template = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        kind = type(self.template)
+        described["template"] = (
+            template if kind is ChatTemplate else template | {"class": f"{kind.__module__}.{kind.__qualname__}"}
+        )
         for name in (*_SPECIAL_IDS, "image_placeholder", "audio_placeholder"):
             described[name] = getattr(self, name)
         if self.marks != "refuse":
@@ -292,15 +292,6 @@ class TextPreprocessor:
             own = [each.name for each in dataclass_fields(self) if each.name not in _OWN_FIELDS]
             described |= {name: getattr(self, name) for name in own}
         return described
-
-
-def _described(template: ChatTemplate | JinjaTemplate) -> dict[str, Any]:
-    """A template by its fields, and by its class unless it is a ChatTemplate."""
-    values = {each.name: getattr(template, each.name) for each in dataclass_fields(template)}
-    described = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-    if type(template) is not ChatTemplate:
-        described["class"] = f"{type(template).__module__}.{type(template).__qualname__}"
-    return described
 
 
 _OWN_FIELDS: Final = frozenset(each.name for each in dataclass_fields(TextPreprocessor))
@@ -367,15 +358,10 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class FastTokenizer:
-    """A tokenizer, compared by content in every process. Several threads may use it at the same time.
+    """A tokenizer, compared by content in every process. Several threads may use it at the same time."""
 
-    Attributes:
-        json: `tokenizers.Tokenizer.to_str`, without truncation and padding.
-        special_tokens: (name, token) as in `special_tokens_map`.
-    """
-
-    json: str = field(repr=False)
-    special_tokens: tuple[tuple[str, str], ...] = ()
+    json: str = field(repr=False)  # `tokenizers.Tokenizer.to_str`, without truncation and padding
+    special_tokens: tuple[tuple[str, str], ...] = ()  # (name, token) as in `special_tokens_map`
 
     @cached_property
     def id(self) -> str:
@@ -386,16 +372,33 @@ class FastTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Encoded:
         """Tokens of `text`, including those around every text if `add_special_tokens`."""
-        return _arrays(self._encoding(text, add_special_tokens))
+        (encoded,) = self.encode_batch([text], add_special_tokens=[add_special_tokens])
+        if isinstance(encoded, Exception):
+            raise encoded
+        return encoded
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: Sequence[bool]) -> list[Encoded | Exception]:
         """Tokens of each text as `encode` returns them, or the exception that it raises, in the order of the texts.
 
-        All cores work, and other Python threads run meanwhile.
+        All cores work, and other Python threads run meanwhile: a tokenizer's own `encode` holds the interpreter's lock.
         """
         results: dict[int, Encoded | Exception] = {}
         for numbers, some, added in _groups(texts, add_special_tokens):
-            results.update(zip(numbers, self._results(some, added), strict=True))
+            try:
+                encodings = self._running.encode_batch(some, add_special_tokens=added)
+            except Exception:  # noqa: BLE001 - of one of the texts; its own `encode` says what is wrong with it
+                for number, text in zip(numbers, some, strict=True):
+                    try:
+                        if len(some) > 1:
+                            results[number] = self.encode(text, add_special_tokens=added)
+                        else:
+                            results[number] = _arrays(self._running.encode(text, add_special_tokens=added))
+                    except Exception as error:  # noqa: BLE001 - the caller decides
+                        results[number] = error
+                continue
+            encodings.reverse()
+            for number in numbers:
+                results[number] = _arrays(encodings.pop())  # each is freed before the next becomes arrays
         return [results[number] for number in range(len(texts))]
 
     def count_batch(
@@ -419,28 +422,6 @@ class FastTokenizer:
                 counts[number] = len(encoding) if is_plain else None
         return [counts[number] for number in range(len(texts))]
 
-    def _results(self, texts: list[str], add_special_tokens: bool) -> Iterator[Encoded | Exception]:
-        try:
-            encodings = self._running.encode_batch(texts, add_special_tokens=add_special_tokens)
-        except Exception:  # noqa: BLE001 - of one of the texts, which is then found
-            for text in texts:
-                try:
-                    yield self.encode(text, add_special_tokens=add_special_tokens)
-                except Exception as error:  # noqa: BLE001 - the caller decides
-                    yield error
-            return
-        encodings.reverse()
-        while encodings:
-            yield _arrays(encodings.pop())  # each is freed before the next becomes arrays
-
-    def _encoding(self, text: str, add_special_tokens: bool) -> Any:
-        """What the tokenizer makes of a text. Its `encode` would hold the interpreter's lock, a batch does not."""
-        running = self._running
-        try:
-            return running.encode_batch([text], add_special_tokens=add_special_tokens)[0]
-        except Exception:  # noqa: BLE001 - its `encode` says what is wrong with the text
-            return running.encode(text, add_special_tokens=add_special_tokens)
-
     def decode(self, token_ids: list[int]) -> str:
         """The text of tokens, special ones included."""
         text: str = self._running.decode(token_ids, skip_special_tokens=False)
@@ -457,7 +438,11 @@ class FastTokenizer:
         return {token: added.content for token, added in self._running.get_added_tokens_decoder().items()}
 
     def __call__(self, text: str) -> list[int]:
-        ids: list[int] = self._encoding(text, False).ids
+        try:  # its `encode` would hold the interpreter's lock, a batch does not
+            encoding = self._running.encode_batch([text], add_special_tokens=False)[0]
+        except Exception:  # noqa: BLE001 - its `encode` says what is wrong with the text
+            encoding = self._running.encode(text, add_special_tokens=False)
+        ids: list[int] = encoding.ids
         return ids
 
     def start(self) -> None:
@@ -497,21 +482,21 @@ def _arrays(encoding: Any) -> Encoded:
 
 
 def fast_tokenizer(given: Any) -> FastTokenizer | None:
-    """Return the value of a `tokenizers.Tokenizer`, or of a fast tokenizer of transformers; else None.
-
-    Raises ValueError for one that is slow, gives other ids than its backend, or splits special tokens.
+    """Return the value of a `tokenizers.Tokenizer`, or of a fast tokenizer of transformers; else None. Raises
+    ValueError for one that is slow, gives other ids than its backend, or splits special tokens.
     """
     if given is None or isinstance(given, FastTokenizer):
         return given
+    name = f"the tokenizer {type(given).__name__}"
     of_transformers = hasattr(given, "apply_chat_template") and hasattr(given, "special_tokens_map")
     backend: Any = getattr(given, "backend_tokenizer", None) if of_transformers else given
-    if not all(callable(getattr(backend, name, None)) for name in ("to_str", "encode", "no_truncation")):
+    if not all(callable(getattr(backend, method, None)) for method in ("to_str", "encode", "no_truncation")):
         if of_transformers:
-            raise ValueError(f"{_name(given)} has no offsets, as it is no fast tokenizer: {_WAY_OUT}")
+            raise ValueError(f"{name} has no offsets, as it is no fast tokenizer: {_WAY_OUT}")
         return None
     if getattr(given, "split_special_tokens", False) if of_transformers else backend.encode_special_tokens:
         raise ValueError(
-            f"{_name(given)} splits special tokens into pieces ({_SPLITS}), which its JSON does not contain: {_WAY_OUT}"
+            f"{name} splits special tokens into pieces ({_SPLITS}), which its JSON does not contain: {_WAY_OUT}"
         )
     note_threads()  # the call of transformers below is a batch
     running = type(backend).from_str(backend.to_str())
@@ -522,9 +507,5 @@ def fast_tokenizer(given: Any) -> FastTokenizer | None:
     if of_transformers:
         ids = given(_PROBE, truncation=False, padding=False)["input_ids"]
         if list(ids) != fast.encode(_PROBE, add_special_tokens=True).ids.tolist():
-            raise ValueError(f"{_name(given)} gives other ids than its backend tokenizer: {_WAY_OUT}")
+            raise ValueError(f"{name} gives other ids than its backend tokenizer: {_WAY_OUT}")
     return fast
-
-
-def _name(given: Any) -> str:
-    return f"the tokenizer {type(given).__name__}"

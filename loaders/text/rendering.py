@@ -21,7 +21,6 @@ from itertools import accumulate, count
 from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.text.chat_keys import phrases, says, shown, speaks
 from orchdata.loaders.text.jinja import (
     REASONING,
     TRAINED_ROLE,
@@ -33,7 +32,7 @@ from orchdata.loaders.text.jinja import (
     Work,
 )
 from orchdata.loaders.text.loss_spans import loss_spans
-from orchdata.loaders.text.messages import Chat
+from orchdata.loaders.text.messages import Chat, phrases, says, shown, speaks
 from orchdata.loaders.text.template import MediaWords, Placeholder, Segment, TextSegment, holds_mark, items_of, text_of
 
 WORD: Final = "Zq0qZ"
@@ -54,13 +53,17 @@ class Forms(NamedTuple):
 
 @lru_cache(maxsize=256)
 def forms_of(template: JinjaTemplate, slots: Slots) -> Forms:
-    plain = _probed(template, WORD)
-    listed = _probed(template, [{"type": "text", "text": WORD}])
-    strings, typed = WORD in plain, WORD in listed and _shows_items(listed) <= _shows_items(plain)
+    def probed(content: Any) -> str:
+        return rendered_by(template, [{"role": "user", "content": content}])
+
+    # A template for strings shows the items of a list as JSON.
+    plain, listed = probed(WORD), probed([{"type": "text", "text": WORD}])
+    shown_items, shown_plain = (text.count("'type'") + text.count('"type"') for text in (listed, plain))
+    strings, typed = WORD in plain, WORD in listed and shown_items <= shown_plain
     items: dict[str, Message] = {}
     for name, mark in slots if typed else ():
         for item in ({"type": name}, {"type": name, name: ""}, {"type": f"{name}_url"}):
-            if _probed(template, [item, {"type": "text", "text": WORD}]).count(mark) == 1:
+            if probed([item, {"type": "text", "text": WORD}]).count(mark) == 1:
                 items[name] = item
                 break
     arguments = json.dumps({"Zq1": "Zq2"})
@@ -70,21 +73,12 @@ def forms_of(template: JinjaTemplate, slots: Slots) -> Forms:
     return Forms(strings or not typed, typed, items, arguments in rendered_by(template, calling))
 
 
-def _probed(template: JinjaTemplate, content: Any) -> str:
-    return rendered_by(template, [{"role": "user", "content": content}])
-
-
 def rendered_by(
     template: JinjaTemplate, messages: Sequence[Message], inputs: Inputs = NO_INPUTS, work: Work | None = None
 ) -> str:
     """Return a rendering; "" if the template rejects the chat."""
     rendered = template.rendered(messages, inputs, work=work)
     return "" if rendered is None else rendered[0]
-
-
-def _shows_items(text: str) -> int:
-    """Count the items that a rendering shows as JSON, as a template for strings does with a list."""
-    return text.count("'type'") + text.count('"type"')
 
 
 def adapted_turn(message: Mapping[str, Any], forms: Forms, marks: Mapping[str, str]) -> Message:
@@ -166,35 +160,23 @@ class _Said:
         self._known: dict[str, bool] = {}
 
     def __contains__(self, phrase: str) -> bool:
-        known = self._known.get(phrase)
-        if known is None:
-            known = self._known[phrase] = self._says(phrase)
-        return known
-
-    def _says(self, phrase: str) -> bool:
         """Whether the text contains a long phrase, or a short one as whole words."""
-        if len(phrase) >= _PHRASE_CHARACTERS:
-            self._work.add(len(self._text))
-            return phrase in self._text
-        if _WORD_ALONE.fullmatch(phrase):
-            return phrase in self._words
-        self._work.add(_PATTERN_WORK * len(self._text))
-        return re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", self._text) is not None
+        if phrase not in self._known:
+            if len(phrase) >= _PHRASE_CHARACTERS:
+                self._work.add(len(self._text))
+                self._known[phrase] = phrase in self._text
+            elif _WORD_ALONE.fullmatch(phrase):
+                self._known[phrase] = phrase in self._words
+            else:
+                self._work.add(_PATTERN_WORK * len(self._text))
+                found = re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", self._text)
+                self._known[phrase] = found is not None
+        return self._known[phrase]
 
     @cached_property
     def _words(self) -> frozenset[str]:
         self._work.add(_PATTERN_WORK * len(self._text))
         return frozenset(_WORD_ALONE.findall(self._text))
-
-
-def check_rest(chat: Chat, template: JinjaTemplate, text: str, work: Work) -> None:
-    """Raise DecodeError for content next to the turns that is not given to the template."""
-    ignored, said = template.ignore_keys, _Said(text, work)
-    if any(key == "chosen" and all(phrase in said for phrase in phrases(value)) for key, value in chat.rest):
-        ignored = (*ignored, "chosen", "rejected")  # the chat is the preferred one
-    for key, value in chat.rest:
-        if key not in ignored and not all(phrase in said for phrase in phrases(value)):
-            raise _lost("the conversation", key)
 
 
 def check_said(
@@ -236,7 +218,7 @@ def check_said(
         own = anywhere if leaf.key == _NAME else of_turns.get(leaf.turn)
         if own is not None and leaf.key != "content" and leaf.text.strip() in own:
             continue
-        if leaf.key in REASONING and _renders_reasoning(template, slots):
+        if leaf.key in REASONING and _renders(template, slots, in_content=False):
             continue  # templates leave out that of earlier turns on purpose
         alone = _with_words(messages, chat.inputs, records, ignored, partial(word_of, only=leaf.number))
         if rendered_by(template, *alone, work) == text:
@@ -252,7 +234,7 @@ def _check_thoughts(chat: Chat, template: JinjaTemplate, slots: Slots) -> None:
     for turn, message in enumerate(chat.messages):
         thought, mark, _ = text_of(message).rpartition(end)
         if message["role"] == TRAINED_ROLE and mark and says(thought.replace(start, "")):
-            if not _renders_thoughts(template, slots):
+            if not _renders(template, slots, in_content=True):
                 raise _lost(f"turn {turn + 1} ({message['role']})", start)
             return
 
@@ -268,20 +250,14 @@ def _lost(where: str, key: str) -> DecodeError:
 
 
 @lru_cache(maxsize=256)
-def _renders_reasoning(template: JinjaTemplate, slots: Slots) -> bool:
-    marks, forms = dict(slots), forms_of(template, slots)
-    turns = [{"role": "user", "content": "Zq1qZ"}, {"role": "assistant", "content": "Zq2qZ", REASONING[0]: WORD}]
-    return WORD in rendered_by(template, [adapted_turn(turn, forms, marks) for turn in turns])
-
-
-@lru_cache(maxsize=256)
-def _renders_thoughts(template: JinjaTemplate, slots: Slots) -> bool:
+def _renders(template: JinjaTemplate, slots: Slots, *, in_content: bool) -> bool:
+    """Whether a template renders the reasoning of the last answer: under a key of its own, or in its content."""
     marks, forms = dict(slots), forms_of(template, slots)
     start, end = _THOUGHT
-    answer = f"{start}\n{WORD}\n{end}\n\nZq2qZ"
-    turns = [{"role": "user", "content": "Zq1qZ"}, {"role": TRAINED_ROLE, "content": answer}]
+    answer = {"content": f"{start}\n{WORD}\n{end}\n\nZq2qZ"} if in_content else {"content": "Zq2qZ", REASONING[0]: WORD}
+    turns = [{"role": "user", "content": "Zq1qZ"}, {"role": TRAINED_ROLE, **answer}]
     text = rendered_by(template, [adapted_turn(turn, forms, marks) for turn in turns])
-    return not text or WORD in text
+    return WORD in text or (in_content and not text)
 
 
 def _with_words(
@@ -457,14 +433,21 @@ def _outline(template: JinjaTemplate, slots: Slots, shape: Shape, work: Work) ->
 def render_chat(chat: Chat, template: JinjaTemplate, words: MediaWords) -> list[Segment]:
     """Return the segments of a chat, in order. Raises DecodeError if the template does not render all of it."""
     slots = tuple(words.slots.items())
+    said = [chat.inputs.tools, chat.inputs.documents, dict(chat.inputs.variables)]
+    for phrase in phrases([*said, *(value for message in chat.messages for value in message.values())]):
+        for name, mark in slots:
+            if mark in phrase:
+                raise DecodeError(holds_mark(name, mark))
     # Render the chat, and check that all its media are in the text.
-    _check_marks(chat, slots)
     forms = forms_of(template, slots)
     messages = [adapted_turn(message, forms, words.slots) for message in chat.messages]
     work = Work()
     text, generated = template.render(messages, chat.inputs, work=work)
     marks = {mark: name for name, mark in slots}
-    media = _find_media(text, marks)
+    media: list[tuple[int, int, str]] = []  # start, end and modality of each mark in the text
+    if any(mark in text for mark in marks):
+        pattern = "|".join(map(re.escape, sorted(marks, key=len, reverse=True)))
+        media = [(*match.span(), marks[match[0]]) for match in re.finditer(pattern, text)]
     placed = Counter(item.modality for item in chat.placeholders)
     rendered = Counter(name for _, _, name in media)
     for name in sorted(placed.keys() | rendered.keys()):
@@ -473,7 +456,13 @@ def render_chat(chat: Chat, template: JinjaTemplate, words: MediaWords) -> list[
             raise DecodeError(
                 f"the chat places {placed[name]} of {name}, and its chat template renders {mark} {rendered[name]} times"
             )
-    check_rest(chat, template, text, work)
+    # Content next to the turns that is not given to the template must be in the text too.
+    ignored, inside = template.ignore_keys, _Said(text, work)
+    if any(key == "chosen" and all(phrase in inside for phrase in phrases(value)) for key, value in chat.rest):
+        ignored = (*ignored, "chosen", "rejected")  # the chat is the preferred one
+    for key, value in chat.rest:
+        if key not in ignored and not all(phrase in inside for phrase in phrases(value)):
+            raise _lost("the conversation", key)
     # Find the spans with loss: by a cached outline, or else after a check that nothing is lost.
     spans = known_spans(chat, messages, template, slots, text, work)
     if spans is None:
@@ -499,21 +488,3 @@ def _segments(text: str, spans: Spans, media: list[tuple[int, int, str]]) -> Ite
         if name:
             yield Placeholder(name)
         cursor = end
-
-
-def _find_media(text: str, marks: Mapping[str, str]) -> list[tuple[int, int, str]]:
-    """Return (start, end, modality) of each mark in a rendering."""
-    if not any(mark in text for mark in marks):
-        return []
-    pattern = "|".join(map(re.escape, sorted(marks, key=len, reverse=True)))
-    return [(*match.span(), marks[match[0]]) for match in re.finditer(pattern, text)]
-
-
-def _check_marks(chat: Chat, slots: Slots) -> None:
-    values: list[Any] = [chat.inputs.tools, chat.inputs.documents, dict(chat.inputs.variables)]
-    for message in chat.messages:
-        values.extend(message.values())
-    for phrase in phrases(values):
-        for name, mark in slots:
-            if mark in phrase:
-                raise DecodeError(holds_mark(name, mark))

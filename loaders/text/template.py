@@ -198,9 +198,8 @@ def holds_mark(name: str, mark: str | None) -> str:
 
 
 def media_marks(text: str, *, next_to_media: bool) -> list[str]:
-    """Return the marks that tools put where media, or places in them, go: `<image_1>`, `<|video|>`, `[bbox]`.
-
-    In a sample without media, only marks with a number or bars are meant.
+    """Return the marks that tools put where media, or places in them, go: `<image_1>`, `<|video|>`, `[bbox]`. In a
+    sample without media, only marks with a number or bars are meant.
     """
     return [
         mark

@@ -25,8 +25,7 @@ from orchdata.building.media_pages import (
 )
 from orchdata.building.memory import Memory
 from orchdata.building.pages import Pages
-from orchdata.loaders.errors import DataError, FieldError, StaleIndexError
-from orchdata.loaders.failures import as_field_error
+from orchdata.loaders.errors import DataError, FieldError, StaleIndexError, as_field_error
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample, Wanted, read_ahead

@@ -27,7 +27,7 @@ from typing import Any, Final
 from orchdata.cli.command import Data, Kind, check_name, load_object, recipe_named
 from orchdata.dataset.mixture import Mixture, Source
 from orchdata.dataset.shard_dataset import ShardDataset
-from orchdata.loaders.collector import leave_out_what_is_loaded
+from orchdata.loaders.child_process import leave_out_what_is_loaded
 from orchdata.loaders.index.build import BuildProgress, build_index
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.recipe import Recipe

@@ -13,7 +13,7 @@ from orchdata.loaders.index.stored import missing_names
 from orchdata.loaders.index.table import UNREAD
 from orchdata.loaders.modalities.builtin import BUILTINS
 from orchdata.loaders.shards.open import by_identity
-from orchdata.loaders.text.chat_keys import HARMLESS
+from orchdata.loaders.text.messages import HARMLESS
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS
 from orchdata.loaders.text.template import record_keys
 from orchdata.loaders.unread_names import above, modality_of_name

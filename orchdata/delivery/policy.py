@@ -16,8 +16,7 @@ from os import PathLike
 from typing import Final, Literal, NamedTuple, cast
 
 from orchdata.delivery.stats import Stats
-from orchdata.loaders.errors import DataError, TooManyFailures
-from orchdata.loaders.failures import reason_kind
+from orchdata.loaders.errors import DataError, TooManyFailures, reason_kind
 from orchdata.quarantine import checked_names, read_blank
 
 DEFAULT_SHARE: Final = Fraction(1, 100)

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from orchdata.building.figures import FIGURES, STAGES, plain_figures
 from orchdata.building.step import BuiltStep
-from orchdata.loaders.errors import DataError
-from orchdata.loaders.failures import reason_kind
+from orchdata.loaders.errors import DataError, reason_kind
 from orchdata.loaders.storage.storage import ReadBytes
 from orchdata.ranks.gathering import gather_json
 

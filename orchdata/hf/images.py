@@ -26,11 +26,9 @@ from orchdata.hf.image_rules import Outputs, picture_of_rows, write_rows
 from orchdata.hf.processors import as_array, id_of, modules_of, placeholder_of, running, runs, source_of
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import check_size
-from orchdata.loaders.modalities.image import grid_positions
+from orchdata.loaders.modalities.image import ImageFiles, grid_positions
 from orchdata.loaders.modalities.image_decode import load_rgb, png_of
-from orchdata.loaders.modalities.image_header import ImageFiles
-from orchdata.loaders.modalities.modality import ArraySpec, Header, PartSize, Slot, as_tensor, stored
+from orchdata.loaders.modalities.modality import ArraySpec, Header, PartSize, Slot, as_tensor, check_size, stored
 
 _SHARING: Final = "batch_num_images"
 """The output that says how many images a sample has, which decides what becomes of each."""

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from orchdata.dataset.index_costs import IndexCosts
 from orchdata.dataset.selection import columns_of, stretches
-from orchdata.loaders.errors import DataError
-from orchdata.loaders.failures import reason_kind
+from orchdata.loaders.errors import DataError, reason_kind
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.table import Totals, overflow_of, sum_totals
 from orchdata.planning.balance import StepPrice

@@ -17,8 +17,7 @@ import pytest
 
 from orchdata.loaders import environment
 from orchdata.loaders.environment import failed_import
-from orchdata.loaders.errors import DataError, FieldError, PackageError, pass_trouble
-from orchdata.loaders.failures import as_field_error
+from orchdata.loaders.errors import DataError, FieldError, PackageError, as_field_error, pass_trouble
 
 
 def _calls_of(thread: threading.Thread) -> list[str]:

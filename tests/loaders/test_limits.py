@@ -231,7 +231,7 @@ def test_memory_that_runs_out_in_a_decoder_is_no_bad_sample(
 @pytest.mark.parametrize(
     ("field", "target"),
     [
-        ("webp", "orchdata.loaders.modalities.image_header.open_image"),
+        ("webp", "orchdata.loaders.modalities.image_decode.open_image"),
         ("mp3", "orchdata.loaders.modalities.audio_decode.Sound"),
     ],
 )

@@ -14,11 +14,10 @@ from PIL import Image
 from shard_factory import write_shard
 
 from orchdata.loaders import memory
-from orchdata.loaders.errors import DecodeError, StorageError, pass_trouble
-from orchdata.loaders.failures import as_field_error
+from orchdata.loaders.errors import DecodeError, StorageError, as_field_error, pass_trouble
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.memory import Room
-from orchdata.loaders.modalities import image_header
+from orchdata.loaders.modalities import image_decode
 from orchdata.loaders.recipe import Recipe
 
 LIMITED = Room("RLIMIT_AS (ulimit -v) of 1000 bytes", 10)
@@ -62,7 +61,7 @@ class Shaky:
     """A probe that fails for lack of memory some times, and what is left then."""
 
     def __init__(self, times: int) -> None:
-        self.left, self.probe = times, image_header.probe_image
+        self.left, self.probe = times, image_decode.probe_image
 
     def __call__(self, data: bytes, limits: Any) -> Any:
         if self.left > 0:
@@ -78,7 +77,7 @@ def test_a_sample_that_failed_under_a_limit_is_measured_again_alone(
     samples = [{"__key__": f"s{number}", "bmp": bmp(number), "txt": b"<image>"} for number in range(3)]
     url = write_shard(tmp_path / "a.tar", samples)
     with monkeypatch.context() as patch:
-        patch.setattr(image_header, "probe_image", Shaky(times))
+        patch.setattr(image_decode, "probe_image", Shaky(times))
         if times == 1:
             assert not len(build_index([url], Recipe()).bad_rows())
             return

@@ -22,7 +22,7 @@ import orchdata as od
 from orchdata.loaders.errors import DecodeError, PackageError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.image_header import probe_image
+from orchdata.loaders.modalities.image_decode import probe_image
 from orchdata.loaders.recipe import Recipe
 
 

@@ -8,7 +8,7 @@ import tracemalloc
 from pathlib import Path
 
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.text.chat_keys import HARMLESS
+from orchdata.loaders.text.messages import HARMLESS
 from orchdata.loaders.unread_names import SHARD_NAMES, UnreadNames, above, names_of_record
 
 RULES = Recipe().rules

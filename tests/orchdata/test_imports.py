@@ -33,11 +33,11 @@ balancers: phases
 balancers: moves
 balancers: grid
 balancers: __init__
-loaders: environment interrupts collector
+loaders: environment
 loaders: child_process
 loaders: memory
 loaders: errors versions amounts compact locks scratch watch pace first_calls tokenizer_threads
-loaders: failures limits resampling functions generators spread
+loaders: limits resampling functions generators spread
 loaders: records
 loaders: storage
 loaders: claims

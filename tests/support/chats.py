@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.compose import compose, text_members
+from orchdata.loaders.samples.compose import composition_of, text_members
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.samples.spans import TextSpan
 
@@ -64,7 +64,7 @@ def composed(recipe: Recipe, record: object, images: int = 0, **fields: str) -> 
 
     ids: list[int] = []
     loss: list[int] = []
-    for span in compose(members, wanted, recipe, size_of):
+    for span in composition_of(members, wanted, recipe).spans(recipe, size_of):
         if isinstance(span, TextSpan):
             ids += span.token_ids.tolist()
             loss += [int(span.loss)] * len(span.token_ids)

@@ -28,7 +28,7 @@ from video_clips import VARIABLE, animation, clip
 import orchdata as od
 from orchdata.hf.video import HFVideos
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import read_header
+from orchdata.loaders.modalities.modality import read_header
 
 NAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 LIMITS = Limits()

@@ -1,16 +1,19 @@
-"""The format of a clip, from its first bytes, and whether the file is complete, without a decoder.
+"""The format of a clip, from its first bytes; whether the file is complete, without a decoder, as a decoder reads a cut
+file as far as possible and reports nothing; its header; and when its pictures are shown.
 
-A decoder reads a cut file as far as possible, and reports nothing.
+    plain MP4 and MOV --tables--> times of the pictures --Timeline--> their number and seconds (the header)
+    header --sampled--> how many to use --pictures--> which to use
 
-MP4 and MOV -> a clip's header from its tables, if they are plain: no picture is read.
-
-Other files (fragments, several tracks or edits, cropping, encryption) are left to a scan of packets.
+All is in integers and fractions. Files with fragments, several tracks or edits, cropping or encryption are left to a
+scan of packets.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Final, NamedTuple
 
@@ -18,9 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.modalities.checks import starts_with
-from orchdata.loaders.modalities.modality import Header
-from orchdata.loaders.modalities.video.timeline import Timeline
+from orchdata.loaders.modalities.modality import Header, starts_with
 from orchdata.native.scan.media import FOUND, MORE, UNUSUAL
 
 EBML: Final = b"\x1a\x45\xdf\xa3"
@@ -103,22 +104,19 @@ def _mp4_end(data: memoryview) -> int:
     for box in boxes(data, 0, len(data)):
         if not _NAMES.fullmatch(box.kind):
             break
-        if box.kind == b"sidx" and box.end <= len(data):
-            ends = max(ends, box.end + _indexed_bytes(data[box.start : box.end]))
+        if box.kind == b"sidx" and box.end <= len(data):  # a segment index says where its pieces end (14496-12, 8.16.3)
+            content = data[box.start : box.end]
+            head = 28 if content[0] else 20
+            first = int.from_bytes(content[head - 8 : head] if content[0] else content[head - 4 : head], "big")
+            count = int.from_bytes(content[head + 2 : head + 4], "big")
+            offsets = range(head + 4, min(len(content), head + 4 + 12 * count), 12)
+            pieces = sum(int.from_bytes(content[offset : offset + 4], "big") & 0x7FFFFFFF for offset in offsets)
+            ends = max(ends, box.end + first + pieces)
         at = box.end
         ends = max(ends, at)
     if at + 8 <= len(data):
         raise _nothing_at(at, "box of an MP4")
     return ends
-
-
-def _indexed_bytes(content: memoryview) -> int:
-    """Return the end of the pieces in a segment index (ISO/IEC 14496-12, 8.16.3)."""
-    at = 28 if content[0] else 20
-    first = int.from_bytes(content[at - 8 : at] if content[0] else content[at - 4 : at], "big")
-    count = int.from_bytes(content[at + 2 : at + 4], "big")
-    offsets = range(at + 4, min(len(content), at + 4 + 12 * count), 12)
-    return first + sum(int.from_bytes(content[offset : offset + 4], "big") & 0x7FFFFFFF for offset in offsets)
 
 
 def _matroska_end(data: memoryview) -> int:
@@ -283,15 +281,20 @@ def _header(data: memoryview, tables: Box, file_size: int) -> Header:
     if _matrix(movie, at + 16) != (_ONE, 0, 0, _ONE):
         raise _NotPlain
     tracks = [_children(data, box) for box in children.get(b"trak", ())]
-    shown = [track for track in tracks if _handler(data, track) == b"vide"]
+    shown = []
+    for each in tracks:
+        parts = _children(data, each[b"mdia"][0]) if b"mdia" in each else {}
+        if b"hdlr" in parts and bytes(_content(data, parts[b"hdlr"][0])[8:12]) == b"vide":
+            shown.append(each)
     if len(shown) != 1:
         raise _NotPlain
     (track,) = shown
     media = _children(data, track[b"mdia"][0])
     table = _children(data, _children(data, media[b"minf"][0])[b"stbl"][0])
     width, height = _size(data, table)
-    turned = _TURNS.get(_track_matrix(_content(data, track[b"tkhd"][0])))
-    if turned is None:
+    head = _content(data, track[b"tkhd"][0])
+    turned = _TURNS.get(_matrix(head, 52 if head[0] == 1 else 40))
+    if turned is None or not head[3] & 1:  # not enabled
         raise _NotPlain
     media_header = _content(data, media[b"mdhd"][0])
     scale = _uint(media_header, 20 if media_header[0] == 1 else 12)
@@ -380,22 +383,11 @@ def _size(data: memoryview, table: dict[bytes, list[Box]]) -> tuple[int, int]:
     return width, height
 
 
-def _track_matrix(content: memoryview) -> tuple[int, ...]:
-    if not content[3] & 1:  # not enabled
-        raise _NotPlain
-    return _matrix(content, 52 if content[0] == 1 else 40)
-
-
 def _matrix(content: memoryview, at: int) -> tuple[int, ...]:
     values = np.frombuffer(content, ">i4", 9, at).tolist()
     if values[2] or values[5] or values[8] != _UNIT:
         raise _NotPlain
     return values[0], values[1], values[3], values[4]
-
-
-def _handler(data: memoryview, track: dict[bytes, list[Box]]) -> bytes:
-    media = _children(data, track[b"mdia"][0]) if b"mdia" in track else {}
-    return bytes(_content(data, media[b"hdlr"][0])[8:12]) if b"hdlr" in media else b""
 
 
 def _children(data: memoryview, parent: Box) -> dict[bytes, list[Box]]:
@@ -416,3 +408,116 @@ def _uint(content: memoryview, at: int) -> int:
     if at + 4 > len(content):
         raise _NotPlain
     return int.from_bytes(content[at : at + 4], "big")
+
+
+ENCODE_AGAIN: Final = "(`ffmpeg -i in.mp4 out.mp4` encodes again what can be recovered)"
+"""The way out for a clip that players can show partly."""
+_INT32_MAX: Final = 2**31 - 1
+_FINEST: Final = 1_000_000
+_DEFAULT_RATE: Final = 25
+"""Pictures per second of a clip with one picture."""
+_MOST_TICKS: Final = 2**62
+_SIMPLE: Final = 100
+"""The largest denominator of a plausible rate."""
+TIMING: Final = re.compile(r"fps|rate|stamp|time|start|end|second|duration|trim|clip|total|indices", re.IGNORECASE)
+"""Keys about when the frames of a video are shown, or about which frames: they are read, or an error."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The pictures of a clip in the order in which they are shown."""
+
+    ticks: NDArray[np.int64]  # (frames,), time of each picture, ascending, in units of the file
+    seconds: Fraction  # length of the clip; its numerator and denominator are below 2**31
+    is_constant: bool  # every picture is within half a step of its time at a constant rate
+    _tick: Fraction = Fraction(1)
+
+    @property
+    def frames(self) -> int:
+        return len(self.ticks)
+
+    def pictures(self, count: int) -> list[int]:
+        """Return `count` of the pictures, ascending: those that are shown at 0, 1/count, 2/count, ... of the clip.
+
+        However the file rounds times of a constant rate. At a variable rate a picture may be used several times.
+        """
+        if self.is_constant:
+            return [number * self.frames // count for number in range(count)]
+        first, span = int(self.ticks[0]), self._span
+        moments = [first + span * number / count for number in range(count)]
+        # A tick is an integer: the last one at or before a moment is at or before its integer part.
+        whole = np.array([moment.numerator // moment.denominator for moment in moments], np.int64)
+        pictures: list[int] = (np.searchsorted(self.ticks, whole, side="right") - 1).tolist()
+        return pictures
+
+    @property
+    def _span(self) -> Fraction:
+        """Length of the clip in ticks, from its seconds."""
+        return self.seconds / self._tick
+
+    @classmethod
+    def of(cls, ticks: list[int], tick: Fraction, last: int | None = None) -> Timeline:
+        """Build a timeline from times in any order, in ticks of `tick` seconds. Rounded times of a steady rate give
+        that rate.
+
+        `last` is the duration of the last picture in ticks; None: the mean duration, as most files only guess the last.
+        Raises DecodeError for no picture, or two pictures at the same time.
+        """
+        if not ticks:
+            raise DecodeError("video without a single frame")
+        if not (tick > 0 and min(ticks) > -_MOST_TICKS and max(ticks) < _MOST_TICKS):
+            raise DecodeError("damaged video: it shows its frames at impossible times")
+        at = np.sort(np.array(ticks, np.int64))
+        spread, count = int(at[-1]) - int(at[0]), len(at)
+        if count == 1:
+            return cls(at, _bounded(last * tick) if last else Fraction(1, _DEFAULT_RATE), True, tick)
+        if not (np.diff(at) > 0).all():
+            raise DecodeError(f"damaged video: it shows two frames at one time {ENCODE_AGAIN}")
+        is_constant = spread * (count - 1) < _MOST_TICKS
+        if is_constant:
+            off = (at - at[0]) * (count - 1) - np.arange(count, dtype=np.int64) * spread
+            is_constant = bool((2 * np.abs(off) <= spread).all())
+        seconds = (spread + last) * tick if last else Fraction(spread * count, count - 1) * tick
+        if is_constant and not last:
+            seconds = _steady(at, seconds, tick)
+        return cls(at, _bounded(seconds), is_constant, tick)
+
+
+def _steady(at: NDArray[np.int64], seconds: Fraction, tick: Fraction) -> Fraction:
+    """Return the exact length of a clip whose times are those of a usual rate, each rounded to a tick; else as
+    measured.
+    """
+    gaps, count = np.diff(at), len(at)
+    if (gaps == gaps[0]).all():
+        return seconds
+    measured = count / seconds
+    thousandths = round(measured * 1001 / 1000)
+    usual = (Fraction(round(measured)), Fraction(1000 * thousandths, 1001), measured.limit_denominator(_SIMPLE))
+    candidates = [(_off(at, 1 / (rate * tick)), count / rate) for rate in usual if rate]
+    off, best = min(candidates, key=lambda each: each[0], default=(2.0, seconds))
+    return best if off <= 1 else seconds
+
+
+def _off(at: NDArray[np.int64], step: Fraction) -> float:
+    """Return how far times differ from steps of `step` ticks: less than a tick in all if they are rounded."""
+    past, up, down = at - at[0], step.numerator, step.denominator
+    if max(len(at) * up, (int(past[-1]) + 1) * down) >= _MOST_TICKS:
+        return math.inf
+    return float(np.ptp(np.arange(len(at)) * up - past * down)) / down
+
+
+def _bounded(seconds: Fraction) -> Fraction:
+    """Return the same value, or one near it, with a numerator and denominator of 31 bits, as in the index."""
+    if max(seconds.numerator, seconds.denominator) <= _INT32_MAX:
+        return seconds
+    most = _INT32_MAX // (int(seconds) + 1)
+    return max(seconds.limit_denominator(max(1, min(_FINEST, most))), Fraction(1, _FINEST))
+
+
+def sampled(frames: int, seconds: Fraction, fps: Fraction, least: int, most: int, multiple: int) -> int:
+    """Return how many pictures of a clip to use: `fps` per second, between `least` and `most`, never more than
+    `frames`, and a whole number of `multiple`s if there are that many.
+    """
+    wanted = seconds * fps
+    count = min(max(wanted.numerator // wanted.denominator, least, 1), most, frames)
+    return count - count % multiple if count >= multiple else count

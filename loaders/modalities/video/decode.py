@@ -24,14 +24,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import NOT_DATA, DecodeError, one_line
-from orchdata.loaders.failures import as_failure
+from orchdata.loaders.errors import NOT_DATA, DecodeError, as_failure, one_line
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import read_header
+from orchdata.loaders.modalities.image import ImageFiles
 from orchdata.loaders.modalities.image_decode import Pixels, resized, to_rgb, upright_pixels
-from orchdata.loaders.modalities.image_header import ImageFiles
-from orchdata.loaders.modalities.modality import Modality, PartSize
-from orchdata.loaders.modalities.video.timeline import TIMING, Timeline
+from orchdata.loaders.modalities.modality import Modality, PartSize, read_header
+from orchdata.loaders.modalities.video.containers import TIMING, Timeline
 from orchdata.native.decoding import patchify
 
 if TYPE_CHECKING:
@@ -53,11 +51,6 @@ _DATA_URL: Final = re.compile(r"data:[^,]{0,256};base64,", re.IGNORECASE)
 def frame_list(frames: Sequence[bytes], metadata: Mapping[str, Any]) -> bytes:
     """Return files of pictures as a list of frames, with their metadata."""
     return json.dumps({**metadata, _FRAMES[0]: [base64.b64encode(frame).decode() for frame in frames]}).encode()
-
-
-def is_frame_list(data: bytes | memoryview) -> bool:
-    """Whether bytes are JSON: no video file is."""
-    return bytes(data[:64]).removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"{", b"[")
 
 
 def _timeline(metadata: Mapping[str, Any], count: int) -> Timeline:
@@ -154,7 +147,7 @@ class FrameList:
 
 def open_video(data: bytes | memoryview, limits: Limits) -> VideoFile | FrameList:
     """Open a clip to read its pictures; a context manager. Raises DecodeError, and ImportError without PyAV."""
-    if is_frame_list(data):
+    if bytes(data[:64]).removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"{", b"["):  # no video file begins so
         return FrameList(data, limits)
     from orchdata.loaders.modalities.video.file import VideoFile
 
@@ -169,10 +162,9 @@ def taken_pictures(
     limits: Limits,
     numbers_of: Callable[[Timeline], Sequence[int]],
 ) -> Iterator[Iterator[Pixels]]:
-    """Yield the pictures (height, width, 3 or 4) of a clip that are used, each valid until the next.
-
-    `modality` counts a clip, whose extent in the index ends with frames, and numerator and denominator of seconds;
-    `numbers_of` returns which pictures of a timeline are used. Raises DecodeError, also while iterating.
+    """Yield the pictures (height, width, 3 or 4) of a clip that are used, each valid until the next. `modality` counts
+    a clip, whose extent in the index ends with frames, and numerator and denominator of seconds; `numbers_of` returns
+    which pictures of a timeline are used. Raises DecodeError, also while iterating.
     """
     with open_video(data, limits) as video:
 
@@ -231,9 +223,7 @@ class Cut(NamedTuple):
 
 def write_patches(pictures: Iterator[Pixels], size: PartSize, cut: Cut, out: NDArray[Any]) -> None:
     """Cut pictures into patches, (grid_t * grid_h * grid_w, values of a patch); the last picture is repeated to a whole
-    one.
-
-    The extent of `size` begins with the grid in time, height and width, and the number of pictures.
+    one. The extent of `size` begins with the grid in time, height and width, and the number of pictures.
     """
     grid_t, grid_h, grid_w, count = size.extent[:4]
     canvas = np.empty((cut.times, grid_h * cut.patch, grid_w * cut.patch, 3), np.uint8)

@@ -26,14 +26,12 @@ from av.sidedata.sidedata import SideDataContainer, Type
 from av.video.reformatter import VideoReformatter
 from numpy.typing import NDArray
 
+from orchdata.loaders.child_process import interrupts_deferred
 from orchdata.loaders.errors import DecodeError, StorageError, pass_trouble
-from orchdata.loaders.interrupts import interrupts_deferred
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import check_pixels, check_seconds
-from orchdata.loaders.modalities.cut_audio import TOLERANCE_SECONDS
 from orchdata.loaders.modalities.image_decode import Pixels
-from orchdata.loaders.modalities.video.containers import check_tables, check_whole, format_of
-from orchdata.loaders.modalities.video.timeline import ENCODE_AGAIN, Timeline
+from orchdata.loaders.modalities.modality import TOLERANCE_SECONDS, check_pixels, check_seconds
+from orchdata.loaders.modalities.video.containers import ENCODE_AGAIN, Timeline, check_tables, check_whole, format_of
 
 TOGETHER: Final = 16
 """Number of packets that are read before Ctrl-C is handled."""
@@ -100,11 +98,9 @@ class OpenedFile:
 
     def choose(self, options: dict[str, str]) -> None:
         """Set `_stream`, and its decoder with these options."""
-        raise NotImplementedError
 
     def scan(self) -> None:
         """Read what packets say; nothing is decoded."""
-        raise NotImplementedError
 
     def _use(self, stream: Any, options: dict[str, str], what: str) -> None:
         """Choose a stream."""
@@ -156,13 +152,9 @@ _ATTACHED: Final = av.stream.Disposition.attached_pic
 
 
 class VideoFile(OpenedFile):
-    """Pictures of the first video stream of a file; must be closed. Raises DecodeError.
+    """Pictures of the first video stream of a file; must be closed. Raises DecodeError."""
 
-    Attributes:
-        timeline: times of the pictures, in the order in which they are shown.
-    """
-
-    timeline: Timeline
+    timeline: Timeline  # times of the pictures, in the order in which they are shown
 
     def size(self) -> tuple[int, int]:
         """(width, height) as displayed, of the first picture."""
@@ -240,34 +232,26 @@ class VideoFile(OpenedFile):
         groups: dict[int, deque[int]] = {}
         for tick in ticks:
             groups.setdefault(bisect_right(self._starts, tick) - 1, deque()).append(tick)
+        # Whether the decoder can skip a picture that no other is made from, before it reads the packet. In HEVC there
+        # must be one temporal layer, by `hvcC` (ISO/IEC 14496-15): pictures of higher ones may still be made from it.
+        spares = self._codec.name in ("h264", "mpeg4")
+        if self._codec.name == "hevc":
+            extra = self._codec.extradata or b""
+            spares = len(extra) > _HVCC_LAYERS and extra[0] == 1 and extra[_HVCC_LAYERS] >> 3 & 7 == 1
         for start, pending in groups.items():
-            if start >= 0 and self._seek(start):
+            can_seek = start >= 0 and self._format != "gif"
+            try:
+                with interrupts_deferred():
+                    if can_seek:
+                        self._container.seek(self._starts[start], stream=self._stream)
+            except av.FFmpegError:
+                can_seek = False
+            if can_seek:
                 with suppress(DecodeError):
-                    yield from self._decoded(pending, self._starts[start], spares=self._knows_nonreference())
+                    yield from self._decoded(pending, self._starts[start], spares=spares)
             if pending:  # there is no such keyframe, or the file cannot seek to it: decode from its start
                 self.open()
                 yield from self._decoded(pending, self._begins, spares=False)
-
-    def _knows_nonreference(self) -> bool:
-        """Whether the decoder can skip a picture that no other is made from, before it reads the packet.
-
-        In HEVC, pictures of higher temporal layers may still be made from such pictures: there must be one layer,
-        according to `hvcC` (ISO/IEC 14496-15, 8.3.3.1).
-        """
-        if self._codec.name == "hevc":
-            extra = self._codec.extradata or b""
-            return len(extra) > _HVCC_LAYERS and extra[0] == 1 and extra[_HVCC_LAYERS] >> 3 & 7 == 1
-        return self._codec.name in ("h264", "mpeg4")
-
-    def _seek(self, start: int) -> bool:
-        if self._format == "gif":
-            return False
-        try:
-            with interrupts_deferred():
-                self._container.seek(self._starts[start], stream=self._stream)
-        except av.FFmpegError:
-            return False
-        return True
 
     def _decoded(self, pending: deque[int], begins: int, *, spares: bool) -> Generator[tuple[int, Any]]:
         """Yield pictures shown at these ascending times, and remove the times. Raises if a picture is missing.
@@ -363,15 +347,11 @@ _MICROSECONDS: Final = 1_000_000
 
 
 class SoundTrack(OpenedFile):
-    """The first sound track of a file; must be closed. Raises DecodeError.
+    """The first sound track of a file; must be closed. Raises DecodeError."""
 
-    Attributes:
-        rate: in Hz; 0 if there is no track.
-        frames: samples per channel, from the file's start to the last one's end, according to its packets. If sound
-            begins later than the file, silence comes first, so that it stays in time with the pictures.
-    """
-
-    rate: int = 0
+    rate: int = 0  # in Hz; 0 if there is no track
+    # Samples per channel, from the file's start to the last one's end, according to its packets. If sound begins later
+    # than the file, silence comes first, so that it stays in time with the pictures.
     frames: int = 0
 
     def choose(self, options: dict[str, str]) -> None:
@@ -437,15 +417,6 @@ class SoundTrack(OpenedFile):
             raise DecodeError("a track of sound without any")
         self.rate, self.frames = rate, frames
 
-    def _first_sample(self, frame: Any) -> int | None:
-        """Return the index of the sample at which a frame begins; None if unknown."""
-        if frame.sample_rate != self.rate:
-            raise DecodeError(f"its sound changes from {self.rate} to {frame.sample_rate} Hz: encode it again")
-        if frame.pts is None:
-            return None
-        sample: int = round((frame.pts * exact(frame.time_base) - self._begins) * self.rate)
-        return sample
-
     def _blocks(self) -> Generator[tuple[int, Wave]]:
         """Yield (first sample, mean over its channels) of consecutive blocks. Must be closed."""
         resampler: Any = None
@@ -457,9 +428,16 @@ class SoundTrack(OpenedFile):
                         frames = packet.decode()
                         if frames and resampler is None:
                             resampler = av.AudioResampler(format="fltp", layout=frames[0].layout, rate=self.rate)
-                        heard = [(self._first_sample(frame), _plain(resampler, frame)) for frame in frames]
-                    for first, blocks in heard:
-                        at = expected if first is None else first
+                        heard = []
+                        for frame in frames:
+                            if frame.sample_rate != self.rate:
+                                raise DecodeError(
+                                    f"its sound changes from {self.rate} to {frame.sample_rate} Hz: encode it again"
+                                )
+                            pts, tick = frame.pts, exact(frame.time_base)
+                            heard.append((pts, tick, _plain(resampler, frame)))
+                    for pts, tick, blocks in heard:
+                        at = expected if pts is None else round((pts * tick - self._begins) * self.rate)
                         for block in blocks:
                             yield at, block.mean(axis=0, dtype=np.float32) if len(block) > 1 else block[0]
                             at += block.shape[1]

@@ -16,15 +16,27 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.failures import as_failure
+from orchdata.loaders.errors import DecodeError, as_failure
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import check_at_least_one, check_pixels
-from orchdata.loaders.modalities.image import CLIP_MEAN, CLIP_STD, ImagePreprocessor, grid_positions, image_grid
-from orchdata.loaders.modalities.image_header import READS_IMAGES, load_formats
-from orchdata.loaders.modalities.modality import ArraySpec, Header, Heads, Modality, PartSize, Slot
-from orchdata.loaders.modalities.video.containers import is_video, plain_header
-from orchdata.loaders.modalities.video.timeline import sampled
+from orchdata.loaders.modalities.image import (
+    CLIP_MEAN,
+    CLIP_STD,
+    READS_IMAGES,
+    ImagePreprocessor,
+    grid_positions,
+    image_grid,
+)
+from orchdata.loaders.modalities.modality import (
+    ArraySpec,
+    Header,
+    Heads,
+    Modality,
+    PartSize,
+    Slot,
+    check_at_least_one,
+    check_pixels,
+)
+from orchdata.loaders.modalities.video.containers import is_video, plain_header, sampled
 from orchdata.native.scan.media import FOUND
 
 _FINEST: Final = 1_000_000
@@ -37,10 +49,9 @@ _PIXEL_BYTES: Final = 32
 
 
 class VideoFiles(Modality):
-    """A modality read from video files and lists of frames.
-
-    A header is (width, height, frames, numerator and denominator of seconds), as displayed. It comes from the tables of
-    a plain MP4, and for all other files from a scan of packets.
+    """A modality read from video files and lists of frames. A header is (width, height, frames, numerator and
+    denominator of seconds), as displayed. It comes from the tables of a plain MP4, and for all other files from a scan
+    of packets.
     """
 
     fields = tuple("mp4 m4v mov 3gp webm mkv gif frames.json video.json".split()) + UNREAD
@@ -55,6 +66,8 @@ class VideoFiles(Modality):
         return (*READS_IMAGES, "av", "orchdata.loaders.modalities.video.file")
 
     def set_up_process(self) -> None:
+        from orchdata.loaders.modalities.image_decode import load_formats
+
         load_formats()  # for frames that a record lists
 
     @staticmethod
@@ -236,23 +249,21 @@ class VideoPreprocessor(VideoFiles):
         timestamps: float32 (sum of grid_t,), seconds: the middle of a temporal patch's first and last picture.
         """
         intervals = [self._interval(size) for size in sizes]
-        stamps = [self._timestamps(size) for size in sizes]
+        stamps: list[float] = []
+        for size, interval in zip(sizes, intervals, strict=True):
+            grid_t, count, times = size.extent[0], size.extent[3], self.temporal_patch_size
+            ends = [(at * times, min(at * times + times, count) - 1) for at in range(grid_t)]
+            stamps += [float(interval * (first + last) / 2) for first, last in ends]
         return {
             "grid_thw": np.array([size.extent[:3] for size in sizes], np.int32).reshape(-1, 3),
             "seconds_per_grid": np.array([float(each * self.temporal_patch_size) for each in intervals], np.float32),
-            "timestamps": np.array([float(stamp) for each in stamps for stamp in each], np.float32),
+            "timestamps": np.array(stamps, np.float32),
         }
 
     def _interval(self, size: PartSize) -> Fraction:
         """Seconds between consecutive pictures."""
         count, _, numerator, denominator = size.extent[3:]
         return Fraction(numerator, denominator * count)
-
-    def _timestamps(self, size: PartSize) -> list[Fraction]:
-        """Seconds of each temporal patch."""
-        grid_t, count, times, interval = size.extent[0], size.extent[3], self.temporal_patch_size, self._interval(size)
-        ends = [(at * times, min(at * times + times, count) - 1) for at in range(grid_t)]
-        return [interval * (first + last) / 2 for first, last in ends]
 
     def rope(self, size: PartSize) -> NDArray[np.int64]:
         """As in Qwen-VL: the number or the time of temporal patches; the merged grid along height and width."""

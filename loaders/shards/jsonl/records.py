@@ -25,8 +25,8 @@ from orchdata.loaders.shards.jsonl.named_media import Folder, NamedMedia, media_
 from orchdata.loaders.storage.content_digest import BLOCK_BYTES
 from orchdata.loaders.storage.paths import is_media_table, suffix_of
 from orchdata.loaders.storage.storage import Storage
-from orchdata.loaders.text.chat_keys import Repeating
 from orchdata.loaders.text.conversation import parse_json
+from orchdata.loaders.text.messages import Repeating
 from orchdata.loaders.text.preprocessor import decode_utf8
 
 _BOM: Final = codecs.BOM_UTF8

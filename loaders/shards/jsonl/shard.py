@@ -26,8 +26,7 @@ from orchdata.loaders.field_names import VALUE
 from orchdata.loaders.limits import Limits, shortened
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
-from orchdata.loaders.modalities.checks import read_header
-from orchdata.loaders.modalities.modality import Header
+from orchdata.loaders.modalities.modality import Header, read_header
 from orchdata.loaders.records import LEFT_OUT, LeftOut
 from orchdata.loaders.shards.fields import NAMED, NO_RULES, FieldRules, printable
 from orchdata.loaders.shards.jsonl.media_files import joined_stamp, shown_name

@@ -16,8 +16,7 @@ from orchdata.loaders.field_names import NULL
 from orchdata.loaders.limits import Limits, shortened
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
-from orchdata.loaders.modalities.checks import read_header
-from orchdata.loaders.modalities.modality import Header
+from orchdata.loaders.modalities.modality import Header, read_header
 from orchdata.loaders.shards.fields import PARQUET
 from orchdata.loaders.shards.parquet.cells import Column, PathOnly, is_text, sniff, text_bytes
 from orchdata.loaders.shards.parquet.file import Refused, RowReader

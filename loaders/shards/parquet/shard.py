@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from orchdata.loaders.errors import ShardError
-from orchdata.loaders.failures import as_failure
+from orchdata.loaders.errors import ShardError, as_failure
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules
 from orchdata.loaders.shards.parquet.cells import column_of, locate_cell, read_cell

@@ -32,8 +32,7 @@ from orchdata.engines.processes.message import (
 from orchdata.engines.processes.slabs import Slabs, StepMemory
 from orchdata.engines.threads import passed_on
 from orchdata.engines.work import Work, WorkerSpec, sendable
-from orchdata.loaders.child_process import Channel
-from orchdata.loaders.collector import leave_out_what_is_loaded
+from orchdata.loaders.child_process import Channel, leave_out_what_is_loaded
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.watch import Watch
 from orchdata.order.steps import Begin, StepTask

@@ -15,10 +15,9 @@ import orchdata as od
 from orchdata.loaders.errors import PackageError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities import image_header
+from orchdata.loaders.modalities import image_decode
 from orchdata.loaders.modalities.audio_decode import probe_audio, read_mono
-from orchdata.loaders.modalities.image_decode import load_rgb
-from orchdata.loaders.modalities.image_header import load_formats, probe_image
+from orchdata.loaders.modalities.image_decode import load_formats, load_rgb, probe_image
 from orchdata.loaders.required import load_required
 
 LIMITS = Limits()
@@ -49,7 +48,7 @@ def test_a_reader_that_pillow_failed_to_import_is_an_error_before_the_first_imag
 
     assert "WEBP" in load_formats()
     monkeypatch.delitem(Image.OPEN, "WEBP")
-    monkeypatch.setattr(image_header, "import_module", fail)
+    monkeypatch.setattr(image_decode, "import_module", fail)
     with pytest.raises(PackageError, match=r"'PIL', which the recipe's image needs, .*libwebp\.so\.7"):
         load_required(od.Recipe())
 

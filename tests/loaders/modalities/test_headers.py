@@ -18,9 +18,8 @@ from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio import AudioPreprocessor
 from orchdata.loaders.modalities.audio_decode import Sound, read_mono
-from orchdata.loaders.modalities.checks import read_header
 from orchdata.loaders.modalities.image import ImagePreprocessor
-from orchdata.loaders.modalities.modality import Modality
+from orchdata.loaders.modalities.modality import Modality, read_header
 
 IMAGE, AUDIO = ImagePreprocessor, AudioPreprocessor
 

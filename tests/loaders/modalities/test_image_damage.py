@@ -12,7 +12,7 @@ from PIL import Image
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import read_header
+from orchdata.loaders.modalities.modality import read_header
 from orchdata.loaders.recipe import ImagePreprocessor, image_grid
 
 

@@ -11,10 +11,9 @@ import pytest
 
 from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, TEXT
-from orchdata.loaders.modalities.checks import read_header
-from orchdata.loaders.modalities.modality import PartSize
+from orchdata.loaders.modalities.modality import PartSize, read_header
 from orchdata.loaders.recipe import ChatTemplate, ImagePreprocessor, Recipe, TextPreprocessor
-from orchdata.loaders.samples.compose import compose, text_members
+from orchdata.loaders.samples.compose import composition_of, text_members
 from orchdata.loaders.samples.measure import measure
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.samples.sample import TextPart, decode_sample
@@ -52,7 +51,7 @@ def sample(recipe: Recipe | None = None, **fields: object) -> tuple[list[Member]
 
 
 def composed(members: list[Member], texts: dict[int, bytes], recipe: Recipe = RECIPE) -> list[Span]:
-    return compose(members, texts, recipe, lambda *_: PartSize(4, 1, 4))
+    return composition_of(members, texts, recipe).spans(recipe, lambda *_: PartSize(4, 1, 4))
 
 
 def shown(members: list[Member], texts: dict[int, bytes], recipe: Recipe = RECIPE) -> list[str]:

@@ -15,7 +15,7 @@ from orchdata.loaders.errors import FieldError
 from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.compose import compose, text_members
+from orchdata.loaders.samples.compose import composition_of, text_members
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.samples.spans import MediaSlot, Span, TextSpan
 
@@ -100,7 +100,8 @@ def composed(recipe: Recipe, asked: list[str] | None = None, **fields: object) -
             asked.append(members[member].field)
         return SIZES[modality]
 
-    return compose(members, {index: texts[index] for index in text_members(members, recipe)}, recipe, size_of)
+    wanted = {index: texts[index] for index in text_members(members, recipe)}
+    return composition_of(members, wanted, recipe).spans(recipe, size_of)
 
 
 def ids_of(recipe: Recipe, spans: list[Span]) -> list[int]:

@@ -18,8 +18,7 @@ import pytest
 import zstandard
 from PIL import Image
 
-from orchdata.loaders.errors import DataError, DecodeError, FieldError, StorageError
-from orchdata.loaders.failures import reason_kind
+from orchdata.loaders.errors import DataError, DecodeError, FieldError, StorageError, reason_kind
 from orchdata.loaders.index.build import BuildProgress, build_index
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample

@@ -20,7 +20,7 @@ from orchdata.loaders.index.build import build_index
 from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import ChatTemplate, Recipe, TextPreprocessor
-from orchdata.loaders.samples.compose import compose, text_members
+from orchdata.loaders.samples.compose import composition_of, text_members
 from orchdata.loaders.samples.measure import measure
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.samples.spans import MediaSlot
@@ -296,9 +296,8 @@ def test_marks_are_followed_where_only_media_of_another_kind_have_items():
     content = [{"type": "image"}, {"type": "text", "text": "Look at it, hear <audio> and say."}]
     members = [Member("jpg", IMAGE, (56, 56), size=9), Member("wav", AUDIO, header=(16_000, 16_000), size=9)]
     payload = json.dumps([{"role": "user", "content": content}, ANSWER]).encode()
-    spans = compose(
-        [*members, Member("json", TEXT, size=len(payload))], {2: payload}, RECIPE, lambda *_: PartSize(4, 1, 4)
-    )
+    composition = composition_of([*members, Member("json", TEXT, size=len(payload))], {2: payload}, RECIPE)
+    spans = composition.spans(RECIPE, lambda *_: PartSize(4, 1, 4))
     slots = [span.modality if isinstance(span, MediaSlot) else bytes(span.token_ids.tolist()) for span in spans]
     assert slots == [b"[user]", "image", b"Look at it, hear ", "audio", b" and say.;[assistant]", b"It rains.;"]
 

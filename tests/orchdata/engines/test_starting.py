@@ -27,7 +27,7 @@ from shard_factory import RECIPE, omni_shards
 import orchdata as od
 from orchdata.engines.processes import engine
 from orchdata.engines.supervisor import Trial
-from orchdata.loaders.interrupts import interrupts_deferred
+from orchdata.loaders.child_process import interrupts_deferred
 
 
 class Plain:

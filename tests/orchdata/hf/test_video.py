@@ -21,8 +21,8 @@ from PIL import Image
 
 import orchdata as od
 from orchdata.hf.video import video_modality
-from orchdata.loaders.modalities.checks import read_header
 from orchdata.loaders.modalities.image_decode import resized
+from orchdata.loaders.modalities.modality import read_header
 
 pytestmark = pytest.mark.cpus
 

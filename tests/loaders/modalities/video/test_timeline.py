@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.modalities.video.timeline import Timeline, sampled
+from orchdata.loaders.modalities.video.containers import Timeline, sampled
 
 MILLI = Fraction(1, 1000)
 

@@ -23,8 +23,7 @@ from video_clips import VARIABLE, animation, clip, number_of, picture, sound_alo
 
 import orchdata as od
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.modalities.checks import read_header
-from orchdata.loaders.modalities.modality import PartSize
+from orchdata.loaders.modalities.modality import PartSize, read_header
 from orchdata.loaders.modalities.video import containers as mp4
 from orchdata.loaders.modalities.video import file as opened
 from orchdata.loaders.modalities.video.decode import open_video
