@@ -80,17 +80,13 @@ def _shown(value: Any) -> str:
         return f"{value.dtype} {value.shape}"
     if callable(value) and hasattr(value, "__qualname__"):
         return str(value.__qualname__)
-    if " object at 0x" in repr(value):
+    text = repr(value)
+    if " object at 0x" in text:
         return type(value).__name__
-    return reprlib.repr(value) if isinstance(value, list | tuple | dict | set | str) else _cut(repr(value))
-
-
-def _cut(text: str) -> str:
-    """Return a text that is too long up to a comma, so that no number is shown in part."""
-    if len(text) <= _MOST_CHARACTERS:
-        return text
-    begin = text[:_MOST_CHARACTERS]
-    return f"{begin.rpartition(', ')[0] or begin}, ..."
+    if isinstance(value, list | tuple | dict | set | str):
+        return reprlib.repr(value)
+    begin = text[:_MOST_CHARACTERS]  # up to a comma, so that no number is shown in part
+    return text if begin == text else f"{begin.rpartition(', ')[0] or begin}, ..."
 
 
 T_co = TypeVar("T_co", covariant=True, default=Any)  # as in torch, for `DataLoader[int]`

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
@@ -67,7 +67,6 @@ from orchdata.planning.make_plan import make_plan
 from orchdata.planning.windows import WindowBatches
 from orchdata.quarantine import checked_names, read_quarantine
 from orchdata.ranks.first_comer import is_first
-from orchdata.ranks.parallel import Rank
 
 if TYPE_CHECKING:
     from orchdata.dataset.mixture import Mixture
@@ -82,9 +81,11 @@ _log = logging.getLogger("orchdata")
 def prepare_shards(dataset: ShardDataset | Mixture, arguments: Arguments) -> PreparedDataset:
     """Open the index and leave out unusable samples. Raises as DataLoader documents."""
     # The index, and the costs of its samples in this layout.
-    quarantine: Any = () if arguments.quarantine is None else arguments.quarantine
-    is_file = isinstance(quarantine, str | PathLike)
-    named = read_quarantine(quarantine) if is_file else checked_names(quarantine, "quarantine")
+    named: Sequence[tuple[str, ...]] = ()
+    if isinstance(arguments.quarantine, str | PathLike):
+        named = read_quarantine(arguments.quarantine)
+    elif arguments.quarantine is not None:
+        named = checked_names(arguments.quarantine, "quarantine")
     balance, accumulate, rank, cost = arguments.balance, arguments.accumulate, arguments.rank, arguments.cost
     assert isinstance(cost, CostModel | None)
     layout = layout_of(arguments.collate_fn) or Packed()
@@ -111,9 +112,10 @@ def prepare_shards(dataset: ShardDataset | Mixture, arguments: Arguments) -> Pre
     unchosen = unchosen_rows(dataset, index)
     if not callable(arguments.collate_fn):  # a function of the user's may give the model other tokens to learn
         warn_of_no_loss(dataset, index, unchosen)
-    without = np.union1d(_quarantined_rows(dataset, index, named), unchosen)
-    bad = np.setdiff1d(index.bad_rows(), without)
-    lost = _check_bad(index, bad, unchosen, [leaf.name for leaf in dataset.leaves], arguments.on_error)
+    without = np.union1d(_quarantined_rows(dataset, index, named), unchosen) if named else unchosen
+    bad, num_lost = np.setdiff1d(index.bad_rows(), without), 0
+    if len(bad):
+        num_lost = _check_bad(index, bad, unchosen, [leaf.name for leaf in dataset.leaves], arguments.on_error)
     warn_of_missing(dataset, index)
     excluded = np.union1d(without, bad)
     if balance.caps and balance.oversize != "own" and length is None:
@@ -125,7 +127,7 @@ def prepare_shards(dataset: ShardDataset | Mixture, arguments: Arguments) -> Pre
     if budgets is not None:
         smallest = min(tokens for _, tokens in budgets)
         excluded = np.union1d(excluded, above_budget(counts, smallest, balance, excluded))
-    if rank.size < (needed := fewest_ranks(costs, balance, excluded)):
+    if balance.teams is not None and rank.size < (needed := fewest_ranks(costs, balance, excluded)):
         raise ValueError(
             f"a usable sample takes a team of {needed} ranks under Balance.max_tokens, and there are {rank.size}: use "
             f"at least {needed} ranks, raise max_tokens, or use Balance(oversize='own')"
@@ -168,6 +170,7 @@ def prepare_shards(dataset: ShardDataset | Mixture, arguments: Arguments) -> Pre
         make_plan(spec.plan, StepTask(0, 0))  # It raises if caps need more micro-steps.
     if cost is None:
         warn_of_costs(costs.phases, rank, balance)
+    named_files = [source for source in sources if source.index_file is not None and rank.rank == 0]
     chosen_by = [each.describe() for each in sources[0].selections] if len(sources) == 1 and not num_indexed else []
     return PreparedDataset(
         spec=spec,
@@ -177,9 +180,9 @@ def prepare_shards(dataset: ShardDataset | Mixture, arguments: Arguments) -> Pre
         fingerprint={**identity, **batches.describe(), **measure},
         failures=IndexedFailures(index, bad),
         num_indexed=num_indexed,
-        num_lost=int(lost.sum()),
+        num_lost=num_lost,
         none_chosen=", ".join(f"{name}={value!r}" for each in chosen_by for name, value in each.items()),
-        on_first_step=_new_shards(sources, rank),
+        on_first_step=partial(_look_once, named_files) if named_files else None,
     )
 
 
@@ -205,8 +208,6 @@ def _quarantined_rows(dataset: ShardDataset | Mixture, index: Index, quarantine:
     """Return all rows with these names; if some rows of a name are bad, only these. Raises ValueError for a name that
     no sample has; where the index has first samples alone, it may be that of another one.
     """
-    if not quarantine:
-        return np.zeros(0, np.int64)
     is_whole = not any(is_partial(own, leaf.dataset.urls) for leaf, own, _ in dataset.parts(index))
     rows: list[int] = []
     bad = set(index.bad_rows().tolist())
@@ -234,15 +235,13 @@ class IndexedFailures(Sequence[DataError]):
         return self._index.failure(int(self._rows[number]))
 
 
-def _check_bad(index: Index, bad: Ints, unchosen: Ints, names: Sequence[str], policy: ErrorPolicy) -> Ints:
-    """Return the samples that damage hides in each shard, (num_shards,); a shard of which no row is in `bad` counts as
-    0: the user left it out. Warns about bad samples. `names` are those of the sources.
+def _check_bad(index: Index, bad: Ints, unchosen: Ints, names: Sequence[str], policy: ErrorPolicy) -> int:
+    """Return the samples that damage hides in shards of which rows are in `bad`: the user left out the others. Warns
+    about bad samples. `names` are those of the sources.
 
     Raises DataError under "raise" if the data set has bad samples; it offers "skip" where that allows as many.
     TooManyFailures under "skip".
     """
-    if not len(bad):
-        return np.zeros(len(index.shards), np.int64)
     failures = IndexedFailures(index, bad)
     if policy.action != "skip":
         first, skips = failures[0], "on_error='skip' allows as many, too; "
@@ -262,10 +261,11 @@ def _check_bad(index: Index, bad: Ints, unchosen: Ints, names: Sequence[str], po
     is_counted = np.zeros(len(index.shards), bool)
     is_counted[np.searchsorted(index.shard_rows, bad, side="right") - 1] = True
     lost: Ints = np.where(is_counted, index.lost_samples(), 0)
-    warn_of_damage(index, int(lost.sum()))
+    num_lost = int(lost.sum())
+    warn_of_damage(index, num_lost)
     refuse_above_budget(_unusable(index, failures, bad, lost, unchosen, names), policy)
     warn_of_bad(index, failures)
-    return lost
+    return num_lost
 
 
 def _unusable(
@@ -326,11 +326,11 @@ def _shards_of(
         seed=arguments.order_seed,
         containers=by_identity(dataset.containers),
         files=files,
-        blank=_blank_rows(dataset, index, arguments.on_error),
+        blank=_blank_rows(dataset, index, blank) if (blank := arguments.on_error.blank_names) else frozenset(),
     )
 
 
-def _blank_rows(dataset: ShardDataset | Mixture, index: Index, policy: ErrorPolicy) -> frozenset[int]:
+def _blank_rows(dataset: ShardDataset | Mixture, index: Index, blank: Sequence[tuple[str, ...]]) -> frozenset[int]:
     """Return the rows of the samples in `ErrorPolicy.blank`: all of a name. Raises ValueError for a name that no sample
     has.
     """
@@ -339,7 +339,7 @@ def _blank_rows(dataset: ShardDataset | Mixture, index: Index, policy: ErrorPoli
     if "" not in parts:
         what = f"(source, shard, key) of a mixture of {', '.join(list(parts)[:8])}"
     rows: list[int] = []
-    for *source, shard, key in policy.blank_names:
+    for *source, shard, key in blank:
         if (name := source[0] if source else "") not in parts:
             raise ValueError(f"ErrorPolicy.blank is {what}, got {(*source, shard, key)!r}")
         own, start = parts[name]
@@ -435,18 +435,13 @@ def _windows_of(arguments: Arguments, length: int, order: AnyOrder, counts: Toke
     return windows
 
 
-def _new_shards(datasets: Sequence[ShardDataset], rank: Rank) -> Callable[[], None] | None:
-    """Return what looks, once and in the background, whether the paths of data sets name shards that their index files
-    lack; None on other ranks than the first, and without such files.
+def _look_once(datasets: list[ShardDataset]) -> None:
+    """Look in the background whether the paths of data sets name shards that their index files lack, and empty the
+    list.
     """
-    named = [each for each in datasets if each.index_file is not None and rank.rank == 0]
-
-    def begin() -> None:
-        if named:
-            todo, named[:] = named[:], []
-            threading.Thread(target=_look, args=(todo,), name="orchdata-new-shards", daemon=True).start()
-
-    return begin if named else None
+    if datasets:
+        todo, datasets[:] = datasets[:], []
+        threading.Thread(target=_look, args=(todo,), name="orchdata-new-shards", daemon=True).start()
 
 
 def _look(datasets: Sequence[ShardDataset]) -> None:
