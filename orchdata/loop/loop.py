@@ -117,9 +117,8 @@ class Progress:
         self.start = Start(Position())
         self.delivered: Position | Stream = self.start.position  # after the step delivered last; or the stream knows it
         self.plan: ref[Plan] | None = None  # of that step, if it has one, while that lives, and no other start was put
-        self.drawn: tuple[Start, Position] | None = (
-            None  # with the random inputs that a state of the start has promised
-        )
+        # A start, and its position with the random inputs that a state of it has promised.
+        self.drawn: tuple[Start, Position] | None = None
         self._seeded: tuple[Start, int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
