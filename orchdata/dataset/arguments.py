@@ -439,7 +439,7 @@ class Arguments:
         has_others = self.batch_size != DEFAULT_BATCH_SIZE or is_shuffled or has_sampler or self.drop_last
         of_shards = {
             "cache=": self.cache,
-            "shuffle=array": is_listed,
+            "an array as shuffle= (for other data use sampler=)": is_listed,
             "quarantine=": self.quarantine is not None,
             "ErrorPolicy.blank": self.on_error.blank,
             "Balance.teams": self.balance.teams,
