@@ -32,12 +32,10 @@ from orchdata.loaders.storage.remote.objects import BLOCK_BYTES, COPIED_AHEAD, B
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.storage import FileVersion, ReadBytes
 from orchdata.loaders.watch import Ended, here
-from orchdata.loop.loop import Place
 from orchdata.notices import warn_once
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order, SampleOrder
 from orchdata.planning.balance import Balance
-from orchdata.planning.make_plan import PlanSpec
 from orchdata.planning.windows import WindowBatches
 from orchdata.ranks.parallel import Rank
 
@@ -73,13 +71,13 @@ class Filler:
         ]
         wanted = compress(index.shards, self._wanted)
         self.names = {copy_name(shard.url, FileVersion(shard.size, shard.version)): None for shard in wanted}
-        self._where: Callable[[], Place] = lambda: Place(0, 0.0)
+        self._where: Callable[[], tuple[int, float]] = lambda: (0, 0.0)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         _FILLERS.add(self)
 
-    def begin(self, where: Callable[[], Place]) -> None:
+    def begin(self, where: Callable[[], tuple[int, float]]) -> None:
         """Copy what is read from where the loader stands, as `where` says."""
         if not self.names or os.getpid() != self._process:
             return
@@ -163,7 +161,7 @@ class Filler:
     def _upcoming(self) -> Iterator[int]:
         """Yield the numbers of shards, each once, from the loader's place on, through this epoch and the next."""
         seen: set[int] = set()
-        first = self._where().epoch
+        first, _ = self._where()
         for epoch in (first, first + 1):
             length = self.order.length(epoch)
             at = self._position(epoch, length)
@@ -180,10 +178,10 @@ class Filler:
 
     def _position(self, epoch: int, length: int) -> int:
         """Return the first position of an epoch that the loader has not begun."""
-        place = self._where()
-        if place.epoch == epoch:
-            return min(length, int(place.share * length))
-        return length if place.epoch > epoch else 0
+        begun, share = self._where()
+        if begun == epoch:
+            return min(length, int(share * length))
+        return length if begun > epoch else 0
 
     def _shards_between(self, epoch: int, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the shards that this node reads there, as they come, each with its last position."""
@@ -231,39 +229,6 @@ def own_streams(rank: Rank, balance: Balance, num_streams: int) -> range | None:
     return range(first * num_streams // rank.size, stop * num_streams // rank.size)
 
 
-def streams_of_node(rank: Rank, plan: PlanSpec, num_streams: int) -> range | None:
-    """Return `own_streams` under a plan: windows of concatenated documents take documents of all streams."""
-    own = own_streams(rank, plan.balance, num_streams)
-    is_mixed = isinstance(plan.batches, WindowBatches) and own is not None and len(own) < num_streams
-    return None if is_mixed else own
-
-
-def warn_of_none(rank: Rank, plan: PlanSpec) -> None:
-    """Warn once, on the first rank, that a cache has nothing to keep, and say what would change that."""
-    if rank.rank:
-        return
-    per_node = _ranks_per_node(rank, plan.balance)
-    if per_node is None:
-        nodes, groups = "every node", "<groups>"
-        unknown = ", and LOCAL_WORLD_SIZE or od.DataParallel(ranks_per_node=...) must say which ranks a node has"
-    else:
-        number = -(-rank.size // per_node)
-        nodes, groups, unknown = f"each of the {number} nodes", str(number), ""
-    way_out = (
-        f'balance="grouped" and shuffle=od.Shuffle(streams={groups}) (or a multiple), with groups that are nodes, give '
-        f"each node shards of its own{unknown}"
-    )
-    if isinstance(plan.batches, WindowBatches):
-        way_out = (
-            f"windows of concatenated documents take documents of all streams; without concatenate=True, {way_out}"
-        )
-    warn_once(
-        "a cache that keeps nothing",
-        f"cache= fetches no shard: in this order {nodes} reads from every shard, and a sample that a node reads in one "
-        f"epoch is read by another in the next; {way_out}",
-    )
-
-
 def _ranks_per_node(rank: Rank, balance: Balance) -> int | None:
     """Return the ranks of a node; by default a group is a node."""
     if rank.size == 1:
@@ -274,28 +239,41 @@ def _ranks_per_node(rank: Rank, balance: Balance) -> int | None:
 def filler_of(
     spec: BuildSpec, rank: Rank, cache: Cache | None, reads: ReadBytes | None, *, forks: bool
 ) -> Filler | None:
-    """Return what fills the cache of a loader; None if there is nothing to fill. Warns once if that is a surprise.
-    `forks`: whether workers are forked from this process.
+    """Return what fills the cache of a loader; None if there is nothing to fill. Warns once, on the first rank, if that
+    is a surprise. `forks`: whether workers are forked from this process.
     """
-    shards = spec.shards
-    order = spec.plan.order
-    if shards is None or not isinstance(order, Order | MixtureOrder):
+    plan, order, shards = spec.plan, spec.plan.order, spec.shards
+    if cache is None or reads is None or not isinstance(order, Order | MixtureOrder):
         return None
     if not any(is_remote(shard.url) for shard in shards.index.shards):
         return None
-    if cache is None or reads is None:
-        return None
-    own = streams_of_node(rank, spec.plan, order.streams)
-    if own is None:
-        warn_of_none(rank, spec.plan)
-        return None
-    if forks:
-        if not rank.rank:
-            warn_once(
-                "a cache and forked workers",
-                "cache= fetches no shard: workers that are forked from a process that fetches cannot read object "
-                'storage. Leave multiprocessing_context out, or pass "forkserver"',
+    own, has_windows = own_streams(rank, plan.balance, order.streams), isinstance(plan.batches, WindowBatches)
+    if own is None or (has_windows and len(own) < order.streams):
+        per_node = _ranks_per_node(rank, plan.balance)
+        number = None if per_node is None else -(-rank.size // per_node)
+        nodes = "every node" if number is None else f"each of the {number} nodes"
+        way_out = (
+            f'balance="grouped" and shuffle=od.Shuffle(streams={number or "<groups>"}) (or a multiple), with groups '
+            "that are nodes, give each node shards of its own"
+        )
+        if number is None:
+            way_out += ", and LOCAL_WORLD_SIZE or od.DataParallel(ranks_per_node=...) must say which ranks a node has"
+        if has_windows:
+            way_out = (
+                "windows of concatenated documents take documents of all streams; without concatenate=True, " + way_out
             )
-        return None
-    streams = None if len(own) == order.streams else own
-    return Filler(cache, shards.index, shards.files, order, streams, reads)
+        why_none = (
+            f"in this order {nodes} reads from every shard, and a sample that a node reads in one epoch is read by "
+            f"another in the next; {way_out}"
+        )
+    elif forks:
+        why_none = (
+            "workers that are forked from a process that fetches cannot read object storage. Leave "
+            'multiprocessing_context out, or pass "forkserver"'
+        )
+    else:
+        streams = None if len(own) == order.streams else own
+        return Filler(cache, shards.index, shards.files, order, streams, reads)
+    if not rank.rank:
+        warn_once("a cache that keeps nothing", f"cache= fetches no shard: {why_none}")
+    return None

@@ -11,7 +11,8 @@ import copyreg
 import inspect
 import reprlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from os import PathLike
 from typing import Any, Generic
@@ -32,7 +33,7 @@ from orchdata.delivery.stats import flattened
 from orchdata.engines.engine import DEFAULT_PREFETCH, OpensEngine
 from orchdata.loaders.errors import BLANK, DataError
 from orchdata.loaders.storage.node import Cache
-from orchdata.loop.loop import LoaderIterator, Position, Progress
+from orchdata.loop.loop import LoaderIterator, Position, Progress, TrainerEpochs
 from orchdata.order.order import Shuffle
 from orchdata.order.steps import StepTask
 from orchdata.planning.balance import Balance
@@ -45,7 +46,6 @@ from orchdata.steps import OptimizerSteps
 from orchdata.trainers import (
     AccelerateEnd,
     LightningFit,
-    TrainerEpochs,
     check_accumulation,
     check_counted_by_len,
     check_not_prepared,
@@ -65,20 +65,13 @@ def facts_of(loader: Any) -> list[tuple[str, str]]:
     if not {"batch_size", "global_batch_size", "global_batch_tokens", "batch_sampler"} & given.keys():
         shown.insert(0, ("batch_size", str(loader.batch_size)))
     where = f"epoch {position.epoch}, step {position.step}"
+    data, dataset = type(loader.dataset).__name__, loader.dataset
+    with suppress(Exception):  # the user's own __len__, which may work later
+        data = repr(dataset) if is_sharded(dataset) else f"{data} of {len(dataset):,}"
     return [
-        *(("data", _shown_dataset(loader.dataset)), *shown),
+        *(("data", data), *shown),
         *(("rank", f"rank {rank.rank} of {rank.size}"), ("position", where)),
     ]
-
-
-def _shown_dataset(dataset: Any) -> str:
-    if is_sharded(dataset):
-        return repr(dataset)
-    name = type(dataset).__name__
-    try:
-        return f"{name} of {len(dataset):,}" if isinstance(dataset, Sized) else name
-    except Exception:  # noqa: BLE001 - the user's own __len__, which may work later
-        return name
 
 
 def _shown(value: Any) -> str:
@@ -87,17 +80,13 @@ def _shown(value: Any) -> str:
         return f"{value.dtype} {value.shape}"
     if callable(value) and hasattr(value, "__qualname__"):
         return str(value.__qualname__)
-    if " object at 0x" in repr(value):
+    text = repr(value)
+    if " object at 0x" in text:
         return type(value).__name__
-    return reprlib.repr(value) if isinstance(value, list | tuple | dict | set | str) else _cut(repr(value))
-
-
-def _cut(text: str) -> str:
-    """Return a text that is too long up to a comma, so that no number is shown in part."""
-    if len(text) <= _MOST_CHARACTERS:
-        return text
-    begin = text[:_MOST_CHARACTERS]
-    return f"{begin.rpartition(', ')[0] or begin}, ..."
+    if isinstance(value, list | tuple | dict | set | str):
+        return reprlib.repr(value)
+    begin = text[:_MOST_CHARACTERS]  # up to a comma, so that no number is shown in part
+    return text if begin == text else f"{begin.rpartition(', ')[0] or begin}, ..."
 
 
 T_co = TypeVar("T_co", covariant=True, default=Any)  # as in torch, for `DataLoader[int]`
@@ -500,19 +489,22 @@ class DataLoader(Generic[T_co]):
         """
         runtime, start = self._runtime, self._progress.start
         position = start.position
-        ends = check_accumulation(runtime, lambda: runtime.known_count(position) is not None)
+
+        def is_known() -> bool:
+            return runtime.prepared.known_count(position) is not None
+
+        ends = check_accumulation(is_known, scales_loss=runtime.scales_loss)
         loop = lightnings_loop()
         if loop is None:
             return ends, None
-        is_known, num_steps = runtime.known_count(position) is not None, lambda epoch: runtime.count(Position(epoch))
         if type(loop).__name__ == "_EvaluationLoop":
-            if is_known:
-                check_validation(loop.trainer, position.epoch, num_steps)
+            if is_known():
+                check_validation(loop.trainer, position.epoch, lambda epoch: runtime.count(Position(epoch)))
             return ends, None
         watcher = LightningFit(loop, runtime)
         watcher.check_accumulation()
-        if is_known:
-            watcher.check_epochs(position, num_steps)
+        if is_known():
+            watcher.check_epochs(position, lambda epoch: runtime.count(Position(epoch)))
         else:
             watcher.is_ahead = start.by_trainer and position.step > 0
         return ends, watcher

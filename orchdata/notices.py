@@ -1,7 +1,6 @@
 """Warnings that a process issues once, for any number of loaders, and which trainer called this package.
 
-Progress of long work, on stderr: a bar in a terminal or a notebook, elsewhere lines: after two seconds, and then
-every half minute.
+Progress of long work, on stderr: a bar in a terminal, elsewhere lines: after two seconds, and then every half minute.
 """
 
 from __future__ import annotations
@@ -54,18 +53,13 @@ def _outside() -> tuple[FrameType | None, int]:
 
 Advance = Callable[[float, int], None]
 _FIRST_LINE_SECONDS, _LINE_SECONDS = 2.0, 30.0
-_BAR_CELLS = 40
 
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Advance]:
-    """Yield a callable of (done, total). Nothing is drawn before its first call. If stderr is neither a terminal nor
-    the output of a notebook, a line is written after two seconds, and half a minute after each line.
+    """Yield a callable of (done, total). Nothing is drawn before its first call. If stderr is no terminal, a line is
+    written after two seconds, and half a minute after each line.
     """
-    if type(sys.stderr).__module__.startswith("ipykernel."):
-        with _rewritten(title) as rewrite:
-            yield rewrite
-        return
     if not sys.stderr.isatty():
         yield _lines(title)
         return
@@ -111,26 +105,3 @@ def _lines(title: str) -> Advance:
             sys.stderr.flush()
 
     return advance
-
-
-@contextmanager
-def _rewritten(title: str) -> Iterator[Advance]:
-    """A line that is written over itself: a notebook shows it as a bar, and needs no package for it."""
-    width = 0
-
-    def write(text: str) -> None:
-        nonlocal width
-        sys.stderr.write(f"\r{text:<{width}}")
-        sys.stderr.flush()
-        width = len(text)
-
-    def advance(done: float, total: int) -> None:
-        share = min(1.0, done / max(1, total))
-        write(f"{title} [{'#' * int(share * _BAR_CELLS):<{_BAR_CELLS}}] {share:.0%}")
-
-    try:
-        yield advance
-    finally:
-        if width:
-            write("")
-            sys.stderr.write("\r")

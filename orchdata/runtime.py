@@ -29,8 +29,7 @@ from orchdata.building.collate import MapContent
 from orchdata.building.step import Builder
 from orchdata.dataset.arguments import Arguments
 from orchdata.dataset.map_style import prepare_iterable, prepare_map_style
-from orchdata.dataset.options import PreparedDataset
-from orchdata.dataset.resume import check_allowed, restore, state_of
+from orchdata.dataset.prepared import PreparedDataset, check_allowed, restore, state_of
 from orchdata.delivery.delivery import Delivery
 from orchdata.delivery.policy import FailureBudget
 from orchdata.delivery.stats import Stats
@@ -101,7 +100,8 @@ class Runtime:
         reads = None if builder is None else builder.reads
         self.stats = Stats(reads)
         workers = arguments.workers(reads_far=spec.reads_far)
-        self._filler = self.prepared.filler(spec, rank, arguments.cache, reads, forks=workers.forks)
+        opened = self.prepared.filler
+        self._filler = opened and opened(spec, rank, arguments.cache, reads, forks=workers.forks)
         if self._filler is not None:
             Ending(self, self._filler.stop)
         num_samples = self.prepared.num_indexed + self.prepared.num_lost
@@ -113,7 +113,8 @@ class Runtime:
         self.context = LoopContext(spec, builder, self.prepared.steps, rank, agreement, delivery)
 
         # Torch's own loader reads the data, or an engine builds planned steps.
-        content, counts, in_order = spec.content, self.stats.torch, arguments.keeps_order
+        content, counts = spec.content, self.stats.torch
+        keeps_order = in_order = arguments.in_order or not arguments.by_torch or rank.size > 1
         pin_memory = arguments.pin_memory and can_pin()
         opens = partial(torch_loader, workers=workers, in_order=in_order, pin_memory=pin_memory)
         self._source: IterableSource | MapSource | PlannedSource
@@ -125,7 +126,7 @@ class Runtime:
             self._source = MapSource(content, workers, counts, has_state, in_order, opens)
         else:
             self._source = PlannedSource(workers, self._warming, pin_memory=pin_memory)
-        if not arguments.in_order and arguments.keeps_order and arguments.num_workers:
+        if not arguments.in_order and keeps_order and arguments.num_workers:
             why = "steps are planned over ranks, or are of shards, and a state of them is a position"
             warn_once("in_order=False", f"in_order=False has no effect: batches stay in order, because {why}")
         budget.start(self.prepared.failures, lost=self.prepared.num_lost)
@@ -192,14 +193,10 @@ class Runtime:
             steps.asked_length = num_steps
         return num_steps
 
-    def known_count(self, position: Position) -> int | None:
-        """Return the optimizer steps of its epoch; None if they are known only at its end."""
-        return self.prepared.known_count(position.epoch, position.draw)
-
     def _warn_if_empty(self, *, drop_last: bool) -> None:
         """Warn if the first epoch has no steps: a training would end at once."""
         prepared = self.prepared
-        if self.known_count(Position(0)) != 0:
+        if prepared.known_count(Position(0)) != 0:
             return
         if prepared.none_chosen:
             warn_user(f"the loader has no steps: no sample is chosen by {prepared.none_chosen}")
@@ -278,7 +275,7 @@ class Runtime:
         wait_for_finalizers()  # what an iteration before has left
         stream = self._source.stream(self.context, loop)
         if self._filler is not None and not self.context.delivery.receives:
-            self._filler.begin(place_of(stream, self.known_count(loop.origin)))
+            self._filler.begin(place_of(stream, self.prepared.known_count(loop.origin)))
         return stream
 
 
@@ -302,7 +299,7 @@ def describe_loader(arguments: Arguments, prepared: PreparedDataset) -> dict[str
         "balance": arguments.balance,
         "accumulate": arguments.accumulate,
         "cost": arguments.cost.describe() if isinstance(arguments.cost, CostModel) else None,
-        "drop_last": arguments.batches.drop_last,
+        "drop_last": arguments.drop_last,
         "on_error": arguments.on_error.action,
         "blank": _digest_of(blank, len(blank)),
         "collate_fn": layout_of(arguments.collate_fn) or arguments.collate_fn,

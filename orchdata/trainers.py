@@ -6,45 +6,11 @@ import math
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from orchdata.loaders.errors import StateError
-from orchdata.loop.loop import Position, Progress
+from orchdata.loop.loop import Position, TrainerEpochs
 from orchdata.notices import calling_trainer, warn_once
-
-
-class TrainerEpochs:
-    """What Lightning takes for the sampler of a loader that orders its samples itself: it sets each epoch on it.
-
-    Lightning does not load the loader's state from a checkpoint of the end of an epoch: the loader would start with
-    epoch 0 again. After `limit_train_batches` it would continue inside an epoch that is over for Lightning.
-    """
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._ahead = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Move to the trainer's epoch if the loader is before it, even if an iterator exists that has not started.
-
-        A loader may be ahead of the trainer: a state was loaded as a training began, or the loader is one of several
-        and restarts inside the trainer's epochs. It stays ahead by as many epochs. Raises StateError if a state was
-        loaded, not by the trainer, and the trainer resumes at a later epoch.
-        """
-        start = self._progress.start
-        if start.is_loaded:
-            if start.ended is not None and epoch == start.ended.epoch:
-                return
-            self._ahead = max(0, start.position.epoch - epoch)
-            if self._ahead and epoch and not start.by_trainer:
-                raise StateError(
-                    f"a state of epoch {start.position.epoch} was loaded, and the trainer continues at epoch {epoch} "
-                    "without the loader's state in its own checkpoint, so that the loader's epoch is not known: load a "
-                    "state only where a training begins"
-                )
-        if epoch + self._ahead > start.position.epoch:
-            self._progress.set_epoch(epoch + self._ahead)
-            self._progress.start.by_trainers_epoch = True
 
 
 def check_not_prepared() -> None:
@@ -84,36 +50,22 @@ def check_counted_by_len(num_steps: int) -> None:
     )
 
 
-class Accumulated(Protocol):
-    """What a loader says of its steps: whether batches carry a `loss_scale` that covers the whole optimizer step, and
-    the microbatches that every step has; 1 if it has as many as caps need.
-    """
-
-    @property
-    def scales_loss(self) -> bool: ...
-
-    @property
-    def accumulate(self) -> int: ...
-
-
-def check_accumulation(steps: Accumulated, knows_end: Callable[[], bool]) -> bool:
-    """Return whether Accelerate must know the last batch of an epoch; `knows_end` says whether the number of batches of
-    an epoch is known before its end.
+def check_accumulation(knows_end: Callable[[], bool], *, scales_loss: bool) -> bool:
+    """Return whether Accelerate must know the last batch of an epoch; `scales_loss`, whether batches carry a
+    `loss_scale` of the whole step; `knows_end`, whether the number of batches of an epoch is known before its end.
 
     Raises ValueError if gradients would be accumulated over other batches than those of an optimizer step, or the last
     batch is not known.
     """
     module = sys.modules.get("accelerate.state")
-    if module is None or not hasattr(
-        module, "GradientState"
-    ):  # no program of this process has it, or it is imported now
+    if not hasattr(module, "GradientState"):  # no program of this process has it, or it is imported now
         return False
-    state = module.GradientState()
+    state = module.GradientState()  # type: ignore[union-attr]
     num_batches, ends_with_epoch = state.num_steps, bool(state.sync_with_dataloader)
     if num_batches == 1:
         return False
     accumulates = f"Accelerate accumulates gradients over {num_batches} batches (gradient_accumulation_steps)"
-    if steps.scales_loss:
+    if scales_loss:
         import torch
 
         if not torch.is_grad_enabled():
@@ -141,7 +93,7 @@ class LightningFit:
     `is_ahead`: a state inside an epoch was loaded, of data without a length, of which Lightning prefetches a batch.
     """
 
-    def __init__(self, loop: Any, steps: Accumulated) -> None:
+    def __init__(self, loop: Any, steps: Any) -> None:
         self.is_ahead = False
         self._loop = loop
         self._steps = steps

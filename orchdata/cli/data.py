@@ -121,8 +121,8 @@ def index(
         where["out"] = named.url
     if not dataset.recipe.text.learns_end:
         from orchdata.building.contents import IndexedShards
+        from orchdata.dataset.advice import warn_of_unended
         from orchdata.loaders.shards.open import by_identity
-        from orchdata.unended_chats import warn_of_unended
 
         given = {"recipe": dataset.recipe, "containers": by_identity(dataset.containers), "files": dataset.files}
         warn_of_unended(IndexedShards(index=built, build_id=built.build_id, **given))  # type: ignore[arg-type]
@@ -359,6 +359,7 @@ def show(
     import numpy as np
 
     from orchdata.cli.dataset import indexed
+    from orchdata.dataset.advice import unread_of
     from orchdata.dataset.shards import unchosen_rows
     from orchdata.dataset.unread import unread_of
     from orchdata.loaders.records import LEFT_OUT
@@ -418,7 +419,7 @@ def _ranks_list(text: str) -> tuple[int, ...]:
 
 def index_report(dataset: ShardDataset, index: Index, scanned: int, seconds: float) -> dict[str, Any]:
     """Return the result of indexing, JSON-safe."""
-    from orchdata.dataset.unread import unread_of
+    from orchdata.dataset.advice import unread_of
     from orchdata.profiling.content import count_reasons, split_failures
 
     bad_samples, failed_shards = split_failures(index)
@@ -523,7 +524,7 @@ def print_unit(dataset: ShardDataset | Mixture) -> None:
 
 def print_unread(dataset: ShardDataset | Mixture, index: Index) -> None:
     """Say as a loader does which fields are not read."""
-    from orchdata.dataset.unread import unread_in_words
+    from orchdata.dataset.advice import unread_in_words
 
     if message := unread_in_words(dataset, index):
         typer.echo(f"orchdata: {message}", err=True)

@@ -22,7 +22,6 @@ from orchdata.balancers.costs.model import CostModel
 from orchdata.batch.batch import ModelInputs
 from orchdata.batch.step_info import StepInfo
 from orchdata.building.spec import BuildSpec, Content
-from orchdata.dataset.options import TokenBudgets
 from orchdata.dataset.sharded import is_sharded
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.engines.engine import DEFAULT_PREFETCH, OpensEngine, Workers
@@ -89,16 +88,6 @@ def _num_workers(value: Any, name: str) -> int:
             f"num_workers must be at least 0, got {value}"
         )
     return checked_count(value, name, 0)
-
-
-def _timeout(value: Any, name: str) -> Any:
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
-        raise ValueError(f"{name} is a number of seconds, 0 for no limit, got {value!r}")
-    if not value >= 0:
-        raise ValueError(
-            f"timeout is a number of seconds, 0 for no limit: timeout option should be non-negative, got {value!r}"
-        )
-    return value
 
 
 def _context(value: Any, name: str) -> Any:
@@ -181,7 +170,10 @@ class Arguments:
     collate_fn: CollateFn | None = _checked(_function)
     pin_memory: bool
     drop_last: bool
-    timeout: float = _checked(_timeout)
+    timeout: float = _valid(
+        lambda value: not isinstance(value, bool) and hasattr(value, "__float__") and value >= 0,
+        "is a number of seconds, 0 for no limit: timeout option should be non-negative",
+    )
     worker_init_fn: Callable[[int], None] | None = _checked(_function)
     multiprocessing_context: str | BaseContext | None = _checked(_context)
     generator: torch.Generator | None = _valid(
@@ -277,27 +269,17 @@ class Arguments:
         return self.is_iterable or not (is_ours or self.on_error.action == "skip")
 
     @property
-    def keeps_order(self) -> bool:
-        """Whether steps come in order: they are planned over ranks, or of shards, or it is wanted."""
-        return self.in_order or not self.by_torch or self.rank.size > 1
-
-    @cached_property
-    def batches(self) -> GlobalBatches | TokenBudgets:
-        """The global batches; with a batch sampler, each is one of its batches."""
+    def batches(self) -> GlobalBatches:
+        """The global batches in samples; with a batch sampler, each is one of its batches. Raises ValueError for steps
+        measured in tokens.
+        """
         if self.global_batch_tokens is not None:
-            return TokenBudgets(budgets=self.global_batch_tokens, drop_last=self.drop_last)
+            raise ValueError(
+                "global_batch_tokens counts LLM tokens, which must be in an index before anything is loaded, and this "
+                "data set has no index: pass batch_size or global_batch_size, or use an od.ShardDataset"
+            )
         size = self.global_batch_size or (self.batch_size or 1) * self.rank.size * self.accumulate
         return GlobalBatches(size=1 if self.batch_sampler is not None else size, drop_last=self.drop_last)
-
-    @property
-    def sample_batches(self) -> GlobalBatches:
-        """Batches in samples. Raises ValueError for steps measured in tokens."""
-        if isinstance(self.batches, GlobalBatches):
-            return self.batches
-        raise ValueError(
-            "global_batch_tokens counts LLM tokens, which must be in an index before anything is loaded, and this data "
-            "set has no index: pass batch_size or global_batch_size, or use an od.ShardDataset"
-        )
 
     @property
     def batched(self) -> bool:
@@ -315,12 +297,6 @@ class Arguments:
     def order_seed(self) -> int:
         """The seed of the loader's own order."""
         return operator.index(self.seed or 0) if self.generator is None else int(self.generator.initial_seed())
-
-    @property
-    def drawn(self) -> bool:
-        """Whether torch's generator, or `generator`, shuffles map-style data: `shuffle=True` and no seed."""
-        is_plain = self.seed is None and not isinstance(self.shuffle, Shuffle)
-        return is_plain and (self.rank.size == 1 or self.reaches_all)
 
     @property
     def families(self) -> list[str]:
@@ -357,20 +333,20 @@ class Arguments:
         follows `torch.manual_seed` in one thread only: it has none unless `num_threads` is given.
         """
         is_far = reads_far and not self.num_workers
+        given = {each.name: vars(self)[each.name] for each in fields(Workers) if each.name in vars(self)}
         return Workers(
-            num_workers=self.num_workers,
-            num_threads=self.num_threads,
-            prefetch_factor=self.prefetch_factor or (FAR_PREFETCH if is_far else DEFAULT_PREFETCH),
-            worker_init_fn=self.worker_init_fn,
-            worker_memory=self.worker_memory,
-            timeout=self.timeout,
-            persistent_workers=self.persistent_workers,
-            multiprocessing_context=self.context,
-            engine=self.engine,
-            dataset=self.dataset,
-            in_turn=not self.in_shards,
-            num_ranks=self.rank.size * self.rank.num_peers,
+            **given
+            | {
+                "prefetch_factor": self.prefetch_factor or (FAR_PREFETCH if is_far else DEFAULT_PREFETCH),
+                "multiprocessing_context": self.context,
+                "in_turn": not self.in_shards,
+                "num_ranks": self.rank.size * self.rank.num_peers,
+            }
         )
+
+    def read_by(self, files: Any) -> Any:
+        """Return the `Files` of a data set as this loader reads them."""
+        return files.limited(float(self.timeout)).cached(self.cache)
 
     def build_spec(
         self,
@@ -461,22 +437,41 @@ class Arguments:
         is_shuffled = not is_listed and bool(self.shuffle)
         # A caller who copies torch's default passes batch_size=1.
         has_others = self.batch_size != DEFAULT_BATCH_SIZE or is_shuffled or has_sampler or self.drop_last
-        refused = {
-            _COST_ID: self.cost_id is not None and (self.is_iterable or not callable(self.cost)),
-            "cache= keeps shards of an od.ShardDataset, and this data set has none: leave it out": self.cache,
-            "shuffle= takes an array of rows for an od.ShardDataset; for map-style data use sampler=": is_listed,
-            "quarantine names samples of shards; leave them out of a map-style data set yourself": (
-                self.quarantine is not None
-            ),
-            "ErrorPolicy.blank names samples of shards; leave them out of other data yourself": self.on_error.blank,
-            "Balance.teams does not work with data without an index, whose lengths are not known: use an "
-            "od.ShardDataset; or leave teams out": self.balance.teams,
-            "Balance.max_tokens is for a ShardDataset: a map-style data set gives one batch per step": (
-                self.balance.caps
-            ),
+        of_shards = {
+            "cache=": self.cache,
+            "an array as shuffle= (for other data use sampler=)": is_listed,
+            "quarantine=": self.quarantine is not None,
+            "ErrorPolicy.blank": self.on_error.blank,
+            "Balance.teams": self.balance.teams,
+            "Balance.max_tokens": self.balance.caps,
         }
-        _refuse(refused | (self._refused_iterable(is_shuffled) if self.is_iterable else {}))
-        refused = {
+        of_index = "is for an od.ShardDataset, whose index names its samples and their lengths: leave it out"
+        refused: dict[str, Any] = {
+            _COST_ID: self.cost_id is not None and (self.is_iterable or not callable(self.cost)),
+            **{f"{name} {of_index}": is_given for name, is_given in of_shards.items()},
+        }
+        if self.is_iterable:
+            given = {
+                "shuffle": self.shuffle if is_shuffled else None,
+                "sampler": self.sampler,
+                "batch_sampler": self.batch_sampler,
+            }
+            unexpected = "DataLoader with IterableDataset: expected unspecified {0} option, but got {0}={1}"
+            refused |= {unexpected.format(name, value): value is not None for name, value in given.items()} | {
+                "engine= builds steps that are planned, and an IterableDataset is read by torch's own workers: leave "
+                "engine out, or give the data as shards or as a map-style data set": self.engine is not None,
+                f"{type(self.dataset).__name__} is an IterableDataset, and this loader's samples are shared by "
+                f"{self.rank.size} ranks: an IterableDataset cannot be split over ranks automatically. For shards, use "
+                "od.ShardDataset, which is balanced and resumable. For another data set that splits itself by rank, "
+                "create a loader for this rank only, with dp=(0, 1); od.post_balance(loader) balances what each rank's "
+                "own loader yields": self.rank.size > 1,
+                "cost balances samples over ranks; an IterableDataset is read by one: leave it out": (
+                    self.cost is not None
+                ),
+                "on_error='skip' continues with the next sample, and an IterableDataset that raised has none: skip in "
+                "its __iter__": self.on_error.action == "skip",
+            }
+        refused |= {
             "sampler option is mutually exclusive with shuffle": has_sampler and is_shuffled,
             "batch_sampler option is mutually exclusive with batch_size, shuffle, sampler, and drop_last": (
                 self.batch_sampler is not None and has_others
@@ -486,26 +481,6 @@ class Arguments:
         }
         _refuse(refused)
         refuse_parts(self.balance, "the items of a map-style data set are whole")
-
-    def _refused_iterable(self, is_shuffled: bool) -> dict[str, Any]:
-        given = {
-            "shuffle": self.shuffle if is_shuffled else None,
-            "sampler": self.sampler,
-            "batch_sampler": self.batch_sampler,
-        }
-        unexpected = "DataLoader with IterableDataset: expected unspecified {0} option, but got {0}={1}"
-        return {unexpected.format(name, value): value is not None for name, value in given.items()} | {
-            "engine= builds steps that are planned, and an IterableDataset is read by torch's own workers: leave "
-            "engine out, or give the data as shards or as a map-style data set": self.engine is not None,
-            f"{type(self.dataset).__name__} is an IterableDataset, and this loader's samples are shared by "
-            f"{self.rank.size} ranks: an IterableDataset cannot be split over ranks automatically. For shards, use "
-            "od.ShardDataset, which is balanced and resumable. For another data set that splits itself by rank, create "
-            "a loader for this rank only, with dp=(0, 1); od.post_balance(loader) balances what each rank's own loader "
-            "yields": self.rank.size > 1,
-            "cost balances samples over ranks; an IterableDataset is read by one: leave it out": self.cost is not None,
-            "on_error='skip' continues with the next sample, and an IterableDataset that raised has none: skip in its "
-            "__iter__": self.on_error.action == "skip",
-        }
 
     def _check_sizes(self) -> None:
         """Raise ValueError for several sizes, and for shards without a size; `batch_size` is None where another size is

@@ -1,7 +1,5 @@
 """The index of a data set: which rows it chooses from, what is open in a process, and an index that the user names.
 
-What a data set has open in a process: the index, the rows that it chooses, single shards.
-
     take(N), [:N] --> the first N good samples --> rows before the one after the N-th
     index_file=, paths, recipe --one rank: the head--> all ranks --node's copy--> Index, or an error: it is never built
 
@@ -15,12 +13,12 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-import time
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,72 +37,49 @@ from orchdata.loaders.index.index_file import (
     write_index_file,
 )
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.required import load_required
-from orchdata.loaders.shards.container import Container, container_of, identity_of
-from orchdata.loaders.shards.open import OpenShards, by_identity
+from orchdata.loaders.shards.container import container_of, identity_of
+from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.shards.reading import Reading
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.atomic import read_small, write_once
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.paths import media_root_of, names_and_patterns
 from orchdata.loaders.storage.remote.urls import has_magic, is_match
 from orchdata.loaders.storage.retries import tried
 from orchdata.loaders.storage.storage import basename
 from orchdata.notices import warn_once
-from orchdata.ranks.first_comer import done_by_first, is_said, say
+from orchdata.ranks.first_comer import done_by_first
 from orchdata.ranks.parallel import ranks_per_node
 
+Ints = NDArray[np.int64]
 
+
+@dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of an index of `num_rows`, ascending: all but those in `without`, ascending. The memory is that of the rows
-    it has, or of those it lacks if they are fewer.
-    """
+    """Rows of an index of `num_rows`, ascending: all but those in `without`, ascending."""
 
-    def __init__(self, num_rows: int, without: NDArray[np.int64]) -> None:
-        self._count = num_rows - len(without)
-        self._listed: NDArray[np.int64] | None = None
-        if len(without) > self._count:
-            has = np.ones(num_rows, np.bool_)
-            has[without] = False
-            self._listed, without = np.flatnonzero(has), without[:0]
-        self._without = without
-        self._before = without - np.arange(len(without))  # how many rows of it come before each that it lacks
+    num_rows: int
+    without: Ints
 
     def __len__(self) -> int:
-        return self._count
+        return self.num_rows - len(self.without)
 
     def __getitem__(self, number: int) -> int:
         """Return the row with this number; negative numbers count from the end. Raises IndexError."""
-        if not -self._count <= number < self._count:
+        if not -len(self) <= number < len(self):
             raise IndexError(number)
-        number %= self._count
-        if self._listed is not None:
-            return int(self._listed[number])
-        return number + int(np.searchsorted(self._before, number, side="right"))
+        number %= len(self)
+        # As many are left out before it as have at most `number` rows before them: of rows 0 1 (2) 3, number 2 is 3.
+        return number + bisect_right(range(len(self.without)), number, key=lambda at: int(self.without[at]) - at)
 
     def number_of(self, row: int) -> int | None:
         """Return the number of a row; None if the row is not among them."""
-        known = self._without if self._listed is None else self._listed
-        at = int(np.searchsorted(known, row))
-        is_known = at < len(known) and int(known[at]) == row
-        if self._listed is None:
-            return None if is_known else row - at
-        return at if is_known else None
+        at = int(np.searchsorted(self.without, row))
+        return None if row in self.without[at : at + 1] else row - at
 
-    def listed(self) -> NDArray[np.int64]:
+    def listed(self) -> Ints:
         """Return the rows."""
-        return (
-            np.delete(np.arange(self._count + len(self._without)), self._without)
-            if self._listed is None
-            else self._listed
-        )
-
-    def sum_of(self, column: NDArray[np.int32]) -> int:
-        """Return the sum of a column of the index over these rows."""
-        if self._listed is not None:
-            return int(column[self._listed].sum())
-        return int(column.sum()) - int(column[self._without].sum())
+        return np.delete(np.arange(self.num_rows), self.without)
 
 
 class Chosen(NamedTuple):
@@ -121,21 +96,13 @@ class Opened:
         self.lock = threading.RLock()
         self.index = index
         self.chosen: Chosen | None = None
-        self._shards: OpenShards | None = None
+        self.shards: OpenShards | None = None
 
     def note(self, index: Index) -> None:
         """Use this index from now on."""
         with self.lock:
             if self.index is None or self.index.build_id != index.build_id:
-                self.index, self.chosen, self._shards = index, None, None
-
-    def open(self, recipe: Recipe, containers: Sequence[Container], files: Files) -> OpenShards:
-        with self.lock:
-            if self._shards is None:
-                load_required(recipe)
-                how: dict[str, Any] = {"containers": by_identity(containers), "files": files}
-                self._shards = OpenShards(limits=recipe.limits, cache=CacheFolder(), **how)
-            return self._shards
+                self.index, self.chosen, self.shards = index, None, None
 
 
 def num_first_samples(selections: Sequence[Selection | Taken]) -> int | None:
@@ -146,7 +113,7 @@ def num_first_samples(selections: Sequence[Selection | Taken]) -> int | None:
     return max(1, first.numbers[-1] + 1 if first.numbers else 1)
 
 
-def first_rows(index: Index, without: NDArray[np.int64]) -> Rows:
+def first_rows(index: Index, without: Ints) -> Rows:
     """Return the first row of each sample of an index, without some rows."""
     return Rows(index.num_rows, np.union1d(without, np.flatnonzero(index.piece)) if index.is_split else without)
 
@@ -165,27 +132,19 @@ def is_partial(index: Index, urls: Sequence[str]) -> bool:
     return len(index.shards) < len(urls) or any(shard.reach for shard in index.shards[-1:])
 
 
-def chosen_shards(index: Index, selections: Sequence[Selection | Taken]) -> Sequence[ShardInfo]:
-    """Return the shards that selections choose from: all, or those of the first samples."""
-    if num_first_samples(selections) is None:
-        return index.shards
-    rows = num_first_rows(index, selections)
-    return index.shards[: int(index.shard[rows - 1]) + 1] if rows else ()
-
-
-def content_of(index: Index, selections: Sequence[Selection | Taken]) -> str:
-    """Return the identity of the content that selections choose from, for states: of all shards, or of the rows of the
-    first samples.
+def content_of(index: Index, selections: Sequence[Selection | Taken]) -> tuple[str, Sequence[ShardInfo]]:
+    """Return the identity of the content that selections choose from, for states, and its shards: all shards, or the
+    rows and the shards of the first samples.
     """
-    shards = chosen_shards(index, selections)
     if num_first_samples(selections) is None:
-        return shards_fingerprint(shards)
+        return shards_fingerprint(index.shards), index.shards
     rows = num_first_rows(index, selections)
+    shards = index.shards[: int(index.shard[rows - 1]) + 1] if rows else ()
     digest = hashlib.blake2b(repr([(basename(shard.url), shard.size) for shard in shards]).encode(), digest_size=16)
     offsets, keys = index.keys(0, rows)
     for column in (np.diff(offsets), keys):
         digest.update(np.ascontiguousarray(column).data)
-    return f"first {rows} rows {digest.hexdigest()}"
+    return f"first {rows} rows {digest.hexdigest()}", shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,8 +191,13 @@ class NamedFile:
         place = Place(root_of(self.paths), self.reading.media_root)
         index = opened_copy(file, self.reading.files, place)
         check_function_of(index, self.recipe)
+        reading = self.reading
         for shard in index.shards:
-            if not _is_read_so(shard, self.reading):
+            container = container_of(reading.containers, shard.url) if reading.containers else None
+            root = media_root_of(shard.url, reading.media_root) if container is None else None
+            identity = "" if container is None else identity_of(container)
+            known = shard.columns, shard.container, shard.key, bool(shard.media_root)
+            if known != (reading.columns, identity, reading.key, bool(root)):
                 raise self._unfit(
                     f"has {shard.url} with another media_root, or other columns, key or containers than are given"
                 )
@@ -294,62 +258,17 @@ def merged(urls: Sequence[str], out: str, reading: Reading) -> int:
     return sum(len(index.shards) for index in indexes)
 
 
-def _is_read_so(shard: ShardInfo, reading: Reading) -> bool:
-    """Return whether a shard was indexed as it would be read now."""
-    container = container_of(reading.containers, shard.url) if reading.containers else None
-    root = media_root_of(shard.url, reading.media_root) if container is None else None
-    known = shard.columns, shard.container, shard.key, bool(shard.media_root)
-    return known == (reading.columns, "" if container is None else identity_of(container), reading.key, bool(root))
-
-
-_KEY: Final = "cache folders differ"
-_LOOK_SECONDS: Final = 2.0
-_MOST_BYTES: Final = 64
-
-
-class Apart:
-    """Finds out whether ranks that build an index together have one cache folder. `arguments` are for the error."""
-
-    def __init__(self, arguments: str) -> None:
-        self._arguments = arguments
-        self._is_one_node = _is_one_node()
-        self._look_at = 0.0
-
-    def check(self) -> None:
-        """Raise MissingIndexError if this rank has another cache folder than the first rank that builds."""
-        if self._is_one_node:
-            return
-        mine = _name_of(CacheFolder())
-        if done_by_first("cache folder", lambda: mine) != mine:
-            say(_KEY)
-            raise self._error()
-
-    def check_others(self) -> None:
-        """Raise MissingIndexError if another rank has found so; it is often called."""
-        if not self._is_one_node and time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + _LOOK_SECONDS
-            if is_said(_KEY):
-                raise self._error()
-
-    def _error(self) -> MissingIndexError:
-        return MissingIndexError(
-            "no index of these shards, and the ranks run on several nodes without a common cache folder: each node "
-            f"would read all shards. Build it once, `orchdata index {self._arguments} --out URL`, and pass "
-            "index_file=URL; or set ORCHDATA_CACHE to a folder that all nodes share"
-        )
-
-
-def _is_one_node() -> bool:
+def check_one_folder(arguments: str) -> None:
+    """Raise MissingIndexError if ranks on several nodes build an index together, and this one has another cache folder
+    than the first rank: each node would read all shards. `arguments` are those of `orchdata index`, for the error.
+    """
     import torch.distributed as dist
 
     local = ranks_per_node()
     there = dist.is_available() and dist.is_initialized()
-    return not there or (local is not None and dist.get_world_size() <= local)
-
-
-def _name_of(cache: CacheFolder) -> str:
-    """Return the random name of a cache folder. Raises StorageError."""
-    path = cache.file("locks", "folder")
+    if not there or (local is not None and dist.get_world_size() <= local):
+        return
+    path = CacheFolder().file("locks", "folder")
 
     def name() -> str:
         try:
@@ -358,7 +277,16 @@ def _name_of(cache: CacheFolder) -> str:
             _give_name(path)
             return read_small(path, _MOST_BYTES).decode()
 
-    return tried(str(path), "cannot be read", name)
+    mine = tried(str(path), "cannot be read", name)
+    if done_by_first("cache folder", lambda: mine) != mine:
+        raise MissingIndexError(
+            "no index of these shards, and the ranks run on several nodes without a common cache folder: each node "
+            f"would read all shards. Build it once, `orchdata index {arguments} --out URL`, and pass "
+            "index_file=URL; or set ORCHDATA_CACHE to a folder that all nodes share"
+        )
+
+
+_MOST_BYTES: Final = 64
 
 
 def _give_name(path: Path) -> None:

@@ -24,13 +24,13 @@ from torch.utils.data import (
 from orchdata.building.collate import MapContent
 from orchdata.dataset.arguments import Arguments
 from orchdata.dataset.item_costs import ItemCosts, costs_of_items
-from orchdata.dataset.options import PreparedDataset
+from orchdata.dataset.prepared import PreparedDataset
 from orchdata.dataset.sharded import is_sharded
 from orchdata.delivery.policy import Unusable, refuse_above_budget
 from orchdata.engines.torch_workers import IterableContent
 from orchdata.loaders.errors import DataError
 from orchdata.notices import progress_bar, warn_once
-from orchdata.order.order import Order
+from orchdata.order.order import Order, Shuffle
 from orchdata.order.sampler import AllRanksSampler, SamplerOrder, SamplerSteps, Source, TorchSampler
 from orchdata.order.steps import GlobalBatches, OrderedSteps, Steps, StreamSteps
 from orchdata.planning.costs import ArrayCosts, EqualCosts
@@ -39,26 +39,10 @@ from orchdata.ranks.parallel import Rank
 Ints = NDArray[np.int64]
 
 
-def _refuse_parts_of_shards(dataset: Any) -> None:
-    """Raise TypeError for torch's wrappers of a ShardDataset: nothing would be balanced, or read by shards."""
-    parts = [dataset.dataset] if isinstance(dataset, Subset) else getattr(dataset, "datasets", ())
-    if isinstance(dataset, Subset | ConcatDataset) and any(map(is_sharded, parts)):
-        way_out = (
-            "dataset[:1000], dataset.take(1000), dataset.select(numbers) or dataset.split('train', 0.9)"
-            if isinstance(dataset, Subset)
-            else "od.ShardDataset([*paths, *other_paths]), or od.Mixture for shares of each"
-        )
-        raise TypeError(
-            f"a {type(dataset).__name__} of a ShardDataset would be map-style data, decoded one by one and without "
-            f"token costs: use {way_out}"
-        )
-
-
 def prepare_map_style(arguments: Arguments) -> PreparedDataset:
     """Prepare `dataset[i]` for i below `len(dataset)`, balanced by `cost`. Raises as DataLoader documents."""
     dataset, sampler, batch_sampler = arguments.dataset, arguments.sampler, arguments.batch_sampler
     rank, batched = arguments.rank, arguments.batched
-    _refuse_parts_of_shards(dataset)
     _check(arguments)
     num_indexed = len(dataset) if hasattr(dataset, "__len__") else 0
     values, failures = _map_costs(arguments)
@@ -66,10 +50,13 @@ def prepare_map_style(arguments: Arguments) -> PreparedDataset:
     usable: Ints | None = None
     if failures and sampler is None and batch_sampler is None:
         usable = np.delete(np.arange(num_indexed), [int(failure.key) for failure in failures])
-    batches = arguments.sample_batches
+    batches = arguments.batches
+    # Torch's generator, or `generator`, shuffles where there is no seed.
+    is_plain = arguments.seed is None and not isinstance(arguments.shuffle, Shuffle)
+    is_drawn = is_plain and (rank.size == 1 or arguments.reaches_all)
     order: Order | SamplerOrder
     steps: Steps
-    if sampler is None and batch_sampler is None and arguments.shuffled is not None and not arguments.drawn:
+    if sampler is None and batch_sampler is None and arguments.shuffled is not None and not is_drawn:
         # A seeded order, as of shards.
         excluded = None if usable is None else np.setdiff1d(np.arange(num_indexed), usable)
         order = Order(num_indexed, shuffle=arguments.shuffled, seed=arguments.order_seed, excluded=excluded)
@@ -132,7 +119,7 @@ def prepare_map_style(arguments: Arguments) -> PreparedDataset:
 
 def prepare_iterable(arguments: Arguments) -> PreparedDataset:
     """Prepare an IterableDataset, on one rank."""
-    dataset, batches, batched = arguments.dataset, arguments.sample_batches, arguments.batched
+    dataset, batches, batched = arguments.dataset, arguments.batches, arguments.batched
     name = type(dataset).__name__
     content = IterableContent(
         dataset=dataset,
@@ -169,7 +156,21 @@ def _warn_shared(dataset: Any, rank: Rank) -> None:
 
 
 def _check(arguments: Arguments) -> None:
+    """Raise TypeError for what is no map-style data set, and for torch's wrappers of a ShardDataset: nothing would be
+    balanced, or read by shards.
+    """
     dataset = arguments.dataset
+    parts = [dataset.dataset] if isinstance(dataset, Subset) else getattr(dataset, "datasets", ())
+    if isinstance(dataset, Subset | ConcatDataset) and any(map(is_sharded, parts)):
+        way_out = (
+            "dataset[:1000], dataset.take(1000), dataset.select(numbers) or dataset.split('train', 0.9)"
+            if isinstance(dataset, Subset)
+            else "od.ShardDataset([*paths, *other_paths]), or od.Mixture for shares of each"
+        )
+        raise TypeError(
+            f"a {type(dataset).__name__} of a ShardDataset would be map-style data, decoded one by one and without "
+            f"token costs: use {way_out}"
+        )
     if isinstance(dataset, (str, bytes, PathLike)):
         raise TypeError(f"DataLoader takes a data set, got the path {dataset!r}: use od.ShardDataset({dataset!r})")
     if isinstance(dataset, type):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.dataset.index_costs import IndexTokens
-from orchdata.dataset.indexed import chosen_shards, content_of, num_first_rows
+from orchdata.dataset.indexed import content_of, num_first_rows
 from orchdata.dataset.sharded import is_mixture
 from orchdata.loaders.index.index import Index, shards_in_words
 from orchdata.loaders.index.joined import JoinedIndex
@@ -162,9 +162,10 @@ def fingerprint_of(dataset: ShardDataset | Mixture, index: Index, order: AnyOrde
 
 def _identity_of(dataset: ShardDataset, index: Index, **more: Any) -> dict[str, Any]:
     chosen = dataset.selections
+    content, shards = content_of(index, chosen)
     return {
-        "dataset": content_of(index, chosen),
-        "shards": shards_in_words(chosen_shards(index, chosen)),
+        "dataset": content,
+        "shards": shards_in_words(shards),
         "recipe": dataset.recipe.describe(),
         **more,
         **({"selection": [each.describe() for each in chosen]} if chosen else {}),

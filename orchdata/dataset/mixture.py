@@ -23,7 +23,7 @@ from orchdata.order.order import By
 
 if TYPE_CHECKING:
     from orchdata.dataset.arguments import Arguments
-    from orchdata.dataset.options import PreparedDataset
+    from orchdata.dataset.prepared import PreparedDataset
 
 Weights = Mapping[str, float]
 

@@ -137,15 +137,10 @@ Selection = Filter | Split
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The rows of samples by number, as `dataset[number]` counts the good samples that earlier selections leave.
+    """The rows of samples by number, as `dataset[number]` counts the good samples that earlier selections leave."""
 
-    Attributes:
-        numbers: a range, or the bytes of ascending int64 numbers.
-        among_all: number of the samples that a mask chose from; None: it was no mask.
-    """
-
-    numbers: range | bytes
-    among_all: int | None = None
+    numbers: range | bytes  # bytes are of ascending int64 numbers
+    among_all: int | None = None  # number of the samples that a mask chose from; None: it was no mask
 
     @classmethod
     def of(cls, numbers: Any, num_samples: int) -> Taken:
@@ -290,31 +285,31 @@ def columns_of(index: Index) -> dict[str, Column]:
     component); for each modality `<name>_tokens`, `<name>_positions` and `<name>_parts`.
     """
 
-    def part_sum(column: NDArray[Any] | None, code: int | None) -> Column:
-        def summed(start: int, stop: int) -> NDArray[np.int64]:
-            offsets = index.part_offsets[start : stop + 1]
-            parts = slice(int(offsets[0]), int(offsets[-1]))
-            values = np.ones(parts.stop - parts.start, np.int64) if column is None else column[parts].astype(np.int64)
-            if code is not None:
-                values = np.where(index.part_modality[parts] == code, values, 0)
-            return _sums(values, offsets)
+    def summed(offsets: NDArray[np.int64], values: Callable[[slice], NDArray[Any]]) -> Column:
+        def sums(start: int, stop: int) -> NDArray[np.int64]:
+            bounds = offsets[start : stop + 1]
+            running = np.cumsum(values(slice(int(bounds[0]), int(bounds[-1]))), dtype=np.int64)
+            result: NDArray[np.int64] = np.diff(np.append(0, running)[bounds - bounds[0]])
+            return result
 
-        return summed
+        return sums
 
-    def over_pieces(column: NDArray[Any]) -> Callable[[int, int], NDArray[Any]]:
-        def summed(start: int, stop: int) -> NDArray[Any]:
+    def of_modality(code: int, column: NDArray[Any] | None = None) -> Column:
+        def values(parts: slice) -> NDArray[Any]:
+            is_its = index.part_modality[parts] == code
+            return is_its if column is None else np.where(is_its, column[parts], 0)
+
+        return summed(index.part_offsets, values)
+
+    def over_pieces(column: NDArray[Any]) -> Column:
+        def sums(start: int, stop: int) -> NDArray[Any]:
             values: NDArray[Any] = column[start:stop]
             if not index.is_split:
                 return values.astype(np.int64)
             first = np.flatnonzero(index.piece[start:stop] == 0)
-            sums = np.add.reduceat(values, first, dtype=np.int64)
-            return np.repeat(sums, np.diff(first, append=stop - start))
+            return np.repeat(np.add.reduceat(values, first, dtype=np.int64), np.diff(first, append=stop - start))
 
-        return summed
-
-    def num_bytes(start: int, stop: int) -> NDArray[np.int64]:
-        offsets = index.member_offsets[start : stop + 1]
-        return _sums(index.member_size[int(offsets[0]) : int(offsets[-1])], offsets)
+        return sums
 
     def keys(start: int, stop: int) -> Any:
         import pyarrow as pa
@@ -328,7 +323,7 @@ def columns_of(index: Index) -> dict[str, Column]:
 
         return pa.array([basename(shard.url) for shard in index.shards]).take(pa.array(index.shard[start:stop]))
 
-    media_tokens = part_sum(index.part_tokens, None)
+    media_tokens = summed(index.part_offsets, lambda parts: index.part_tokens[parts])
     tokens = over_pieces(index.llm_tokens)
     columns: dict[str, Column] = {
         "tokens": tokens,
@@ -336,22 +331,15 @@ def columns_of(index: Index) -> dict[str, Column]:
         "text_tokens": lambda start, stop: tokens(start, stop) - media_tokens(start, stop),
     }
     for code, name in enumerate(index.modalities[1:], 1):
-        columns[f"{name}_tokens"] = part_sum(index.part_tokens, code)
-        columns[f"{name}_positions"] = part_sum(index.part_positions, code)
-        columns[f"{name}_parts"] = part_sum(None, code)
+        columns[f"{name}_tokens"] = of_modality(code, index.part_tokens)
+        columns[f"{name}_positions"] = of_modality(code, index.part_positions)
+        columns[f"{name}_parts"] = of_modality(code)
     return columns | {
-        "bytes": num_bytes,
+        "bytes": summed(index.member_offsets, lambda members: index.member_size[members]),
         "bad": lambda start, stop: _is_bad(index, start, stop),
         "key": keys,
         "shard": shards,
     }
-
-
-def _sums(values: NDArray[Any], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the sums of consecutive stretches of values."""
-    running = np.concatenate([np.zeros(1, np.int64), np.cumsum(values, dtype=np.int64)])
-    sums: NDArray[np.int64] = np.diff(running[offsets - offsets[0]])
-    return sums
 
 
 def _digest(expression: pc.Expression) -> str:

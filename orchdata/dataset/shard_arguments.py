@@ -31,7 +31,16 @@ def reading_of(
     paths: Sequence[str | PathLike[str]] = (),
 ) -> Reading:
     """Return how shards are read, from arguments of `ShardDataset`, of which `paths` may have secrets. Raises as it."""
-    files = Files(_checked_options(storage_options), store, _given_urls(paths))
+    # URLs that have a query or a password, by what stands for them.
+    secret = [
+        url
+        for url in paths
+        if isinstance(url, str)
+        and is_remote(url)
+        and url[len(scheme_of(url)) :] != identity(url)[len(scheme_of(url)) :]
+    ]
+    given = {identity(url): url for url in expand_paths(secret)} if secret else {}
+    files = Files(_checked_options(storage_options), store, given)
     root, pairs = _checked_media_root(media_root), _checked_columns(columns)
     checked = checked_containers(containers)
     if key not in ("", "last_dot"):
@@ -61,16 +70,6 @@ def _checked_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
         if not 0 <= seconds < float("inf"):
             raise ValueError(f"storage_options retry_seconds is a number of seconds, got {options['retry_seconds']!r}")
     return dict(options)
-
-
-def _given_urls(paths: Sequence[str | PathLike[str]]) -> dict[str, str]:
-    """Return URL without secrets -> the URL as given, of all URLs that have a query or a password."""
-    secret = [each for each in paths if isinstance(each, str) and is_remote(each) and _has_secret(each)]
-    return {identity(url): url for url in expand_paths(secret)} if secret else {}
-
-
-def _has_secret(url: str) -> bool:
-    return url[len(scheme_of(url)) :] != identity(url)[len(scheme_of(url)) :]
 
 
 def _checked_columns(columns: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 import orchdata
 from orchdata.dataset.indexed import (
-    Apart,
     Chosen,
     NamedFile,
     Opened,
     Rows,
+    check_one_folder,
     first_rows,
     num_first_samples,
 )
@@ -55,11 +55,12 @@ from orchdata.loaders.index.index import Index, absolute, digest
 from orchdata.loaders.index.index_file import IndexFile, open_index
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.recipe import Recipe, checked_recipe
+from orchdata.loaders.required import load_required
 from orchdata.loaders.samples.sample import Sample
 from orchdata.loaders.shards.changes import changed_media, find_changes
 from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.fields import printable
-from orchdata.loaders.shards.open import by_identity
+from orchdata.loaders.shards.open import OpenShards, by_identity
 from orchdata.loaders.shards.reading import PLAIN, Reading, listed_paths
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import Files
@@ -74,7 +75,7 @@ if TYPE_CHECKING:
     import pyarrow.compute as pc
 
     from orchdata.dataset.arguments import Arguments
-    from orchdata.dataset.options import PreparedDataset
+    from orchdata.dataset.prepared import PreparedDataset
 
 _listings: Counter[str] = Counter()
 """How often this process has asked for the listing of some patterns."""
@@ -364,7 +365,9 @@ class ShardDataset(Sharded):
                 raise ValueError(f"index_file={self.index_file!r} is never built here: {self.index_command}")
             return self._from_file()
         self.find_shards(again=rebuild and needs_listing(self._given))
-        urls, recipe, reading, first = self.urls, self.recipe, self.reading, self._first
+        urls, recipe, reading = self.urls, self.recipe, self.reading
+        # The number of the first good samples that the selections choose from; None: all.
+        first = None if self.index_fields else num_first_samples(self.selections)
 
         # The full index is used where it is there, even if the first samples suffice.
         problem = f"no index for {these(len(urls), 'shard')} under this recipe"
@@ -386,18 +389,10 @@ class ShardDataset(Sharded):
             return build_first_index(urls, recipe, first, reading=reading, under_way=progress)
 
         # Else it is built, or brought up to date. Ranks must find each other's parts.
-        apart = Apart(self._as_arguments()) if num_ranks > 1 and any(map(is_remote, urls)) else None
-        if apart is not None:
-            apart.check()
-
-        def under_way(done: float, total: int) -> None:
-            if apart is not None:
-                apart.check_others()
-            if progress is not None:
-                progress(done, total)
-
+        if num_ranks > 1 and any(map(is_remote, urls)):
+            check_one_folder(self._as_arguments())
         share = rank or 0, num_ranks
-        return build_index(urls, recipe, reading=reading.looked_up(urls), share=share, under_way=under_way)
+        return build_index(urls, recipe, reading=reading.looked_up(urls), share=share, under_way=progress)
 
     def _has_changed(self, index: Index, *, warns: bool) -> bool:
         """Return whether shards must be measured again, and warn about them. One rank looks for all."""
@@ -429,11 +424,6 @@ class ShardDataset(Sharded):
         self._urls = tuple(shard.url for shard in index.shards)
         return index
 
-    @property
-    def _first(self) -> int | None:
-        """The number of the first good samples that the selections choose from; None: all."""
-        return None if self.index_fields else num_first_samples(self.selections)
-
     def prepare(self, arguments: Arguments) -> PreparedDataset:
         """Return what a loader needs of it. Raises as `DataLoader`."""
         from orchdata.dataset.shards import prepare_shards  # which imports torch
@@ -442,6 +432,8 @@ class ShardDataset(Sharded):
 
     def left_out(self, index: Index) -> NDArray[np.int64]:
         """Return the rows of its index that `filter` and `split` leave out, ascending, int64. Raises as they do."""
+        if not self.selections:
+            return np.zeros(0, np.int64)
         return left_out(index, self.selections, self.own_columns(index))
 
     def own_columns(self, index: Index, *, may_build: bool = True) -> OwnColumns:
@@ -491,8 +483,13 @@ class ShardDataset(Sharded):
             if not len(rows) and len(bad := np.setdiff1d(index.bad_rows(), self.left_out(index))):
                 text += f": none of {counted(len(bad), 'sample')} can be used; the first: {index.failure(int(bad[0]))}"
             raise IndexError(text)
-        shards = self._opened.open(self.recipe, self.containers, self.files)
-        stored = StoredSample(index, shards, rows[number], whole=True)
+        opened = self._opened
+        with opened.lock:
+            if opened.shards is None:
+                load_required(self.recipe)
+                how: dict[str, Any] = {"containers": by_identity(self.containers), "files": self.files}
+                opened.shards = OpenShards(limits=self.recipe.limits, cache=CacheFolder(), **how)
+            stored = StoredSample(index, opened.shards, rows[number], whole=True)
         try:
             return stored.decode(self.recipe)
         except FieldError as error:
@@ -584,7 +581,7 @@ class ShardDataset(Sharded):
             return f"ShardDataset({shards}{chosen}; not indexed yet)"
         rows, first_rows = self._chosen()
         pieces = f" in {len(rows):,} rows" if len(rows) > len(first_rows) else ""
-        tokens = rows.sum_of(index.llm_tokens)
+        tokens = int(index.llm_tokens.sum()) - int(index.llm_tokens[rows.without].sum())
         return f"ShardDataset({len(first_rows):,} samples{pieces}, {tokens:,} tokens in {shards}{chosen})"
 
     _repr_html_ = orchdata._html

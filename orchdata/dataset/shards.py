@@ -1,17 +1,19 @@
-"""Shards, prepared: open the index, leave out unusable samples.
+"""Shards, prepared: open the index, leave out samples that a loader cannot use, order the rest, and cut it into steps.
 
-Shards that an index file lacks: looked for once in a job, in the background, after the first step.
+Windows of concatenated documents are steps of another kind: their checks are here too, and what a state stores of rows.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
 from os import PathLike
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch.distributed as dist
@@ -21,15 +23,30 @@ from orchdata.balancers.costs.model import CostModel
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.contents import IndexedShards, SampleContent, ShardContent
 from orchdata.caching import filler_of
-from orchdata.dataset.arguments import Arguments, Quarantine, refuse_parts
-from orchdata.dataset.bad_samples import IndexedFailures, lost_samples, unusable_of, warn_of_bad
-from orchdata.dataset.index_costs import IndexCosts, IndexTokens
+from orchdata.dataset.advice import (
+    warn_of_bad,
+    warn_of_costs,
+    warn_of_damage,
+    warn_of_missing,
+    warn_of_no_loss,
+    warn_of_steps,
+    warn_of_unended,
+    warn_of_unread,
+)
+from orchdata.dataset.arguments import Arguments, refuse_parts
+from orchdata.dataset.index_costs import (
+    IndexTokens,
+    above_budget,
+    check_layout,
+    fewest_ranks,
+    layout_balance,
+    layout_costs,
+    oversize_rows,
+)
+from orchdata.dataset.indexed import Rows, is_partial, num_first_rows
 from orchdata.dataset.mixed import fingerprint_of, index_of, order_of
-from orchdata.dataset.options import PreparedDataset, TokenBudgets
-from orchdata.dataset.unread import warn_of_missing, warn_of_no_loss, warn_of_unread, whole_parts
-from orchdata.dataset.usable_rows import rows_of
-from orchdata.dataset.windows import check_accumulate, check_labels, check_windows, warn_of_windows, windows_of
-from orchdata.delivery.policy import ErrorPolicy, refuse_above_budget
+from orchdata.dataset.prepared import PreparedDataset
+from orchdata.delivery.policy import ErrorPolicy, Unusable, refuse_above_budget
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import DataError, StorageError, TooManyFailures
 from orchdata.loaders.index.index import Index, digest
@@ -37,45 +54,38 @@ from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import LEFT_OUT
 from orchdata.loaders.shards.open import by_identity
-from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.paths import ARROW_SUFFIXES
 from orchdata.loaders.storage.remote.urls import is_remote
+from orchdata.loaders.storage.storage import basename
+from orchdata.loop.state import RowsDigest
 from orchdata.notices import progress_bar, warn_once
 from orchdata.order.mixture import AnyOrder
 from orchdata.order.order import ListedOrder, TokenCounts
 from orchdata.order.steps import Batches, StepTask, TokenBatches
-from orchdata.planning.balance import Balance
-from orchdata.planning.layout import (
-    Layout,
-    Packed,
-    Padded,
-    encoder_lengths,
-    fixed_length,
-    layout_of,
-    padded_encoders,
-    window_length,
-)
+from orchdata.planning.layout import Packed, Padded, layout_of, window_length
 from orchdata.planning.make_plan import make_plan
-from orchdata.planning.sharing.accumulated import better_budget
+from orchdata.planning.windows import WindowBatches
 from orchdata.quarantine import checked_names, read_quarantine
 from orchdata.ranks.first_comer import is_first
-from orchdata.ranks.parallel import Rank
-from orchdata.unended_chats import warn_of_unended
 
 if TYPE_CHECKING:
     from orchdata.dataset.mixture import Mixture
     from orchdata.dataset.shard_dataset import ShardDataset
 
-
 Ints = NDArray[np.int64]
-_OR_CUT: Final = ", or cut long texts by TextPreprocessor(max_tokens=..., overflow=...)"
-_OR_SHARE: Final = ", or let ranks share them by Balance(teams=od.Teams(largest=...))"
+_CHUNK_ROWS: Final = 1 << 20
+_WHOLE: Final = "or keep samples whole, by od.Packed(length=...) without concatenate"
+_log = logging.getLogger("orchdata")
 
 
 def prepare_shards(dataset: ShardDataset | Mixture, arguments: Arguments) -> PreparedDataset:
     """Open the index and leave out unusable samples. Raises as DataLoader documents."""
     # The index, and the costs of its samples in this layout.
-    named = _read_quarantine(arguments.quarantine)
+    named: Sequence[tuple[str, ...]] = ()
+    if isinstance(arguments.quarantine, str | PathLike):
+        named = read_quarantine(arguments.quarantine)
+    elif arguments.quarantine is not None:
+        named = checked_names(arguments.quarantine, "quarantine")
     balance, accumulate, rank, cost = arguments.balance, arguments.accumulate, arguments.rank, arguments.cost
     assert isinstance(cost, CostModel | None)
     layout = layout_of(arguments.collate_fn) or Packed()
@@ -84,39 +94,47 @@ def prepare_shards(dataset: ShardDataset | Mixture, arguments: Arguments) -> Pre
     recipes = [source.recipe for source in sources]
     index = index_of(dataset, partial(_open_index, arguments))
     costs = layout_costs(index, cost, layout, balance)
+    encoders = costs.phases[:-1]
     length = window_length(layout)
-    check_windows(length, balance, arguments.batches.describe(), cost, recipes, index)
-    if length is not None and accumulate > 1:
-        check_accumulate(accumulate, arguments.sample_batches.size, rank.size)
+    if length is not None:
+        _check_windows(length, arguments, recipes, index)
         accumulate = 1  # a microbatch is a window
-    balance = layout_balance(balance, layout, recipes[0], costs.phases[:-1])
+    balance = layout_balance(balance, layout, recipes[0], encoders)
     if isinstance(arguments.collate_fn, ModelInputs):
         for recipe in recipes:
-            arguments.collate_fn.check(recipe, costs.phases[:-1], balance)
-    _refuse_none_left(index)
+            arguments.collate_fn.check(recipe, encoders, balance)
+    left_out = index.totals["ignored_fields"].get(LEFT_OUT, 0)
+    if left_out and not index.num_rows:  # an epoch would silently have no step
+        raise ValueError(f"Recipe.record returned None for all {left_out:,} samples: does it end without a return?")
     warn_of_unread(dataset, index, rank.rank)
+
     # Leave out rows that are not selected, quarantined, bad, or too large.
     unchosen = unchosen_rows(dataset, index)
-    warn_of_no_loss(dataset, index, unchosen, learns=not callable(arguments.collate_fn))
-    without = np.union1d(_quarantined_rows(dataset, index, named), unchosen)
-    bad = np.setdiff1d(index.bad_rows(), without)
-    names = [leaf.name for leaf in dataset.leaves]
-    _refuse(index, bad, unchosen, names, arguments.on_error)
-    lost = lost_samples(index, bad)
-    refuse_above_budget(unusable_of(index, bad, lost, unchosen, names), arguments.on_error)
-    warn_of_bad(index, bad)
+    if not callable(arguments.collate_fn):  # a function of the user's may give the model other tokens to learn
+        warn_of_no_loss(dataset, index, unchosen)
+    without = np.union1d(_quarantined_rows(dataset, index, named), unchosen) if named else unchosen
+    bad, num_lost = np.setdiff1d(index.bad_rows(), without), 0
+    if len(bad):
+        num_lost = _check_bad(index, bad, unchosen, [leaf.name for leaf in dataset.leaves], arguments.on_error)
     warn_of_missing(dataset, index)
     excluded = np.union1d(without, bad)
-    check_caps(balance, index)
     if balance.caps and balance.oversize != "own" and length is None:
         above = oversize_rows(costs, balance, excluded)
         excluded = np.union1d(excluded, np.concatenate(list(above.values())))
     # Padding to the longest sample of a microbatch is not known before planning.
     counts = IndexTokens(index, 1 if isinstance(layout, Padded) or length is not None else layout.multiple_of)
-    if isinstance(arguments.batches, TokenBudgets):
-        excluded = np.union1d(excluded, above_budget(counts, arguments.batches, balance, excluded))
-    _check_ranks(rank.size, fewest_ranks(costs, balance, excluded))
-    check_labels(length, index, excluded)
+    budgets = arguments.global_batch_tokens
+    if budgets is not None:
+        smallest = min(tokens for _, tokens in budgets)
+        excluded = np.union1d(excluded, above_budget(counts, smallest, balance, excluded))
+    if balance.teams is not None and rank.size < (needed := fewest_ranks(costs, balance, excluded)):
+        raise ValueError(
+            f"a usable sample takes a team of {needed} ranks under Balance.max_tokens, and there are {rank.size}: use "
+            f"at least {needed} ranks, raise max_tokens, or use Balance(oversize='own')"
+        )
+    if length is not None:
+        _check_labels(index, excluded)
+
     # The order, and what a state must agree with.
     shuffle, seed, multiple_of = arguments.shuffled, arguments.order_seed, counts.multiple_of
     if isinstance(arguments.shuffle, np.ndarray):
@@ -126,102 +144,46 @@ def prepare_shards(dataset: ShardDataset | Mixture, arguments: Arguments) -> Pre
         order = order_of(dataset, index, excluded, shuffle=shuffle, seed=seed, multiple_of=multiple_of)
     identity = fingerprint_of(dataset, index, order)
     if any(modality.draws() for recipe in recipes for modality in recipe.modalities.values()):
-        identity["draws"] = {"seed": arguments.order_seed}
+        identity["draws"] = {"seed": seed}
+
     # The steps.
-    batches: Batches | TokenBudgets = arguments.batches
-    measure = {}
-    if isinstance(batches, TokenBudgets):
-        batches = batches.over(order.sums(counts))
-        measure = {"tokens_multiple_of": counts.multiple_of}
-        _warn_better(batches, fixed_length(layout), rank.size, has_media=len(costs.phases) > 1)
+    if budgets is not None:
+        batches: Batches = TokenBatches(sums=order.sums(counts), budgets=budgets, drop_last=arguments.drop_last)
     elif length is not None:
-        batches = windows_of(batches, length, order, counts, index)
-        warn_of_windows(batches, recipes, rank.size)
-    elif order.by == "tokens":
-        measure = {"tokens_multiple_of": counts.multiple_of}
-    files = dataset.files.limited(float(arguments.timeout)).cached(arguments.cache)
-    _check_arrow(index, files)
-    content = _content(recipes, dataset, arguments, index, costs.phases[:-1], layout, files)
-    warn_of_unended(content.shards, rank.rank)
-    rows = rows_of(dataset, index, order, batches, excluded)
+        batches = _windows_of(arguments, length, order, counts, index)
+    else:
+        batches = arguments.batches
+    warn_of_steps(batches, layout, recipes, rank.size, has_media=bool(encoders))
+    by_tokens = budgets is not None or (length is None and order.by == "tokens")
+    measure = {"tokens_multiple_of": multiple_of} if by_tokens else {}
+
+    # What is built.
+    shards = _shards_of(dataset, arguments, index, encoders)
+    content: ShardContent | SampleContent = ShardContent(shards=shards, layout=layout, encoders=encoders)
+    if callable(arguments.collate_fn):
+        refuse_parts(balance, "a collate_fn gets whole samples")
+        content = SampleContent(shards=shards, collate_fn=arguments.collate_fn)
+    warn_of_unended(shards, rank.rank)
     num_indexed = index.num_samples - int(np.count_nonzero(index.piece[unchosen] == 0))
     spec = arguments.build_spec(costs, order, batches, content, balance=balance, accumulate=accumulate)
     if accumulate > 1 and balance.caps and spec.plan.num_steps:
         make_plan(spec.plan, StepTask(0, 0))  # It raises if caps need more micro-steps.
-    _advise_costs(arguments, costs.phases)
+    if cost is None:
+        warn_of_costs(costs.phases, rank, balance)
+    named_files = [source for source in sources if source.index_file is not None and rank.rank == 0]
+    chosen_by = [each.describe() for each in sources[0].selections] if len(sources) == 1 and not num_indexed else []
     return PreparedDataset(
         spec=spec,
-        rows=rows,
+        rows=rows_of(dataset, index, order, batches, excluded),
         of_processor=tuple(dict.fromkeys(name for recipe in recipes for name in recipe.of_processor)),
-        filler=filler_of,
+        filler=None if arguments.cache is None else filler_of,
         fingerprint={**identity, **batches.describe(), **measure},
         failures=IndexedFailures(index, bad),
         num_indexed=num_indexed,
-        num_lost=int(lost.sum()),
-        none_chosen=_choice(sources, num_indexed),
-        on_first_step=_new_shards(sources, rank),
+        num_lost=num_lost,
+        none_chosen=", ".join(f"{name}={value!r}" for each in chosen_by for name, value in each.items()),
+        on_first_step=partial(_look_once, named_files) if named_files else None,
     )
-
-
-def _advise_costs(arguments: Arguments, phases: Sequence[str]) -> None:
-    """Say once that phases are balanced by their positions, if that is so and what they cost may differ."""
-    is_balanced = arguments.rank.size > 1 and arguments.balance.scope != "none"
-    if arguments.cost is None and len(phases) > 1 and is_balanced:
-        warn_once(
-            "positions as costs",
-            f"no cost= is given, so positions cost the same in the phases {', '.join(phases)}: a patch as much as an "
-            "LLM token. Plans are better with what your model costs: cost=od.hf.cost(model) for a Hugging Face model, "
-            "else an od.CostModel with an od.TransformerCost(hidden=..., layers=..., ffn=...) for each phase",
-        )
-
-
-def _choice(sources: Sequence[ShardDataset], num_chosen: int) -> str:
-    """Return the selections of a data set, not of a mixture, that choose no sample; empty if they choose any."""
-    if num_chosen or len(sources) > 1:
-        return ""
-    described = [each.describe() for each in sources[0].selections]
-    return ", ".join(f"{name}={value!r}" for each in described for name, value in each.items())
-
-
-def _refuse_none_left(index: Index) -> None:
-    """Raise ValueError if a function of the user's leaves out all samples: an epoch would silently have no step."""
-    left_out = index.totals["ignored_fields"].get(LEFT_OUT, 0)
-    if left_out and not index.num_rows:
-        raise ValueError(f"Recipe.record returned None for all {left_out:,} samples: does it end without a return?")
-
-
-def unchosen_rows(dataset: ShardDataset | Mixture, index: Index) -> Ints:
-    """Return the rows that data sets leave out by `filter` and `split`, ascending. Raises ValueError as they do."""
-    return np.concatenate([start + leaf.dataset.left_out(part) for leaf, part, start in dataset.parts(index)])
-
-
-def _warn_better(batches: TokenBatches, length: int | None, num_ranks: int, *, has_media: bool) -> None:
-    """Warn if the last budget leaves microbatches of a fixed length rather empty."""
-    budget = batches.budgets[-1][1]
-    better = None if length is None else better_budget(budget, length, num_ranks)
-    if better is not None:
-        warn_once(
-            "a budget that fills no microbatches",
-            f"steps of global_batch_tokens={budget} fill microbatches of length={length} on {num_ranks} ranks badly: "
-            f"global_batch_tokens={better} would fill them"
-            + ("" if has_media else f", and Packed(length={length}, concatenate=True) fills all windows of plain text"),
-        )
-
-
-def _check_arrow(index: Index, files: Files) -> None:
-    """Raise ValueError for Arrow files in object storage that no node keeps: each sample takes several requests."""
-    urls = [
-        shard.url
-        for shard in index.shards
-        if is_remote(shard.url) and shard.url.endswith(ARROW_SUFFIXES) and not shard.container
-    ]
-    if urls and files.cache is None:
-        others = f" and {len(urls) - 1} more" if len(urls) > 1 else ""
-        raise ValueError(
-            f"{urls[0]}{others}: a loader reads no Arrow files from object storage, where each sample takes several "
-            "requests. Write Parquet, as by datasets.load_from_disk(folder).to_parquet('train.parquet', "
-            "batch_size=100), or keep whole shards on the node with cache=od.Cache(...)"
-        )
 
 
 def _open_index(arguments: Arguments, dataset: ShardDataset) -> Index:
@@ -237,6 +199,91 @@ def _open_index(arguments: Arguments, dataset: ShardDataset) -> Index:
     return index
 
 
+def unchosen_rows(dataset: ShardDataset | Mixture, index: Index) -> Ints:
+    """Return the rows that data sets leave out by `filter` and `split`, ascending. Raises ValueError as they do."""
+    return np.concatenate([start + leaf.dataset.left_out(part) for leaf, part, start in dataset.parts(index)])
+
+
+def _quarantined_rows(dataset: ShardDataset | Mixture, index: Index, quarantine: Sequence[tuple[str, ...]]) -> Ints:
+    """Return all rows with these names; if some rows of a name are bad, only these. Raises ValueError for a name that
+    no sample has; where the index has first samples alone, it may be that of another one.
+    """
+    is_whole = not any(is_partial(own, leaf.dataset.urls) for leaf, own, _ in dataset.parts(index))
+    rows: list[int] = []
+    bad = set(index.bad_rows().tolist())
+    for shard, key in quarantine:
+        matches = index.find_all(shard, key)
+        if not matches and is_whole:
+            raise ValueError(f"quarantine names sample {key!r} of shard {shard!r}, which the data set does not have")
+        rows.extend([row for row in matches if row in bad] or matches)
+    return np.unique(np.array(rows, np.int64))
+
+
+class IndexedFailures(Sequence[DataError]):
+    """The failures of bad rows, created one at a time."""
+
+    def __init__(self, index: Index, rows: Ints) -> None:
+        self._index = index
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return IndexedFailures(self._index, self._rows[number])
+        return self._index.failure(int(self._rows[number]))
+
+
+def _check_bad(index: Index, bad: Ints, unchosen: Ints, names: Sequence[str], policy: ErrorPolicy) -> int:
+    """Return the samples that damage hides in shards of which rows are in `bad`: the user left out the others. Warns
+    about bad samples. `names` are those of the sources.
+
+    Raises DataError under "raise" if the data set has bad samples; it offers "skip" where that allows as many.
+    TooManyFailures under "skip".
+    """
+    failures = IndexedFailures(index, bad)
+    if policy.action != "skip":
+        first, skips = failures[0], "on_error='skip' allows as many, too; "
+        try:
+            unusable = _unusable(index, failures, bad, index.lost_samples(), unchosen, names)
+            refuse_above_budget(unusable, ErrorPolicy("skip"))
+        except TooManyFailures:
+            skips = ""
+        raise DataError(
+            first.shard,
+            first.key,
+            first.field,
+            f"{first.reason} (the first of {len(bad)} bad samples; `orchdata verify PATHS --out bad.jsonl` lists them "
+            f'all, and quarantine="bad.jsonl" leaves them out; {skips}after repairing shards, run `orchdata index` '
+            "again)",
+        )
+    is_counted = np.zeros(len(index.shards), bool)
+    is_counted[np.searchsorted(index.shard_rows, bad, side="right") - 1] = True
+    lost: Ints = np.where(is_counted, index.lost_samples(), 0)
+    num_lost = int(lost.sum())
+    warn_of_damage(index, num_lost)
+    refuse_above_budget(_unusable(index, failures, bad, lost, unchosen, names), policy)
+    warn_of_bad(index, failures)
+    return num_lost
+
+
+def _unusable(
+    index: Index, failures: IndexedFailures, bad: Ints, lost: Ints, unchosen: Ints, names: Sequence[str]
+) -> list[Unusable]:
+    """Return what cannot be used of each source, or of the one data set."""
+    shards = [0, *accumulate(len(each.shards) for each in index.indexes)]
+    found = []
+    for number, (name, each) in enumerate(zip(names, index.indexes, strict=True)):
+        rows = index.first_rows[number : number + 2]
+        start, end = np.searchsorted(bad, rows).tolist()
+        out = unchosen[slice(*np.searchsorted(unchosen, rows))] - rows[0]
+        num_lost = int(lost[shards[number] : shards[number + 1]].sum())
+        left = each.num_samples - int(np.count_nonzero(each.piece[out] == 0))
+        found.append(Unusable(failures[start:end], num_lost, left + num_lost, name))
+    return found
+
+
 def _check_listed(rows: Ints, index: Index) -> None:
     if isinstance(index, JoinedIndex):
         raise ValueError("shuffle= takes an array of rows for one od.ShardDataset: the sources of a mixture are merged")
@@ -246,145 +293,44 @@ def _check_listed(rows: Ints, index: Index) -> None:
         )
 
 
-def _content(
-    recipes: Sequence[Recipe],
-    dataset: ShardDataset | Mixture,
-    arguments: Arguments,
-    index: Index,
-    encoders: tuple[str, ...],
-    layout: Layout,
-    files: Files,
-) -> ShardContent | SampleContent:
-    if arguments.balance.assignment == "per_phase":
-        _check_llm_tokens(recipes[0], encoders)
-    shards = IndexedShards(
-        index=index,
-        build_id=index.build_id,
-        recipes=tuple(recipes),
-        seed=arguments.order_seed,
-        containers=by_identity(dataset.containers),
-        files=files,
-        blank=_blank_rows(dataset, index, arguments.on_error),
-    )
-    if not callable(arguments.collate_fn):
-        return ShardContent(shards=shards, layout=layout, encoders=encoders)
-    refuse_parts(arguments.balance, "a collate_fn gets whole samples")
-    return SampleContent(shards=shards, collate_fn=arguments.collate_fn)
-
-
-def _check_llm_tokens(recipe: Recipe, encoders: tuple[str, ...]) -> None:
-    """Raise ValueError if a modality has no tokens in the LLM's sequence: features are sent to their tokens there."""
-    for name in encoders:
-        if name in recipe.modalities and not recipe.modalities[name].places:
+def _shards_of(
+    dataset: ShardDataset | Mixture, arguments: Arguments, index: Index, encoders: Sequence[str]
+) -> IndexedShards:
+    """Return how the shards are read. Raises ValueError for Arrow files in object storage that no node keeps, for a
+    modality without tokens in the LLM's sequence, where features are sent to, and for blank names without a sample.
+    """
+    files = arguments.read_by(dataset.files)
+    arrow = [
+        shard.url
+        for shard in index.shards
+        if is_remote(shard.url) and shard.url.endswith(ARROW_SUFFIXES) and not shard.container
+    ]
+    if arrow and files.cache is None:
+        others = f" and {len(arrow) - 1} more" if len(arrow) > 1 else ""
+        raise ValueError(
+            f"{arrow[0]}{others}: a loader reads no Arrow files from object storage, where each sample takes several "
+            "requests. Write Parquet, as by datasets.load_from_disk(folder).to_parquet('train.parquet', "
+            "batch_size=100), or keep whole shards on the node with cache=od.Cache(...)"
+        )
+    recipes = tuple(leaf.dataset.recipe for leaf in dataset.leaves)
+    for name in encoders if arguments.balance.assignment == "per_phase" else ():
+        if name in recipes[0].modalities and not recipes[0].modalities[name].places:
             raise ValueError(
                 f"Balance.assignment='per_phase' sends features to their tokens in the sequence, and {name} has none "
                 "there (places=False), as with an encoder-decoder: use assignment='joint'"
             )
-
-
-def _refuse(index: Index, bad: Ints, unchosen: Ints, names: Sequence[str], policy: ErrorPolicy) -> None:
-    """Under "raise", raise DataError if the data set has bad samples; it offers "skip" where that allows as many."""
-    if not len(bad) or policy.action == "skip":
-        return
-    first, skips = index.failure(int(bad[0])), "on_error='skip' allows as many, too; "
-    try:
-        refuse_above_budget(unusable_of(index, bad, index.lost_samples(), unchosen, names), ErrorPolicy("skip"))
-    except TooManyFailures:
-        skips = ""
-    raise DataError(
-        first.shard,
-        first.key,
-        first.field,
-        f"{first.reason} (the first of {len(bad)} bad samples; `orchdata verify PATHS --out bad.jsonl` lists them all, "
-        f'and quarantine="bad.jsonl" leaves them out; {skips}after repairing shards, run `orchdata index` again)',
+    return IndexedShards(
+        index=index,
+        build_id=index.build_id,
+        recipes=recipes,
+        seed=arguments.order_seed,
+        containers=by_identity(dataset.containers),
+        files=files,
+        blank=_blank_rows(dataset, index, blank) if (blank := arguments.on_error.blank_names) else frozenset(),
     )
 
 
-def layout_costs(
-    index: Index,
-    model: CostModel | None,
-    layout: Layout,
-    balance: Balance = Balance(),  # noqa: B008
-) -> IndexCosts:
-    """Return the costs of samples in batches of this layout; `balance` has the teams."""
-    return IndexCosts(
-        index,
-        model,
-        1 if window_length(layout) else layout.multiple_of,
-        rectangular=isinstance(layout, Padded),
-        length=fixed_length(layout),
-        attention=layout.attention if isinstance(layout, Packed) and layout.concatenate else None,
-        joins=balance.teams is not None and balance.teams.cut == "loader",
-    )
-
-
-def layout_balance(balance: Balance, layout: Layout, recipe: Recipe, encoders: Sequence[str]) -> Balance:
-    """Return the balance with fixed lengths as caps: that of `llm` has room for the dummies of all modalities.
-
-    Raises:
-        ValueError: a length for a modality that does not define its padding, or without room for the dummies.
-    """
-    caps = dict(balance.caps)
-    for name in encoders:
-        if not (lengths := encoder_lengths(layout, name)):
-            continue
-        modality = recipe.modalities[name]
-        if modality.padding(modality.dummy().positions) is None:
-            raise ValueError(
-                f"Packed.encoder_lengths names {name}, and {type(modality).__name__} does not define its padding: "
-                "define its padding(positions), or leave it out"
-            )
-        unit = modality.dummy().positions
-        if wrong := [length for length in lengths if length % unit]:
-            raise ValueError(
-                f"Packed.encoder_lengths of {name} has {wrong[0]}, and parts have multiples of {unit} positions: use "
-                f"{max(1, wrong[0] // unit) * unit}"
-            )
-        caps[name] = min(lengths[-1], caps.get(name, lengths[-1]))
-    length = fixed_length(layout)
-    if length is not None:
-        dummies = sum(recipe.modalities[name].dummy().tokens for name in encoders) if layout.empty == "dummy" else 0
-        room = length - -(-dummies // layout.multiple_of) * layout.multiple_of
-        if room < 1:
-            raise ValueError(
-                f"Packed.length={length} has no room for samples next to {dummies} tokens of dummies: raise it"
-            )
-        caps["llm"] = room
-    return replace(balance, max_tokens=caps) if caps else balance
-
-
-def check_layout(balance: Balance, layout: Layout) -> None:
-    """Raise ValueError for caps that the layout would exceed: a plan has the positions of an encoder, but not the size
-    of the rectangle around its items. A fixed length is a cap, which no sample may exceed.
-    """
-    length = fixed_length(layout)
-    if length is not None and balance.caps.get("llm", length) != length:
-        raise ValueError(
-            f"Balance.max_tokens caps llm at {balance.caps['llm']}, and Packed(length={length}) makes every microbatch "
-            "that long: leave the cap of llm out"
-        )
-    if (length is not None or (isinstance(layout, Packed) and layout.encoder_lengths)) and balance.oversize == "own":
-        raise ValueError(
-            "Balance.oversize='own' gives a sample above the caps a separate microbatch, which Packed(length=..., "
-            "encoder_lengths=...) does not make longer: use oversize='drop', a larger length, or shorter samples"
-        )
-    capped = [phase for phase in balance.caps if phase != "llm"]
-    if capped and padded_encoders(layout):
-        raise ValueError(
-            f"Balance.max_tokens caps {', '.join(capped)}, which od.Padded(encoders='padded') would exceed: its "
-            "padding is not planned; use encoders='packed', or cap only llm"
-        )
-
-
-def _read_quarantine(quarantine: Quarantine | None) -> list[tuple[str, str]]:
-    if quarantine is None:
-        return []
-    if isinstance(quarantine, (str, PathLike)):
-        return read_quarantine(quarantine)
-    return [(shard, key) for shard, key in checked_names(quarantine, "quarantine")]
-
-
-def _blank_rows(dataset: ShardDataset | Mixture, index: Index, policy: ErrorPolicy) -> frozenset[int]:
+def _blank_rows(dataset: ShardDataset | Mixture, index: Index, blank: Sequence[tuple[str, ...]]) -> frozenset[int]:
     """Return the rows of the samples in `ErrorPolicy.blank`: all of a name. Raises ValueError for a name that no sample
     has.
     """
@@ -393,7 +339,7 @@ def _blank_rows(dataset: ShardDataset | Mixture, index: Index, policy: ErrorPoli
     if "" not in parts:
         what = f"(source, shard, key) of a mixture of {', '.join(list(parts)[:8])}"
     rows: list[int] = []
-    for *source, shard, key in policy.blank_names:
+    for *source, shard, key in blank:
         if (name := source[0] if source else "") not in parts:
             raise ValueError(f"ErrorPolicy.blank is {what}, got {(*source, shard, key)!r}")
         own, start = parts[name]
@@ -407,150 +353,268 @@ def _blank_rows(dataset: ShardDataset | Mixture, index: Index, policy: ErrorPoli
     return frozenset(rows)
 
 
-def _quarantined_rows(dataset: ShardDataset | Mixture, index: Index, quarantine: Sequence[tuple[str, str]]) -> Ints:
-    """Return all rows with these names; if some rows of a name are bad, only these. Raises ValueError for a name that
-    no sample has; where the index has first samples alone, it may be that of another one.
-    """
-    is_whole = bool(quarantine) and len(whole_parts(dataset, index)) == len(index.indexes)
-    rows: list[int] = []
-    bad = set(index.bad_rows().tolist()) if quarantine else set()
-    for shard, key in quarantine:
-        matches = index.find_all(shard, key)
-        if not matches and is_whole:
-            raise ValueError(f"quarantine names sample {key!r} of shard {shard!r}, which the data set does not have")
-        rows.extend([row for row in matches if row in bad] or matches)
-    return np.unique(np.array(rows, np.int64))
-
-
-def check_caps(balance: Balance, index: Index) -> None:
-    """Raise ValueError for a cap on a phase that the recipe does not have."""
-    known = (*index.modalities[1:], "llm")
-    for phase in balance.caps:
-        if phase not in known:
-            raise ValueError(f"Balance.max_tokens names phase {phase!r}; the phases are {', '.join(known)}")
-
-
-def oversize_rows(costs: IndexCosts, balance: Balance, excluded: Ints) -> dict[str, Ints]:
-    """Return the rows above each cap, by phase, ascending, without those that are already excluded. With teams a row is
-    above that of `llm` if its slices in the largest team are. Raises ValueError if there is one under oversize="error".
-    """
-    by_phase = {}
-    for phase, cap in balance.caps.items():
-        positions, even = partial(costs.positions, phase), ""
-        if phase == "llm" and balance.teams is not None:
-            is_joint = balance.assignment == "joint"
-            positions = partial(_slices, costs, balance.teams.largest, is_joint)
-            cap = cap // costs.multiple_of * costs.multiple_of
-            whole = " (samples with media are not shared under assignment='joint')" if is_joint else ""
-            even = f" a rank, even in the largest team of {balance.teams.largest}{whole}"
-        above = _rows_above(costs.index, positions, cap, excluded)
-        by_phase[phase] = above.rows
-        if len(above.rows) and balance.oversize == "error":
-            out = "raise it, or use Balance(oversize='own') or 'drop'"
-            if costs.length is not None:
-                out = "raise Packed.length or the cap, or use Balance(oversize='drop')"
-                if phase == "llm" and cap < costs.length:
-                    out = f"length={costs.length}, minus the positions of dummies; {out}"
-            if phase == "llm":
-                out += _OR_CUT + ("" if balance.teams is not None or costs.length is not None else _OR_SHARE)
+def _check_windows(length: int, arguments: Arguments, recipes: Sequence[Recipe], index: Index) -> None:
+    """Raise ValueError if a loader's arguments and data do not fit windows of `length` tokens."""
+    balance, cost, accumulate = arguments.balance, arguments.cost, arguments.accumulate
+    if arguments.global_batch_tokens is not None:
+        near = max(1, round(arguments.global_batch_tokens[0][1] / length))
+        raise ValueError(
+            f"global_batch_tokens: the steps of Packed(concatenate=True) are counted in windows of {length} tokens; "
+            f"pass global_batch_size={near}, which is {near * length} tokens"
+        )
+    phases = cost.phases if isinstance(cost, CostModel) else ("llm",)
+    for name, is_given in (
+        ("Balance.assignment='per_phase' spreads media over ranks", balance.assignment == "per_phase"),
+        (f"Balance.max_samples={balance.max_samples} caps samples", balance.max_samples is not None),
+        (f"Balance.max_tokens caps {', '.join(balance.caps)}", any(phase != "llm" for phase in balance.caps)),
+        (f"cost= names the phases {', '.join(phases)}", phases != ("llm",)),
+    ):
+        if is_given:
             raise ValueError(
-                f"{above.worst} has {above.largest} {phase} positions{even}, max_tokens allows {cap} (the largest of "
-                f"{len(above.rows)} samples above it); {out}"
+                f"{name}, and a microbatch of Packed(concatenate=True) is one window of text: leave it out"
             )
-    return by_phase
-
-
-def _slices(costs: IndexCosts, size: int, is_joint: bool, row: Ints) -> Ints:
-    """Return the `llm` positions of each sample that a member of a team has; if joint, samples with media are whole."""
-    lengths, encoders = costs.positions("llm", row), costs.phases[:-1] if is_joint else ()
-    has_media = np.sum([costs.positions(phase, row) for phase in encoders], axis=0) > 0
-    return np.where(has_media, lengths, -(-lengths // size))
-
-
-def fewest_ranks(costs: IndexCosts, balance: Balance, excluded: Ints) -> int:
-    """Return the ranks that the longest sample takes to keep its cap, of those that are not excluded."""
-    teams, cap = balance.teams, balance.caps.get("llm")
-    if teams is None or cap is None or balance.oversize == "own":
-        return 1
-    cap -= cap % costs.multiple_of if costs.joins else 0
-    longest = _rows_above(costs.index, partial(costs.positions, "llm"), cap, excluded).largest
-    return int(next(size for size in teams.sizes(teams.largest) if -(-longest // size) <= cap))
-
-
-def _check_ranks(num_ranks: int, needed: int) -> None:
-    if needed > num_ranks:
+    # Nothing but text, in the data and in what the recipes say.
+    usual = Recipe().modalities
+    out = f"leave media out, by od.Recipe({', '.join(f'{name}=None' for name in usual)}, text=...), {_WHOLE}"
+    for name in index.modalities[1:]:
+        if count := index.totals["modalities"][name]["parts"]:
+            raise ValueError(
+                f"Packed(concatenate=True): the data set has {count:,} parts of {name}, which cannot be cut: {out}"
+            )
+    for name, modality in (each for recipe in recipes for each in recipe.modalities.items()):
+        if name not in usual or modality != usual[name]:
+            raise ValueError(f"Packed(concatenate=True) cuts text, and the recipe says how {name} is prepared: {out}")
+    windows, num_ranks = arguments.batches.size, arguments.rank.size
+    if accumulate > 1 and accumulate != (each := -(-windows // num_ranks)):
         raise ValueError(
-            f"a usable sample takes a team of {needed} ranks under Balance.max_tokens, and there are {num_ranks}: use "
-            f"at least {needed} ranks, raise max_tokens, or use Balance(oversize='own')"
+            f"a microbatch of Packed(concatenate=True) is one window, so a step of {windows} windows on {num_ranks} "
+            f"ranks has {each} microbatches, not accumulate={accumulate}: leave accumulate out"
         )
 
 
-def above_budget(counts: IndexTokens, budgets: TokenBudgets, balance: Balance, excluded: Ints) -> Ints:
-    """Return the rows that do not fit a step measured in tokens, ascending, without those that are already excluded.
-    Raises ValueError if there is one, and `balance.oversize` is not "drop".
-    """
-    above = _rows_above(counts.index, counts, budgets.smallest, excluded)
-    if len(above.rows) and balance.oversize != "drop":
+def _check_labels(index: Index, excluded: Ints) -> None:
+    """Raise ValueError if some tokens of a document have no label: a cut document's labels are then not known."""
+    count, first = 0, -1
+    for start in range(0, index.num_rows, _CHUNK_ROWS):
+        row = np.arange(start, min(start + _CHUNK_ROWS, index.num_rows))
+        tokens, loss = index.llm_tokens[row].astype(np.int64), index.loss_tokens[row]
+        partial = row[(loss > 0) & (loss < tokens - 1)]
+        partial = partial[~np.isin(partial, excluded)]
+        first = int(partial[0]) if first < 0 and len(partial) else first
+        count += len(partial)
+    if count:
         raise ValueError(
-            f"{above.worst} has {above.largest} tokens, and a step of global_batch_tokens has {budgets.smallest} (the "
-            f"largest of {len(above.rows)} samples above it); raise it, or leave them out by Balance(oversize='drop')"
-            + _OR_CUT
+            f"{count:,} of {index.num_rows:,} documents have tokens without a label, such as the prompts of a chat; "
+            f"the first is {index.called(first)} of {index.shard_of(first).url}. Packed(concatenate=True) cuts "
+            "documents, and which side of a cut has how many labels is not in the index. Give the model all of it as "
+            f"plain text, by Recipe(record=...), a function of yours that returns a string, {_WHOLE}"
         )
-    return above.rows
 
 
-class _Above(NamedTuple):
-    """Rows above a limit, ascending, and the size and name of the largest."""
+def _windows_of(arguments: Arguments, length: int, order: AnyOrder, counts: TokenCounts, index: Index) -> WindowBatches:
+    """Return the steps of windows of an order. Raises ValueError if an epoch has not enough tokens for a step."""
+    windows = WindowBatches(
+        size=arguments.batches.size,
+        length=length,
+        drop_last=arguments.drop_last,
+        order=order,
+        sums=order.sums(counts),
+        counts=counts,
+        index=index,
+    )
+    tokens = windows.sums.of_epoch(0)
+    if not tokens:
+        raise ValueError("the data set has no usable document, and Packed(concatenate=True) fills every window")
+    if tokens < windows.step_tokens:
+        most = tokens // length
+        raise ValueError(
+            f"the documents of an epoch have {tokens:,} tokens, and a step of {windows.size:,} windows of "
+            f"length={length} has {windows.step_tokens:,}: use {f'at most {most:,} windows a step, ' if most else ''}"
+            "a smaller length, or more data"
+        )
+    return windows
 
-    rows: Ints
-    largest: int
-    worst: str
 
-
-def _rows_above(index: Index, size_of: TokenCounts, limit: int, excluded: Ints) -> _Above:
-    above, largest, worst = [np.zeros(0, np.int64)], 0, -1
-    for start in range(0, index.num_rows, 1 << 20):
-        row = np.arange(start, min(start + (1 << 20), index.num_rows))
-        row = row[~np.isin(row, excluded)]
-        sizes = size_of(row)
-        above.append(row[sizes > limit])
-        if len(row) and int(sizes.max()) > largest:
-            largest, worst = int(sizes.max()), int(row[sizes.argmax()])
-    name = "" if worst < 0 else f"{index.shard_of(worst).url}: {index.called(worst)}"
-    return _Above(np.concatenate(above), largest, name)
-
-
-_log = logging.getLogger("orchdata")
-
-
-def _new_shards(datasets: Sequence[ShardDataset], rank: Rank) -> Callable[[], None] | None:
-    """Return what looks, once and in the background, whether the paths of data sets name shards that their index files
-    lack; None on other ranks than the first, and without such files.
+def _look_once(datasets: list[ShardDataset]) -> None:
+    """Look in the background whether the paths of data sets name shards that their index files lack, and empty the
+    list.
     """
-    named = [each for each in datasets if each.index_file is not None and rank.rank == 0]
-
-    def begin() -> None:
-        if named:
-            todo, named[:] = named[:], []
-            threading.Thread(target=_look, args=(todo,), name="orchdata-new-shards", daemon=True).start()
-
-    return begin if named else None
+    if datasets:
+        todo, datasets[:] = datasets[:], []
+        threading.Thread(target=_look, args=(todo,), name="orchdata-new-shards", daemon=True).start()
 
 
 def _look(datasets: Sequence[ShardDataset]) -> None:
     for dataset in datasets:
         try:
-            _compare(dataset)
+            if not is_first(f"new shards/{digest([dataset.index_file, *dataset.urls[:1]])}"):
+                continue
+            known = set(dataset.urls)
+            new = [url for url in dataset.listed() if url not in known]
         except (StorageError, FileNotFoundError, RuntimeError, ValueError) as error:
             _log.info("shards that the index lacks cannot be looked for: %s", error)
+            continue
+        if new:
+            what = f"{counted(len(new), 'shard')} (the first: {new[0]}) are not in the index {dataset.index_file}"
+            how = f"and are not read; write it again: {dataset.index_command}"
+            warn_once(f"new shards of {dataset.index_file}", f"{what}, {how}")
 
 
-def _compare(dataset: ShardDataset) -> None:
-    if not is_first(f"new shards/{digest([dataset.index_file, *dataset.urls[:1]])}"):
-        return
-    known = set(dataset.urls)
-    new = [url for url in dataset.listed() if url not in known]
-    if new:
-        what = f"{counted(len(new), 'shard')} (the first: {new[0]}) are not in the index {dataset.index_file}"
-        how = f"and are not read; write it again: {dataset.index_command}"
-        warn_once(f"new shards of {dataset.index_file}", f"{what}, {how}")
+# The usable rows that a state belongs to, hashed once, when a state is first needed: digests of 64 equal runs of them,
+# one of all runs, and one of their tokens. They are of content, names of samples in their shards. Where they differ,
+# the runs say in which shards.
+_RUNS: Final = 64
+_DIGEST_BYTES: Final = 8
+_RUN_BYTES: Final = 4  # stored of each run's digest: they only name shards
+_NAMED: Final = 3
+
+
+@dataclass(frozen=True, eq=False)
+class SourceRows:
+    """The usable rows of a data set, or of a source of a mixture."""
+
+    name: str  # of the source; "" without a mixture
+    index: Index
+    num_rows: int  # of the index, that the data set may choose from
+    excluded: Ints  # those that do not come, ascending
+    excluded_digest: str
+    by_tokens: bool  # whether steps or shares go by tokens, as pieces always do
+
+    @property
+    def same(self) -> tuple[str, int, str]:
+        """Equal for equal rows of one index."""
+        return str(self.index.path), self.num_rows, self.excluded_digest
+
+    @property
+    def num_usable(self) -> int:
+        return self.num_rows - len(self.excluded)
+
+    @cached_property
+    def is_split(self) -> bool:
+        """Whether any sample has several rows, its pieces."""
+        return self.index.is_split and bool(np.any(self.index.piece[: self.num_rows]))
+
+    @cached_property
+    def digest(self) -> RowsDigest:
+        """What a state stores of the rows."""
+        runs = self._runs(self.num_usable)
+        whole = _hasher()
+        for run in runs:
+            whole.update(run)
+        starts = b"".join(run[:_RUN_BYTES] for run in runs)
+        tokens = self._tokens() if self.by_tokens or self.is_split else None
+        return RowsDigest(self.num_usable, whole.hexdigest(), starts, tokens)
+
+    def change_since(self, then: RowsDigest) -> str:
+        """Return how the rows differ from those of a state, in words; "" for equal ones."""
+        called = f"source {self.name!r}" if self.name else "the data set"
+        now, count = self.digest, then.num_usable
+        if then[:2] == now[:2]:
+            is_same = then.tokens == now.tokens or None in (then.tokens, now.tokens)
+            return "" if is_same else f"usable samples of {called} have other numbers of tokens than in the state"
+        what = "pieces of samples" if self.is_split else "samples"
+        words = f"usable {what} of {called} are others: {count:,} in the state and {self.num_usable:,} here"
+        starts = [then.runs[_RUN_BYTES * k : _RUN_BYTES * (k + 1)] for k in range(_RUNS)]
+        differing = [k for k, run in enumerate(self._runs(count)) if run[:_RUN_BYTES] != starts[k]]
+        return f"{words}, first in {self._shards_of(differing[0], count)}" if differing else words
+
+    def _shards_of(self, run: int, count: int) -> str:
+        """Return the shards of a run, with the rows that are left out before, among and after its usable ones."""
+        first, last = _bounds(count)[run : run + 2].tolist()
+        start = min(self._row(first - 1) + 1 if first else 0, max(0, self.num_rows - 1))
+        stop = self.num_rows if run == _RUNS - 1 else self._row(last)
+        number, end = np.searchsorted(self.index.shard_rows, [start, max(start, stop - 1)], side="right").tolist()
+        shards = self.index.shards[number - 1 : end]
+        names = ", ".join(basename(shard.url) for shard in shards[:_NAMED])
+        return names + (f" and {len(shards) - _NAMED:,} more shards" if len(shards) > _NAMED else "")
+
+    def _row(self, number: int) -> int:
+        """Return the row of a usable sample, by number; of one that is not there, the number of rows."""
+        return Rows(self.num_rows, self.excluded)[number] if number < self.num_usable else self.num_rows
+
+    def _runs(self, count: int) -> list[bytes]:
+        """Return a digest of each run of usable rows: how many each shard has, their keys and numbers of pieces.
+
+        Args:
+            count: number of usable rows that bound the runs; rows beyond belong to the last one.
+        """
+        index, bounds = self.index, np.minimum(_bounds(count), self.num_usable)
+        bounds[-1] = self.num_usable
+        hashers = [[_hasher() for _ in range(3)] for _ in range(_RUNS)]
+        before = 0
+        for start, stop in _chunks(self.num_rows):
+            usable = self._is_usable(start, stop)
+            offsets, keys = index.keys(start, stop)
+            lengths, pieces = np.diff(offsets), index.piece[start:stop]
+            if not usable.all():
+                keys, lengths, pieces = keys[np.repeat(usable, lengths)], lengths[usable], pieces[usable]
+            ends = np.append(0, np.cumsum(lengths, dtype=np.int64))
+            columns = lengths.astype("<i4"), np.ascontiguousarray(keys), pieces.astype("<i4")
+            cuts = np.clip(bounds - before, 0, len(lengths))
+            for number in np.flatnonzero(np.diff(cuts)).tolist():
+                low, high = cuts[number : number + 2].tolist()
+                of_keys = slice(int(ends[low]), int(ends[high]))
+                slices = slice(low, high), of_keys, slice(low, high if self.is_split else low)
+                for hasher, column, part in zip(hashers[number], columns, slices, strict=True):
+                    hasher.update(column[part])
+            before += len(lengths)
+
+        # Rows are in the order of their shards.
+        shard_rows = np.minimum(index.shard_rows, self.num_rows)
+        shard_ends = shard_rows - np.searchsorted(self.excluded, shard_rows)
+        runs = []
+        for number, of_rows in enumerate(hashers):
+            low, high = bounds[number : number + 2].tolist()
+            first, last = np.searchsorted(shard_ends, low, side="right"), np.searchsorted(shard_ends, high)
+            whole = _hasher()
+            if low < high:
+                whole.update(np.append(first, np.minimum(shard_ends[first : last + 1], high) - low).astype("<i8"))
+            for hasher in of_rows:
+                whole.update(hasher.digest())
+            runs.append(whole.digest())
+        return runs
+
+    def _tokens(self) -> str:
+        """Return a digest of the tokens of the usable rows."""
+        digest = _hasher()
+        for start, stop in _chunks(self.num_rows):
+            digest.update(self.index.llm_tokens[start:stop][self._is_usable(start, stop)].astype("<i4"))
+        return str(digest.hexdigest())
+
+    def _is_usable(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Return which of the rows [start, stop) are usable."""
+        usable = np.ones(stop - start, bool)
+        low, high = np.searchsorted(self.excluded, [start, stop])
+        usable[self.excluded[low:high] - start] = False
+        return usable
+
+
+def rows_of(
+    dataset: ShardDataset | Mixture, index: Index, order: AnyOrder, batches: Batches, excluded: Ints
+) -> tuple[SourceRows, ...]:
+    """Return the usable rows of the data set, or of each source, for states.
+
+    Args:
+        excluded: rows that do not come, of all sources, ascending.
+    """
+    by_tokens = isinstance(batches, TokenBatches | WindowBatches) or order.by == "tokens"
+    found = []
+    for (leaf, own, first), own_order in zip(dataset.parts(index), order.orders, strict=True):
+        num_rows = num_first_rows(own, leaf.dataset.selections)
+        rows = excluded[slice(*np.searchsorted(excluded, (first, first + num_rows)))] - first
+        digest = own_order.excluded_digest
+        found.append(SourceRows(leaf.name, own, num_rows, rows, digest, by_tokens))
+    return tuple(found)
+
+
+def _bounds(count: int) -> Ints:
+    """Return where the runs of so many rows begin, and the end: int64 (_RUNS + 1,)."""
+    return np.array([count * number // _RUNS for number in range(_RUNS + 1)], np.int64)
+
+
+def _hasher() -> Any:
+    return hashlib.blake2b(digest_size=_DIGEST_BYTES)
+
+
+def _chunks(count: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + _CHUNK_ROWS, count)) for start in range(0, count, _CHUNK_ROWS))

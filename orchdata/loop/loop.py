@@ -10,45 +10,35 @@ from __future__ import annotations
 
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from weakref import ref
 
 from orchdata.batch.batch import Batch
 from orchdata.batch.rounds import check_rounds
 from orchdata.finalizers import User
+from orchdata.loaders.errors import StateError
 from orchdata.order.steps import Draw, StateGetter
 from orchdata.planning.plan import Plan
 
 
 @dataclass(frozen=True)
 class Position:
-    """A position between two optimizer steps: the steps of `epoch` below `step` were delivered, except those `left`.
-
-    Attributes:
-        draw: random inputs of the epoch's samples (`Steps.draw`), once they are drawn.
-        base_seed: of the workers' random states, if ranks do not share this loader.
-        is_drawn: whether `draw` and `base_seed` are drawn.
-        left: steps that others have overtaken, where steps come as they are ready.
-        sampler: the sampler's own state after step `step - 1`; at an epoch's start, after the epoch before.
-        workers: for each worker, what returns its data set's state after its last delivered step; None if it has
-            delivered nothing.
-        worker: which worker built the step delivered last.
-    """
+    """A position between two optimizer steps: the steps of `epoch` below `step` were delivered, except those `left`."""
 
     epoch: int = 0
     step: int = 0
-    draw: Draw | None = None
-    base_seed: int | None = None
-    is_drawn: bool = False
-    left: tuple[int, ...] = ()
-    sampler: Any = None
+    draw: Draw | None = None  # random inputs of the epoch's samples (`Steps.draw`), once they are drawn
+    base_seed: int | None = None  # of the workers' random states, if ranks do not share this loader
+    is_drawn: bool = False  # whether both are drawn
+    left: tuple[int, ...] = ()  # steps that others have overtaken, where steps come as they are ready
+    sampler: Any = None  # the sampler's own state after step `step - 1`; at an epoch's start, after the epoch before
+    # For each worker, what returns its data set's state after its last delivered step; None before its first one.
     workers: tuple[StateGetter | None, ...] = ()
-    worker: int = -1
+    worker: int = -1  # which worker built the step delivered last
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copy: the data sets' states, in place of functions that get them from running workers."""
@@ -96,33 +86,19 @@ def stored(state: dict[str, Any]) -> StateGetter:
 
 @dataclass(eq=False)
 class Start:
-    """Where the next iteration starts. Compared by identity, because the first to move the start wins.
-
-    Attributes:
-        restores: whether data sets and samplers get the states that the position has.
-        is_loaded: whether the user, or a trainer, loaded a state and no step was delivered since.
-        by_trainer: whether a trainer loaded it.
-        ended: the end of the epoch before, if a state of it was loaded and this is the start of the next one.
-        by_trainers_epoch: whether a trainer has set it: iterations that exist and have not started move there too.
-        interrupted: state of an iteration that ended with an error, for the first one that continues it.
-    """
+    """Where the next iteration starts. Compared by identity, because the first to move the start wins."""
 
     position: Position
-    restores: bool = False
-    is_loaded: bool = False
-    by_trainer: bool = False
-    ended: Position | None = None
-    by_trainers_epoch: bool = False
-    interrupted: Any = None
+    restores: bool = False  # whether data sets and samplers get the states that the position has
+    is_loaded: bool = False  # whether the user, or a trainer, loaded a state and no step was delivered since
+    by_trainer: bool = False  # whether a trainer loaded it
+    ended: Position | None = None  # the end of the epoch before, if a state of it was loaded and this is the next start
+    by_trainers_epoch: bool = False  # a trainer has set it: iterations that exist and have not started move there too
+    interrupted: Any = None  # state of an iteration that ended with an error, for the first one that continues it
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copy: the state of an interrupted iteration stays with the original."""
         return {**vars(self), "interrupted": None}
-
-    def take_interrupted(self) -> Any:
-        """Return the state of an interrupted iteration, once."""
-        interrupted, self.interrupted = self.interrupted, None
-        return interrupted
 
 
 class Progress:
@@ -135,18 +111,13 @@ class Progress:
         at the next epoch, once a step of this one was delivered, else
         where the last one started;
         after an error, at the step that was not delivered.
-
-    Attributes:
-        start: where the next iteration starts.
-        delivered: the position after the step delivered last, or the stream that knows it.
-        plan: of the step delivered last, if it has one, while that lives, and no other start was put.
-        drawn: a start, and its position with the random inputs that a state of it has promised.
     """
 
     def __init__(self) -> None:
         self.start = Start(Position())
-        self.delivered: Position | Stream = self.start.position
-        self.plan: ref[Plan] | None = None
+        self.delivered: Position | Stream = self.start.position  # after the step delivered last; or the stream knows it
+        self.plan: ref[Plan] | None = None  # of that step, if it has one, while that lives, and no other start was put
+        # A start, and its position with the random inputs that a state of it has promised.
         self.drawn: tuple[Start, Position] | None = None
         self._seeded: tuple[Start, int] | None = None
 
@@ -224,6 +195,40 @@ class Progress:
         return next((each.draw for each in positions if each.epoch == epoch and each.draw is not None), None)
 
 
+class TrainerEpochs:
+    """What Lightning takes for the sampler of a loader that orders its samples itself: it sets each epoch on it.
+
+    Lightning does not load the loader's state from a checkpoint of the end of an epoch: the loader would start with
+    epoch 0 again. After `limit_train_batches` it would continue inside an epoch that is over for Lightning.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._ahead = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Move to the trainer's epoch if the loader is before it, even if an iterator exists that has not started.
+
+        A loader may be ahead of the trainer: a state was loaded as a training began, or the loader is one of several
+        and restarts inside the trainer's epochs. It stays ahead by as many epochs. Raises StateError if a state was
+        loaded, not by the trainer, and the trainer resumes at a later epoch.
+        """
+        start = self._progress.start
+        if start.is_loaded:
+            if start.ended is not None and epoch == start.ended.epoch:
+                return
+            self._ahead = max(0, start.position.epoch - epoch)
+            if self._ahead and epoch and not start.by_trainer:
+                raise StateError(
+                    f"a state of epoch {start.position.epoch} was loaded, and the trainer continues at epoch {epoch} "
+                    "without the loader's state in its own checkpoint, so that the loader's epoch is not known: load a "
+                    "state only where a training begins"
+                )
+        if epoch + self._ahead > start.position.epoch:
+            self._progress.set_epoch(epoch + self._ahead)
+            self._progress.start.by_trainers_epoch = True
+
+
 _process = os.getpid()  # kept up to date, because to ask for it at each step takes longer
 
 
@@ -236,21 +241,15 @@ os.register_at_fork(after_in_child=_know_process)
 
 
 class Stream(Protocol):
-    """The steps of one epoch, from where its iteration starts; iterating yields the microbatches of each, a list.
+    """The steps of one epoch, from where its iteration starts; iterating yields the microbatches of each, a list."""
 
-    Attributes:
-        position: after the step yielded last.
-        next_step: number of the step that comes next, if none is under way.
-        computes_position: whether the position is computed when it is asked for: for each step it would cost too much.
-    """
-
-    computes_position: bool
+    computes_position: bool  # when it is asked for: for each step it would cost too much
 
     @property
-    def position(self) -> Position: ...
+    def position(self) -> Position: ...  # after the step yielded last
 
     @property
-    def next_step(self) -> int: ...
+    def next_step(self) -> int: ...  # the number of the step that comes next, if none is under way
 
     @property
     def undelivered(self) -> list[int]:
@@ -303,11 +302,6 @@ class EpochLoop:
         workers = self.origin.workers if self.start.restores else ()
         return [None if get is None else get() for get in workers]
 
-    @property
-    def sampler_state(self) -> Any:
-        """The state that the sampler starts with; None for its own."""
-        return self.origin.sampler if self.start.restores else None
-
     def begin(self) -> Stream:
         """Open the stream for the first step. A trainer may have moved the start since this iteration was created."""
         if self.progress.start.by_trainers_epoch or self.progress.start.by_trainer:
@@ -348,13 +342,7 @@ class EpochLoop:
 
 
 class LoaderIterator:
-    """What `iter(loader)` returns: the microbatches of an epoch one by one, or its steps, each the list of them.
-
-    Args:
-        as_torch: whether the iteration is over after an error that it cannot continue after, as with torch's loader.
-        watcher: is called at each item, and at the end of the epoch; see `trainers.AccelerateEnd`.
-        check: called before each item, and before the end of the epoch, with what happens; it may raise.
-    """
+    """What `iter(loader)` returns: the microbatches of an epoch one by one, or its steps, each the list of them."""
 
     _process = -1  # if an interrupt stopped __init__
 
@@ -363,9 +351,9 @@ class LoaderIterator:
         loop: EpochLoop,
         *,
         whole_steps: bool,
-        as_torch: bool,
-        watcher: Any = None,
-        check: Callable[[str], None] | None = None,
+        as_torch: bool,  # whether the iteration is over after an error that it cannot continue after
+        watcher: Any = None,  # called at each item, and at the end of the epoch; see `trainers.AccelerateEnd`
+        check: Callable[[str], None] | None = None,  # called with what happens before each item and the end; may raise
     ) -> None:
         self.loop = loop
         self._whole_steps = whole_steps
@@ -497,27 +485,16 @@ class LoaderIterator:
             self.close(waits=self._user is None or self._user.drops_it())
 
 
-class Place(NamedTuple):
-    """Where a loader stands: an epoch, and the share of it that was begun."""
-
-    epoch: int
-    share: float
-
-
-def place_of(stream: Stream, num_steps: int | None) -> Callable[[], Place]:
-    """Return what says where an iteration stands, without keeping it alive.
-
-    Args:
-        num_steps: of its epoch; None if that is not known.
+def place_of(stream: Stream, num_steps: int | None) -> Callable[[], tuple[int, float]]:
+    """Return what says where an iteration stands, without keeping it alive: the epoch, and the share of its steps that
+    was begun, as far as their number is known.
     """
-    reference = weakref.ref(stream)
-    last = Place(stream.position.epoch, 0.0)
+    reference, last = ref(stream), (stream.position.epoch, 0.0)
 
-    def where() -> Place:
+    def where() -> tuple[int, float]:
         nonlocal last
-        running = reference()
-        if running is not None:
-            last = Place(running.position.epoch, running.next_step / num_steps if num_steps else 0.0)
+        if (running := reference()) is not None:
+            last = running.position.epoch, running.next_step / num_steps if num_steps else 0.0
         return last
 
     return where

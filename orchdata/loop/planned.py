@@ -64,7 +64,8 @@ class PlannedStream:
         self._tasks: Iterator[StepTask] | None = None
         self._ahead: deque[StepTask] = deque()  # drawn, and not yet under way
         self._under_way: deque[tuple[StepTask, Future[BuiltStep]]] = deque()
-        self._interrupted: Interrupted | None = loop.start.take_interrupted()
+        self._interrupted: Interrupted | None = loop.start.interrupted
+        loop.start.interrupted = None
         begun = self._interrupted and self._interrupted.begun
         self._begun = context.agreement.begin(self.position.epoch, self.next_step, begun)
 
@@ -86,8 +87,13 @@ class PlannedStream:
             if is_checked and step == self._loop.start.position.step:
                 check_plans(self.position.epoch, step, None, self._context.rank.groups)  # there is no step to plan
             raise StopIteration
+        task, future = self._under_way[0]
         try:
-            batches = self._deliver()
+            try:
+                batches = self._context.delivery.deliver(self._engine, future, task)
+            finally:
+                del future  # as in `Delivery.deliver`
+            self._submit(self._engine.depth + 1)  # this one is still among them
         except Exception as error:
             if is_checked:
                 fail_check(error, self._context.rank.groups)
@@ -96,22 +102,12 @@ class PlannedStream:
             raise
 
         # A step whose plan other ranks do not have stays under way: it is tried again.
-        task, future = self._under_way[0]
-        built = future.result()
         if is_checked:
-            check_plans(self.position.epoch, step, built.plan.hash, self._context.rank.groups)
+            plan = self._under_way[0][1].result().plan
+            check_plans(self.position.epoch, step, plan.hash, self._context.rank.groups)
         self._under_way.popleft()
         self.next_step += 1
         self.position = self.position.after(task.step, self.undelivered, sampler=task.sampler_state)
-        return batches
-
-    def _deliver(self) -> list[Any]:
-        task, future = self._under_way[0]
-        try:
-            batches = self._context.delivery.deliver(self._engine, future, task)
-        finally:
-            del future  # as in `Delivery.deliver`
-        self._submit(self._engine.depth + 1)  # this one is still among them
         return batches
 
     def leave(self) -> Interrupted:
@@ -176,7 +172,7 @@ def draw_tasks(
         first,
         draw,
         again=origin.draw is not None or context.rank.rank > 0,
-        sampler_state=loop.sampler_state,
+        sampler_state=origin.sampler if loop.start.restores else None,
     )
     if first == origin.step:
         return position, tasks
@@ -209,13 +205,10 @@ class PlannedSource:
             self.warming.finish(context.spec)
         else:
             self.warming.wait()
-        engine = context.delivery.receiving_engine() or self._engine(context, base_seed)
-        return PinningEngine(engine) if self.pin_memory else engine
-
-    def _engine(self, context: LoopContext, base_seed: int) -> Engine:
-        spec, builder, workers = context.spec, context.builder, self.workers
+        spec, builder = context.spec, context.builder
         assert builder is not None
-        if workers.num_workers:
+        engine = context.delivery.receiving_engine()
+        if engine is None and workers.num_workers:
             filled = replace(
                 workers,
                 base_seed=base_seed,
@@ -223,10 +216,12 @@ class PlannedSource:
                 name_of=spec.content.name_of,
                 known_bad_rows=self._known_bad_rows,
             )
-            return ProcessEngine(spec, filled) if workers.engine is None else workers.engine.open(spec, filled)
-        if workers.num_threads:
-            return ThreadEngine(builder, num_threads=workers.num_threads, depth=workers.prefetch_factor)
-        return InlineEngine(builder)
+            engine = ProcessEngine(spec, filled) if workers.engine is None else workers.engine.open(spec, filled)
+        elif engine is None and workers.num_threads:
+            engine = ThreadEngine(builder, num_threads=workers.num_threads, depth=workers.prefetch_factor)
+        elif engine is None:
+            engine = InlineEngine(builder)
+        return PinningEngine(engine) if self.pin_memory else engine
 
     def leave(self, engine: Engine, *, is_over: bool, has_failed: bool) -> None:
         """Keep an engine for the next iteration, or close it."""

@@ -3,7 +3,7 @@
     state_of --> State --to_json--> a plain dict, in a checkpoint --from_json--> State --> restore
 
 Small, JSON-safe, versioned, and the same on every rank: rank 0's loads everywhere. No other file knows its keys.
-`dataset/resume.py` makes states of data sets, and compares them.
+`dataset/prepared.py` makes states of data sets, and compares them.
 """
 
 from __future__ import annotations
@@ -30,51 +30,31 @@ _MOST_GIVEN = 1 << 62
 
 
 class RowsDigest(NamedTuple):
-    """What identifies the usable rows of a data set, or of a source of a mixture.
-
-    Attributes:
-        num_usable: their number.
-        digest: of their names, in order.
-        runs: the first bytes of the digests of equal runs of them.
-        tokens: digest of their tokens; None where steps do not depend on them.
-    """
+    """What identifies the usable rows of a data set, or of a source of a mixture."""
 
     num_usable: int
-    digest: str
-    runs: bytes
-    tokens: str | None = None
+    digest: str  # of their names, in order
+    runs: bytes  # the first bytes of the digests of equal runs of them
+    tokens: str | None = None  # digest of their tokens; None where steps do not depend on them
 
 
 class MixtureState(NamedTuple):
-    """What the sources of a mixture have given and are due. Its size does not depend on the number of stages.
+    """What the sources of a mixture have given and are due. Its size does not depend on the number of stages."""
 
-    Attributes:
-        now: what each source has given and is due at the position of the state.
-        periods: the periods at that position.
-        resumed: where the run continues.
-    """
-
-    now: StretchStart
-    periods: tuple[int, ...]
-    resumed: ResumePoint
+    now: StretchStart  # at the position of the state
+    periods: tuple[int, ...]  # there
+    resumed: ResumePoint  # where the run continues
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """The state of a loader.
-
-    Attributes:
-        fingerprint: of the loader that wrote it.
-        location: where its step begins.
-        rows: of shards, the usable rows of the data set, or of each source. Sources with the same rows have one object.
-        mixture: of a mixture, except of its windows, whose position is searched for from the start of the run.
-    """
+    """The state of a loader."""
 
     position: Position
-    fingerprint: Mapping[str, Any]
-    location: Location = Location()
-    rows: tuple[RowsDigest, ...] = ()
-    mixture: MixtureState | None = None
+    fingerprint: Mapping[str, Any]  # of the loader that wrote it
+    location: Location = Location()  # where its step begins
+    rows: tuple[RowsDigest, ...] = ()  # of shards: of the data set, or of each source; one object for the same rows
+    mixture: MixtureState | None = None  # but for windows, whose position is searched for from the start of the run
 
     def to_json(self) -> dict[str, Any]:
         """Raises what `state_dict` of a data set in this process raises."""

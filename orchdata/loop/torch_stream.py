@@ -83,23 +83,17 @@ class MapSource:
 
 
 class Feed:
-    """The sampler of torch's loader, which may be kept: it asks for this rank's part of the steps of an iteration.
-
-    Attributes:
-        under_way: number of a step that was asked for, and not delivered -> its task, and this rank's samples.
-        again: tasks to ask for before all others.
-        next_step: number of the step after the last that was asked for.
-        error: what drawing a step has raised; it comes after the steps before it.
-    """
+    """The sampler of torch's loader, which may be kept: it asks for this rank's part of the steps of an iteration."""
 
     def begin(self, tasks: Iterator[StepTask], spec: BuildSpec, *, next_step: int, num_before: int) -> None:
         """Begin an iteration. On one rank, the rows of its tasks are lists. `num_before` workers are asked for nothing
         at first, because it is the turn of the one after them.
         """
+        # Number of a step that was asked for, and not delivered -> its task, and this rank's samples.
         self.under_way: dict[int, tuple[StepTask, int]] = {}
-        self.again: deque[StepTask] = deque()
-        self.next_step = next_step
-        self.error: Exception | None = None
+        self.again: deque[StepTask] = deque()  # tasks to ask for before all others
+        self.next_step = next_step  # the one after the last that was asked for
+        self.error: Exception | None = None  # what drawing a step has raised; it comes after the steps before it
         self._tasks: Iterator[StepTask] | None = tasks
         self._spec = spec
         self._num_before = num_before
@@ -149,7 +143,8 @@ class MapStream:
         self._source = source
         self._loop: EpochLoop | None = loop  # until it is open: a loop knows this stream, by its progress
         self._start = loop.start.position
-        self._interrupted: Interrupted | None = loop.start.take_interrupted()
+        self._interrupted: Interrupted | None = loop.start.interrupted
+        loop.start.interrupted = None
         begun = self._interrupted and self._interrupted.begun
         self._begun = context.agreement.begin(self._start.epoch, self._start.step, begun)
         self._feed: Feed | None = None

@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 
 from orchdata.balancers.checks import checked_costs, checked_count
 from orchdata.balancers.costs.model import CostModel
-from orchdata.dataset.index_costs import IndexTokens
+from orchdata.dataset.index_costs import IndexTokens, above_budget, layout_costs
 from orchdata.dataset.mixed import index_of, order_of
 from orchdata.dataset.mixture import Mixture
-from orchdata.dataset.options import TokenBudgets
 from orchdata.dataset.shard_dataset import ShardDataset
-from orchdata.dataset.shards import above_budget, layout_costs, unchosen_rows
+from orchdata.dataset.shards import unchosen_rows
 from orchdata.loaders.index.index import Index
 from orchdata.order.order import Shuffle
 from orchdata.planners.layout import LLM
@@ -137,8 +136,7 @@ class Workload(Value):
             raise ValueError(f"none of the {index.num_samples} samples is usable, so there is nothing to plan")
         source, counts = layout_costs(index, cost, Packed()), IndexTokens(index)
         if global_batch_tokens is not None:
-            budgets = TokenBudgets(budgets=((0, amount),), drop_last=True)
-            excluded = np.union1d(excluded, above_budget(counts, budgets, Balance(), excluded))
+            excluded = np.union1d(excluded, above_budget(counts, amount, Balance(), excluded))
         order = order_of(dataset, index, excluded, shuffle=Shuffle(), seed=seed)
         # Steps of one rank are steps of all.
         size = StepSize(amount, counts if global_batch_tokens is not None else None)

@@ -20,22 +20,20 @@ from numpy.typing import NDArray
 
 import orchdata
 from orchdata.balancers.costs.model import CostModel
+from orchdata.dataset.advice import unread_of
 from orchdata.dataset.arguments import check_teams
-from orchdata.dataset.index_costs import IndexTokens
-from orchdata.dataset.mixed import index_of, order_of, text_is_bytes
-from orchdata.dataset.mixture import Mixture
-from orchdata.dataset.options import TokenBudgets
-from orchdata.dataset.shard_dataset import ShardDataset
-from orchdata.dataset.shards import (
+from orchdata.dataset.index_costs import (
+    IndexTokens,
     above_budget,
-    check_caps,
     check_layout,
     fewest_ranks,
     layout_costs,
     oversize_rows,
-    unchosen_rows,
 )
-from orchdata.dataset.unread import unread_of
+from orchdata.dataset.mixed import index_of, order_of, text_is_bytes
+from orchdata.dataset.mixture import Mixture
+from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.dataset.shards import unchosen_rows
 from orchdata.engines.warm import Warming, kernel_families
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import ShardError
@@ -258,7 +256,6 @@ def profile(
     length = fixed_length(layout)
     if length is not None:
         balance = replace(balance, max_tokens={**balance.caps, "llm": length})
-    check_caps(balance, index)
     price = balance.price
 
     # Leave out samples that are too large.
@@ -279,8 +276,7 @@ def profile(
         few = [each for each in DEFAULT_RANKS if each * of_a_rank <= size_of_data]
         ranks, left_out = DEFAULT_RANKS[: max(1, len(few))], DEFAULT_RANKS[max(1, len(few)) :]
     if batch_tokens is not None:
-        budget = TokenBudgets(budgets=((0, batch_tokens * min(ranks)),), drop_last=True)
-        excluded = np.union1d(excluded, above_budget(counts, budget, balance, excluded))
+        excluded = np.union1d(excluded, above_budget(counts, batch_tokens * min(ranks), balance, excluded))
     group_size = group_size or balance.group_size or 8
     # Without teams a sample that only a team holds gets a microbatch of its own.
     whole = balance if balance.teams is None else replace(balance, teams=None, oversize="own")

@@ -52,19 +52,6 @@ def is_first(name: str) -> bool:
     return job is None or job.ask(lambda store: store.add(f"first/{name}/askers", 1)) == 1
 
 
-def say(name: str) -> None:
-    """Tell all ranks of the job that something has happened. Raises RuntimeError as `done_by_first`."""
-    job = _job()
-    if job is not None:
-        job.ask(lambda store: store.set(f"said/{name}", "yes"))
-
-
-def is_said(name: str) -> bool:
-    """Return whether a rank of the job has said so by `say`. Raises RuntimeError as `done_by_first`."""
-    job = _job()
-    return job is not None and bool(job.ask(lambda store: store.check([f"said/{name}"])))
-
-
 def _job() -> JobStore | None:
     """Return the store of the job; None if there are no other ranks."""
     if "torch.distributed" not in sys.modules:  # then there is no group; importing it takes a second

@@ -221,7 +221,7 @@ def test_what_names_no_sample_is_an_error(
 
 
 def test_data_that_are_not_in_shards_have_no_names() -> None:
-    with pytest.raises(ValueError, match="blank names samples of shards"):
+    with pytest.raises(ValueError, match="blank is for an od.ShardDataset"):
         loaders([1, 2, 3], global_batch_size=1)
 
 

@@ -59,7 +59,7 @@ orchdata: engines
 orchdata: delivery
 orchdata: loop
 orchdata: caching
-orchdata: trainers unended_chats
+orchdata: trainers
 orchdata: dataset
 orchdata: runtime
 orchdata: steps

@@ -14,7 +14,7 @@ from mixture_cases import periods_of, sources_of
 from rank_loaders import loaders, steps_of
 
 import orchdata as od
-from orchdata.dataset.resume import mixture_at
+from orchdata.dataset.prepared import mixture_at
 from orchdata.loop.loop import Position
 from orchdata.loop.state import State
 from orchdata.order.merge import Stage

@@ -18,7 +18,7 @@ from rank_loaders import Steps, loaders, steps_of
 from shard_factory import write_shard
 
 import orchdata as od
-from orchdata.dataset.usable_rows import SourceRows
+from orchdata.dataset.shards import SourceRows
 
 pytestmark = pytest.mark.usefixtures("same_cache")
 
@@ -199,7 +199,6 @@ def made_up(draw: random.Random, num_rows: int, excluded: set[int], renamed: Seq
     )
     return SourceRows(
         name="",
-        dataset=None,  # type: ignore[arg-type]
         index=index,  # type: ignore[arg-type]
         num_rows=num_rows,
         excluded=np.array(sorted(excluded), np.int64),

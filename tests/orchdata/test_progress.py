@@ -1,26 +1,11 @@
-"""What long work shows on stderr: a bar in a notebook; elsewhere lines, after two seconds and every half minute."""
+"""What long work shows on stderr: lines where it is no terminal, after two seconds and every half minute."""
 
 from __future__ import annotations
-
-import io
-import sys
 
 import pytest
 
 from orchdata import notices as progress
 from orchdata.notices import progress_bar
-
-
-def test_a_notebook_gets_a_bar_that_is_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
-    monkeypatch.setattr(sys, "stderr", stream)
-    with progress_bar("indexing") as advance:
-        assert stream.getvalue() == ""
-        advance(0.5, 2)
-        advance(1.5, 2)
-    first, second, cleared = stream.getvalue().removeprefix("\r").split("\r")[:3]
-    assert first == f"indexing [{'#' * 10}{' ' * 30}] 25%" and second == f"indexing [{'#' * 30}{' ' * 10}] 75%"
-    assert not cleared.strip() and len(cleared) == len(second)
 
 
 def test_without_a_terminal_a_line_is_written_now_and_then(

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import orchdata as od
 from orchdata.cli import app
 from orchdata.dataset.arguments import check_teams
-from orchdata.dataset.shards import layout_costs, oversize_rows
+from orchdata.dataset.index_costs import layout_costs, oversize_rows
 from orchdata.runtime import stable
 
 pytestmark = pytest.mark.usefixtures("same_cache")
@@ -140,8 +140,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"accumulate": 2, "balance": od.Balance(teams=od.Teams(largest=4, cut="trainer", mixed=False))},
         "max_tokens",
     ),
-    ({"dataset": Numbers(20), "cost": None}, r"use an od\.ShardDataset"),
-    ({"dataset": ChainDataset([]), "cost": None, "shuffle": None}, r"use an od\.ShardDataset"),
+    ({"dataset": Numbers(20), "cost": None}, r"is for an od\.ShardDataset"),
+    ({"dataset": ChainDataset([]), "cost": None, "shuffle": None}, r"is for an od\.ShardDataset"),
 ]
 
 

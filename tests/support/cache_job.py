@@ -10,7 +10,6 @@ from orchdata.loaders.index.index import Index
 from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.node import Cache
 from orchdata.loaders.storage.storage import ReadBytes
-from orchdata.loop.loop import Place
 from orchdata.order.order import Order, Shuffle
 
 
@@ -20,7 +19,7 @@ def main(folder: str, max_bytes: str, path: str, options: str) -> None:
     filler = Filler(cache, index, Files(json.loads(options)), order, None, ReadBytes())
     print("ready", flush=True)
     sys.stdin.readline()
-    filler.begin(lambda: Place(0, 0.0))
+    filler.begin(lambda: (0, 0.0))
     filler.wait()
 
 

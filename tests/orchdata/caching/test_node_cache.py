@@ -20,7 +20,6 @@ from shard_factory import RECIPE, omni_samples, write_shard
 
 import orchdata as od
 from orchdata.loaders.storage.node import FOLDER, SUFFIX
-from orchdata.loop.loop import Place
 from orchdata.ranks.parallel import Rank
 
 SHARDS, SAMPLES = 8, 8
@@ -177,7 +176,7 @@ def test_shards_are_fetched_in_the_order_in_which_the_loader_reaches_them(remote
     assert filler is not None
     assert list(filler._upcoming()) == reached
     # From the middle of the epoch, what was passed comes last.
-    filler._where = lambda: Place(0, 0.5)
+    filler._where = lambda: (0, 0.5)
     later = list(dict.fromkeys(index.shard[rows[len(rows) // 2 :]].tolist()))
     assert list(filler._upcoming())[: len(later)] == later
     assert sorted(filler._upcoming()) == sorted(reached)

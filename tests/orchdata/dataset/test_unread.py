@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import orchdata as od
 from orchdata.cli import app
-from orchdata.dataset.unread import unread_of, warn_of_unread
+from orchdata.dataset.advice import unread_of, warn_of_unread
 from orchdata.loaders.samples import compose
 
 TEMPLATE = (

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchdata.dataset.options import PreparedDataset
-from orchdata.dataset.resume import check_allowed, restore
+from orchdata.dataset.prepared import PreparedDataset, check_allowed, restore
 from orchdata.loaders.errors import StateError
 from orchdata.loop.loop import Position
 from orchdata.loop.state import State

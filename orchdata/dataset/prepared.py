@@ -1,5 +1,5 @@
-"""A data set's state, and where a run continues from one: at its position, or, if other samples are usable, at the next
-epoch.
+"""A prepared data set, its state, and where a run continues from one: at its position, or, if other samples are usable,
+at the next epoch.
 
     prepared data set, position --state_of--> State
     prepared data set, State --restore, if their fingerprints agree--> the data set that continues, position
@@ -10,17 +10,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from orchdata.dataset.options import PreparedDataset, UsableRows
-from orchdata.loaders.errors import StateError
+from orchdata.building.spec import BuildSpec
+from orchdata.loaders.errors import DataError, StateError
 from orchdata.loop.loop import Position
 from orchdata.loop.state import WINDOWS, MixtureState, RowsDigest, State
 from orchdata.notices import warn_user
 from orchdata.order.merge import Stage
 from orchdata.order.mixture import MixtureOrder, StretchStart
-from orchdata.order.steps import Begin, Location, Steps, draw_of_cut
+from orchdata.order.steps import Begin, Location, Steps, StreamSteps, TokenBatches, draw_of_cut
 
 SIZES = ("global_batch_size", "global_batch_tokens")  # which may differ where `allow` names them
 WEIGHTS = "weights"  # of a mixture, which may too
@@ -37,6 +38,71 @@ _OF_ROWS = ("num_samples", "excluded", "num_excluded")
 _OF_RULES = ("rules_version",)
 
 
+class UsableRows(Protocol):
+    """The usable rows of a data set of shards, or of a source of a mixture: `SourceRows`."""
+
+    @property
+    def same(self) -> Hashable:
+        """Equal for equal rows of one index."""
+
+    @property
+    def digest(self) -> RowsDigest:
+        """What a state stores of the rows."""
+
+    def change_since(self, then: RowsDigest) -> str:
+        """Return how the rows differ from those of a state, in words; "" for equal ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedDataset:
+    """A data set, ready to be planned and read."""
+
+    spec: BuildSpec
+    fingerprint: Mapping[str, Any]  # what the loaders of all ranks must agree with, JSON-safe
+    failures: Sequence[DataError]  # samples known to be bad before anything is decoded: the order does not contain them
+    num_indexed: int  # samples, with bad ones
+    torch_steps: Steps | None = None  # of an epoch, if they are not those of the plan
+    rows: tuple[UsableRows, ...] = ()  # of shards: of the data set, or of each source, which bind states to it
+    of_processor: tuple[str, ...] = ()  # names that the recipe has from a Hugging Face processor
+    filler: Callable[..., Any] | None = None  # opens what fills the loader's cache, as `filler_of`
+    num_lost: int = 0  # estimated samples of damaged shards that are not even indexed
+    none_chosen: str = ""  # the `filter`, `split` and others that choose no sample; empty if they choose any
+    on_first_step: Callable[[], None] | None = None  # called when the first step was delivered
+    sampler: Any = None  # these three: the defaults that torch's loader has; None for our own order or layout
+    batch_sampler: Any = None
+    collate_fn: Any = None
+
+    @property
+    def steps(self) -> Steps:
+        """The steps of each epoch."""
+        return self.torch_steps or self.spec.plan.steps
+
+    def known_count(self, position: Position) -> int | None:
+        """Return the optimizer steps of its epoch; None if they are known only at its end."""
+        try:
+            return self.steps.count(position.epoch, position.draw)
+        except (TypeError, NotImplementedError):
+            return None
+
+    @property
+    def is_iterable(self) -> bool:
+        """Whether the data set can only be iterated."""
+        return isinstance(self.steps, StreamSteps)
+
+    @property
+    def num_samples(self) -> int:
+        """Usable samples of the data set."""
+        return self.spec.plan.order.num_samples
+
+    def with_order(self, order: MixtureOrder) -> PreparedDataset:
+        """Return the same mixture with another order."""
+        batches = self.spec.plan.batches
+        if isinstance(batches, TokenBatches):
+            batches = replace(batches, sums=order)
+        spec = replace(self.spec, plan=replace(self.spec.plan, order=order, batches=batches))
+        return replace(self, spec=spec)
+
+
 def state_of(prepared: PreparedDataset, position: Position) -> State:
     """Return the state of a data set at a position."""
     location = prepared.steps.location(position.epoch, position.step, position.draw)
@@ -46,11 +112,12 @@ def state_of(prepared: PreparedDataset, position: Position) -> State:
             fingerprint = _digested(fingerprint)
         if WINDOWS not in fingerprint:
             mixture = mixture_at(order, position.epoch, location.position or 0)
+    known: dict[Hashable, UsableRows] = {}  # equal rows of one index are hashed once, and are one object
     return State(
         position=position,
         fingerprint=fingerprint,
         location=location,
-        rows=digests_of(prepared.rows),
+        rows=tuple(known.setdefault(source.same, source).digest for source in prepared.rows),
         mixture=mixture,
     )
 
@@ -80,7 +147,11 @@ def restore(
     is_other_size, has_other_weights = _check_loader(state.fingerprint, _bound(prepared), allow)
 
     # With other samples the next epoch begins. An epoch of which nothing was delivered is not left out.
-    if changes := "; ".join(changes_since(state.rows, prepared.rows)):
+    if len(state.rows) != len(prepared.rows):
+        counts = f"of {len(state.rows)} sources, and the loader has {len(prepared.rows)}"
+        raise StateError(f"the state is damaged: its 'rows' are {counts}")
+    words = [source.change_since(digest) for source, digest in zip(prepared.rows, state.rows, strict=True)]
+    if changes := "; ".join(filter(None, words)):
         epoch, step = position.epoch, position.step
         begins = f"epoch {epoch + 1}" if step else f"epoch {epoch}, of which nothing was delivered,"
         if SAMPLES not in allow:
@@ -151,7 +222,7 @@ def _check_location(position: Position, location: Location, prepared: PreparedDa
     """Raise StateError if the loader has no such step, or at another position."""
     epoch, step, draw = position.epoch, position.step, position.draw
     try:
-        num_steps = prepared.known_count(epoch, draw)
+        num_steps = prepared.known_count(position)
         if num_steps is not None and step > num_steps:
             raise StateError(f"the state points at epoch {epoch}, step {step}; an epoch has {num_steps} steps")
         here = prepared.steps.location(epoch, step, draw)
@@ -188,35 +259,30 @@ def _check_loader(theirs: Mapping[str, Any], ours: Mapping[str, Any], allow: Seq
     stored = theirs.get("mixture")
     if isinstance(stored, Mapping) and "digests" in stored and "mixture" in ours:
         ours = _digested(ours)
-    if WINDOWS in ours or WINDOWS in theirs:
-        differences, other_size, other_weights = _differences_of_windows(theirs, ours), None, False
+    has_windows, has_weights = WINDOWS in ours or WINDOWS in theirs, WEIGHTS in theirs and WEIGHTS in ours
+    there, here = ({**each, WEIGHTS: _shown_weights(each.get(WEIGHTS))} for each in (theirs, ours))
+
+    # Windows of all epochs follow each other, so neither sizes nor weights may differ.
+    if has_windows:
+        differences = _differences(there, here, "")
+        if differences and any(theirs.get(name) != ours.get(name) for name in (*SIZES, WINDOWS, WEIGHTS)):
+            differences.append(
+                "where a step of Packed(concatenate=True) begins depends on all steps before it, so allow= cannot "
+                "change that: use the former arguments, or begin an epoch with the new ones by set_epoch()"
+            )
+        other_size, other_weights = None, False
     else:
-        differences = _differences(_without_size(theirs), _without_size(ours), "")
-        other_size = _other_size(theirs, ours)
-        other_weights = WEIGHTS in theirs and WEIGHTS in ours and theirs[WEIGHTS] != ours[WEIGHTS]
+        apart = _MEASURES | ({WEIGHTS} if has_weights else set())
+        differences = _differences(_without(there, apart), _without(here, apart), "")
+        other_size, other_weights = _other_size(theirs, ours), has_weights and theirs[WEIGHTS] != ours[WEIGHTS]
         if other_size is not None and other_size[0] not in allow:
             differences.append(other_size[1])
         if other_weights and WEIGHTS not in allow:
             how = f"load_state_dict(state, allow=({WEIGHTS!r},)) continues with the weights here"
-            there, here = _shown_weights(theirs[WEIGHTS]), _shown_weights(ours[WEIGHTS])
-            differences.append(f"weights are {there} in the state and {here} here ({how})")
+            differences.append(f"weights are {there[WEIGHTS]} in the state and {here[WEIGHTS]} here ({how})")
     if differences:
         raise StateError("the state belongs to another loader: " + "; ".join(differences))
     return other_size is not None, other_weights
-
-
-def _differences_of_windows(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """Return the differences if one of the loaders has windows of concatenated documents. Windows of all epochs follow
-    each other, so neither sizes nor weights may differ.
-    """
-    there, here = ({**each, WEIGHTS: _shown_weights(each.get(WEIGHTS))} for each in (theirs, ours))
-    differences = _differences(there, here, "")
-    if differences and any(theirs.get(name) != ours.get(name) for name in (*SIZES, WINDOWS, WEIGHTS)):
-        differences.append(
-            "where a step of Packed(concatenate=True) begins depends on all steps before it, so allow= cannot change "
-            "that: use the former arguments, or begin an epoch with the new ones by set_epoch()"
-        )
-    return differences
 
 
 def _shown_weights(described: Any) -> Any:
@@ -242,7 +308,7 @@ def _bound(prepared: PreparedDataset) -> Mapping[str, Any]:
     return found | {"mixture": mixture, "sources": sources}
 
 
-def _without(described: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def _without(described: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in described.items() if name not in names}
 
 
@@ -266,13 +332,6 @@ def _digested(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
 
 def _digest(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-def _without_size(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    both = WEIGHTS in fingerprint
-    return {
-        name: value for name, value in fingerprint.items() if name not in _MEASURES and not (both and name == WEIGHTS)
-    }
 
 
 def _other_size(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -300,21 +359,6 @@ _WHAT = {
 _DIGEST = re.compile(r"[0-9a-f]{16,}")
 
 
-def _of(path: str) -> str:
-    """Return the name of the source in the path of a difference."""
-    names = path.split(".")
-    return f" of source {names[names.index('sources') + 1]!r}" if "sources" in names[:-1] else ""
-
-
-def _is_digest(value: Any) -> bool:
-    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
-
-
-def _shown(value: Any) -> str:
-    """Return a value for messages, without its digests."""
-    return _DIGEST.sub("...", repr(value))
-
-
 def _differences(theirs: Any, ours: Any, path: str) -> list[str]:
     """Return the differences as text."""
     if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
@@ -326,27 +370,15 @@ def _differences(theirs: Any, ours: Any, path: str) -> list[str]:
         ]
     if theirs == ours:
         return []
-    words = f"{path} is {_shown(theirs)} in the state and {_shown(ours)} here"
-    if _is_digest(theirs) or _is_digest(ours):
-        words = f"{_WHAT.get(path.rpartition('.')[2], path)}{_of(path)} differs: the state has another one"
+    # Digests say nothing to a reader.
+    shown = [_DIGEST.sub("...", repr(value)) for value in (theirs, ours)]
+    words = f"{path} is {shown[0]} in the state and {shown[1]} here"
+    if any(isinstance(value, str) and _DIGEST.fullmatch(value) for value in (theirs, ours)):
+        names = path.split(".")
+        of = f" of source {names[names.index('sources') + 1]!r}" if "sources" in names[:-1] else ""
+        words = f"{_WHAT.get(names[-1], path)}{of} differs: the state has another one"
     if path == "order.format":
         words += (
             " (the algorithm of orders has changed: finish the epoch with the orchdata that began it, or begin one)"
         )
     return [words]
-
-
-def digests_of(sources: Sequence[UsableRows]) -> tuple[RowsDigest, ...]:
-    """Return what a state stores of each source: one object for equal rows of one index, which are hashed once."""
-    known: dict[Hashable, UsableRows] = {}
-    return tuple(known.setdefault(source.same, source).digest for source in sources)
-
-
-def changes_since(then: Sequence[RowsDigest], sources: Sequence[UsableRows]) -> list[str]:
-    """Return how the rows of sources differ from those of a state, in words. Raises StateError for other sources."""
-    if len(then) != len(sources):
-        raise StateError(
-            f"the state is damaged: its 'rows' are of {len(then)} sources, and the loader has {len(sources)}"
-        )
-    words = [source.change_since(digest) for source, digest in zip(sources, then, strict=True)]
-    return [each for each in words if each]
