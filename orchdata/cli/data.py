@@ -361,7 +361,6 @@ def show(
     from orchdata.cli.dataset import indexed
     from orchdata.dataset.advice import unread_of
     from orchdata.dataset.shards import unchosen_rows
-    from orchdata.dataset.unread import unread_of
     from orchdata.loaders.records import LEFT_OUT
     from orchdata.loaders.text.conversation import WORDS_SUFFIX
     from orchdata.showing import rows_of_key, save_in, shown_rows

@@ -25,7 +25,7 @@ from orchdata.loaders.modalities.builtin import BUILTINS
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.members import uses_of
 from orchdata.loaders.shards.open import OpenShards, by_identity
-from orchdata.loaders.text.chat_keys import HARMLESS
+from orchdata.loaders.text.messages import HARMLESS
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS
 from orchdata.loaders.text.template import TextSegment, record_keys
 from orchdata.loaders.unread_names import above, modality_of_name
