@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from orchdata.building.figures import FIGURES, STAGES, plain_figures
+from orchdata.building.figures import STAGES, START, added, plain_figures, shown
 from orchdata.building.step import BuiltStep
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.failures import reason_kind
@@ -53,7 +53,7 @@ class Stats:
         self.num_steps = 0
         self._waiting_seconds = 0.0
         self._seconds: Counter[str] = Counter()
-        self._totals = {figure.name: figure.start for figure in FIGURES}
+        self._totals = START
         self._read_before = None if self._reads is None else self._reads.as_dict()
         self.torch.steps = self.torch.samples = 0  # Streams of torch's loader keep this object.
         self.torch.waiting_seconds = 0.0
@@ -62,8 +62,7 @@ class Stats:
         self.num_steps += 1
         self._waiting_seconds += waiting_seconds
         self._seconds.update(built.seconds)
-        for figure in FIGURES:
-            self._totals[figure.name] = figure.added(self._totals[figure.name], built.figures[figure.name])
+        self._totals = added(self._totals, built.figures)
 
     def add_failures(self, failures: Sequence[DataError], *, lost: int = 0) -> None:
         """Count failures, and `lost` samples, which cannot be listed because damage hides them."""
@@ -103,13 +102,12 @@ class Stats:
         torch, num_steps = self.torch, self.num_steps + self.torch.steps
         steps, totals = max(1, num_steps), self._totals
         if torch.steps:
-            plain = plain_figures(torch.steps, torch.samples)
-            totals = {figure.name: figure.added(totals[figure.name], plain[figure.name]) for figure in FIGURES}
+            totals = added(totals, plain_figures(torch.steps, torch.samples))
         reads = self._reads_since()
         return {
             "since": self._since,
             "steps": num_steps,
-            **{figure.name: figure.show(totals[figure.name], steps) for figure in FIGURES},
+            **shown(totals, steps),
             "read_amplification": reads["storage_bytes"] / reads["used_bytes"]
             if reads and reads["used_bytes"]
             else None,
