@@ -1,7 +1,4 @@
-"""Batches by a user's collate_fn, of samples that are loaded by their rows.
-
-Batches of the items of a torch map-style data set.
-"""
+"""Batches by a user's collate_fn: of samples that are loaded by their rows, or of a map-style data set's items."""
 
 from __future__ import annotations
 
@@ -18,9 +15,8 @@ from typing import Any
 
 from torch.utils.data import default_collate, default_convert
 
-from orchdata.batch.step_info import StepInfo
-from orchdata.building.assembler import Assembled, Assembler, Share, Task, kept
 from orchdata.building.memory import Memory
+from orchdata.building.step import Assembled, Assembler, Share, Task, kept
 from orchdata.loaders.errors import NOT_DATA, DataError, pass_broken_package
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.locks import lock_of
@@ -33,6 +29,35 @@ STOP_ITERATION = "the data set, or collate_fn, raised StopIteration"
 """Message of the error that takes its place: StopIteration would look like the end of the epoch."""
 
 _THREAD_SAFE = (default_collate, default_convert)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepInfo:
+    """The step of a microbatch, passed to a `collate_fn` that has a parameter named `step`.
+
+    Attributes:
+        epoch, step: number of the optimizer step.
+        microbatch, num_microbatches: its number among the rank's microbatches of the step, and their count.
+        dp_size: data-parallel ranks.
+        num_step_samples: of the whole step, over all ranks and microbatches, those that fail included; a piece of a
+            long sample counts as a sample.
+        loss_tokens: planned loss tokens of the whole step, over all ranks and microbatches; 0 for map-style data,
+            with unknown tokens. In a mixture each counts the loss weight of its source.
+        loss_scale: factor of a summed loss where gradients are averaged over the data-parallel ranks, as
+            `Batch.loss_scale`: dp_size / loss_tokens (1 where there are none), for a sum over loss tokens. For
+            map-style data dp_size / num_step_samples, for a sum over samples.
+        sources: of a mixture, the name of each sample's source; else empty.
+    """
+
+    epoch: int
+    step: int
+    microbatch: int
+    num_microbatches: int
+    dp_size: int
+    num_step_samples: int
+    loss_tokens: float
+    loss_scale: float
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(kw_only=True, eq=False)

@@ -27,7 +27,7 @@ def step_figures(spec: PlanSpec, plan: Plan, rank: int, num_failures: int) -> di
     """
     balance, price, lengths, number = spec.balance, spec.balance.price, plan.llm_positions, plan.num_microbatches
     # Where one rank has everything in one microbatch, all loads are sums.
-    is_alone = plan.num_ranks == number == 1 and plan.padded.adds_up and not plan.parts and price.adds_up
+    is_alone = plan.num_ranks == number == 1 and plan.padded.adds_up and not plan.parts and price.num_stages is None
     mine = slice(None) if is_alone else plan.places(rank)
     # A shared sample counts on the first of its ranks alone. One that failed stays where others wait for it.
     counted = mine if plan.teams is None else np.flatnonzero(plan.rank == rank)
@@ -57,7 +57,9 @@ def step_figures(spec: PlanSpec, plan: Plan, rank: int, num_failures: int) -> di
 
     # Tokens, and those of microbatches as long as their longest sample.
     own_lengths = lengths[mine]
-    groups = [own_lengths] if number == 1 else [own_lengths[plan.microbatch[mine] == each] for each in range(number)]
+    groups, microbatch = [own_lengths], plan.microbatch[mine]
+    if number > 1:
+        groups = [own_lengths[microbatch == each] for each in range(number)]
     padded = sum(int(inside.max(initial=0)) * len(inside) for inside in groups)
 
     # Tokens in teams by size, and samples of which a rank has more than its cap.

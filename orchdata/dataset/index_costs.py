@@ -13,8 +13,8 @@ from orchdata.balancers.costs.model import CostModel
 from orchdata.balancers.costs.phase import PhaseCost
 from orchdata.loaders.index.index import Index
 from orchdata.native.costs import COST_SHIFT, Coefficients, part_costs, sequence_costs
-from orchdata.planning.costs import Ints
 from orchdata.planning.layout import Attention
+from orchdata.planning.make_plan import Ints
 from orchdata.planning.parts import Parts
 from orchdata.planning.sharing.accumulated import FixedCost
 from orchdata.planning.sharing.packed import NO_PADDING, NoPadding, PaddedCost

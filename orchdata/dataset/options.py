@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from orchdata.building.spec import BuildSpec
+from orchdata.building.step import BuildSpec
 from orchdata.loaders.errors import DataError
 from orchdata.loop.state import RowsDigest
 from orchdata.order.mixture import MixtureOrder

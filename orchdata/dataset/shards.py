@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from orchdata.balancers.costs.model import CostModel
 from orchdata.batch.batch import ModelInputs
-from orchdata.building.contents import IndexedShards, SampleContent, ShardContent
+from orchdata.building.contents import IndexedShards, SampleContent
+from orchdata.building.pages import ShardContent
 from orchdata.caching import filler_of
 from orchdata.dataset.arguments import Arguments, Quarantine, refuse_parts
 from orchdata.dataset.bad_samples import IndexedFailures, lost_samples, unusable_of, warn_of_bad
@@ -49,11 +50,7 @@ from orchdata.planning.layout import (
     Layout,
     Packed,
     Padded,
-    encoder_lengths,
-    fixed_length,
     layout_of,
-    padded_encoders,
-    window_length,
 )
 from orchdata.planning.make_plan import make_plan
 from orchdata.planning.sharing.accumulated import better_budget
@@ -84,7 +81,7 @@ def prepare_shards(dataset: ShardDataset | Mixture, arguments: Arguments) -> Pre
     recipes = [source.recipe for source in sources]
     index = index_of(dataset, partial(_open_index, arguments))
     costs = layout_costs(index, cost, layout, balance)
-    length = window_length(layout)
+    length = layout.length if layout.concatenate else None
     check_windows(length, balance, arguments.batches.describe(), cost, recipes, index)
     if length is not None and accumulate > 1:
         check_accumulate(accumulate, arguments.sample_batches.size, rank.size)
@@ -133,7 +130,7 @@ def prepare_shards(dataset: ShardDataset | Mixture, arguments: Arguments) -> Pre
     if isinstance(batches, TokenBudgets):
         batches = batches.over(order.sums(counts))
         measure = {"tokens_multiple_of": counts.multiple_of}
-        _warn_better(batches, fixed_length(layout), rank.size, has_media=len(costs.phases) > 1)
+        _warn_better(batches, layout.length, rank.size, has_media=len(costs.phases) > 1)
     elif length is not None:
         batches = windows_of(batches, length, order, counts, index)
         warn_of_windows(batches, recipes, rank.size)
@@ -310,10 +307,10 @@ def layout_costs(
     return IndexCosts(
         index,
         model,
-        1 if window_length(layout) else layout.multiple_of,
+        1 if layout.concatenate else layout.multiple_of,
         rectangular=isinstance(layout, Padded),
-        length=fixed_length(layout),
-        attention=layout.attention if isinstance(layout, Packed) and layout.concatenate else None,
+        length=layout.length,
+        attention=layout.attention if layout.concatenate else None,
         joins=balance.teams is not None and balance.teams.cut == "loader",
     )
 
@@ -326,7 +323,7 @@ def layout_balance(balance: Balance, layout: Layout, recipe: Recipe, encoders: S
     """
     caps = dict(balance.caps)
     for name in encoders:
-        if not (lengths := encoder_lengths(layout, name)):
+        if not (lengths := layout.encoder_lengths.get(name)):
             continue
         modality = recipe.modalities[name]
         if modality.padding(modality.dummy().positions) is None:
@@ -341,7 +338,7 @@ def layout_balance(balance: Balance, layout: Layout, recipe: Recipe, encoders: S
                 f"{max(1, wrong[0] // unit) * unit}"
             )
         caps[name] = min(lengths[-1], caps.get(name, lengths[-1]))
-    length = fixed_length(layout)
+    length = layout.length
     if length is not None:
         dummies = sum(recipe.modalities[name].dummy().tokens for name in encoders) if layout.empty == "dummy" else 0
         room = length - -(-dummies // layout.multiple_of) * layout.multiple_of
@@ -357,19 +354,19 @@ def check_layout(balance: Balance, layout: Layout) -> None:
     """Raise ValueError for caps that the layout would exceed: a plan has the positions of an encoder, but not the size
     of the rectangle around its items. A fixed length is a cap, which no sample may exceed.
     """
-    length = fixed_length(layout)
+    length = layout.length
     if length is not None and balance.caps.get("llm", length) != length:
         raise ValueError(
             f"Balance.max_tokens caps llm at {balance.caps['llm']}, and Packed(length={length}) makes every microbatch "
             "that long: leave the cap of llm out"
         )
-    if (length is not None or (isinstance(layout, Packed) and layout.encoder_lengths)) and balance.oversize == "own":
+    if (length is not None or layout.encoder_lengths) and balance.oversize == "own":
         raise ValueError(
             "Balance.oversize='own' gives a sample above the caps a separate microbatch, which Packed(length=..., "
             "encoder_lengths=...) does not make longer: use oversize='drop', a larger length, or shorter samples"
         )
     capped = [phase for phase in balance.caps if phase != "llm"]
-    if capped and padded_encoders(layout):
+    if capped and layout.encoders == "padded":
         raise ValueError(
             f"Balance.max_tokens caps {', '.join(capped)}, which od.Padded(encoders='padded') would exceed: its "
             "padding is not planned; use encoders='packed', or cap only llm"

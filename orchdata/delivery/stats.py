@@ -93,18 +93,12 @@ class Stats:
         """Return plain values, of which docs/stats.md describes every key. `reset` begins to count again, once they are
         read; failures are counted since the loader was made. Reads include those of prefetched steps.
         """
-        found = self._as_dict()
-        if reset:
-            self._begin()
-        return found
-
-    def _as_dict(self) -> dict[str, Any]:
         torch, num_steps = self.torch, self.num_steps + self.torch.steps
         steps, totals = max(1, num_steps), self._totals
         if torch.steps:
             totals = added(totals, plain_figures(torch.steps, torch.samples))
         reads = self._reads_since()
-        return {
+        found = {
             "since": self._since,
             "steps": num_steps,
             **shown(totals, steps),
@@ -126,6 +120,9 @@ class Stats:
                 ],
             },
         }
+        if reset:
+            self._begin()
+        return found
 
     def _reads_since(self) -> dict[str, Any] | None:
         """Return the bytes read in this interval; None if samples are not in shards."""

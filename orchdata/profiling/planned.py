@@ -22,7 +22,7 @@ from orchdata.order.mixture import AnyOrder
 from orchdata.order.order import MixedSource, SampleOrder, TokenCounts
 from orchdata.order.steps import Batches, GlobalBatches, StepTask, TokenBatches
 from orchdata.planning.balance import AssignmentKind, Balance, Scope
-from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, row_lengths
+from orchdata.planning.layout import Layout, Packed, Padded, row_lengths
 from orchdata.planning.make_plan import PlanSpec, SampleCosts, make_plan
 from orchdata.planning.plan import Plan
 from orchdata.profiling.content import Figures
@@ -257,7 +257,7 @@ def _padding(
         microbatches += plan.num_microbatches
     return Figures(
         layout=name,
-        length=fixed_length(layout),
+        length=layout.length,
         padding=1 - used / held if held else 0.0,
         microbatches=microbatches / len(steps),
         steps=len(steps),

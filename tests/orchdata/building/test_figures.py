@@ -13,8 +13,8 @@ from shard_factory import RECIPE, omni_shards
 import orchdata as od
 from orchdata.building.figures import step_figures
 from orchdata.order.steps import StepTask
-from orchdata.planning.balance import StepPrice
 from orchdata.planning.make_plan import make_plan
+from orchdata.planning.sharing.packed import NoPadding
 
 
 @pytest.mark.parametrize("kind", ["shards", "costs", "equal", "empty"])
@@ -33,5 +33,5 @@ def test_figures_of_one_rank_alone_are_those_worked_out_in_full(
     rows = {"equal": np.arange(5), "empty": np.arange(0), "costs": np.array([3, 0, 11])}.get(kind)
     plan = make_plan(spec, StepTask(0, 0, rows))
     alone = step_figures(spec, plan, 0, 0)
-    monkeypatch.setattr(StepPrice, "adds_up", False)
+    monkeypatch.setattr(NoPadding, "adds_up", False)
     assert step_figures(spec, plan, 0, 0) == alone
