@@ -184,7 +184,7 @@ class Pages:
         """Whether this rank has a token of a sample; members of its team may have all."""
         return not self._joined or self._held[number] > 0
 
-    def _needs(self, stored: _Stored) -> tuple[dict[str, Any], Any, NDArray[np.int32] | None]:
+    def _needs(self, stored: _Stored, recipe: Recipe) -> tuple[dict[str, Any], Any, NDArray[np.int32] | None]:
         """Return what is read of a sample; and of a document that a window cuts, so that the next need not tokenize it,
         the name of its ids, and its ids if they are known.
         """
@@ -196,12 +196,12 @@ class Pages:
                 name = "token ids", index.fingerprint, index.build_id, row
                 ids = self._assembler.opened.texts.get(name)
             needs["text"] = self._has_tokens(number) and ids is None
-            needs["kept"] = bool(self._shards.recipe_of(row).keep)
+            needs["kept"] = bool(recipe.keep)
         return needs, name, ids
 
     def wanted(self) -> Iterator[Wanted]:
         for each in self._stored.values():
-            needs, _, _ = self._needs(each)
+            needs, _, _ = self._needs(each, self._shards.recipe_of(each.row))
             if any(needs.values()):
                 each.sample = StoredSample(self._shards.index, self._assembler.opened, each.row)
                 yield Wanted(each.row, **needs, sample=each.sample)
@@ -252,7 +252,7 @@ class Pages:
             try:
                 if known_crash is not None:
                     raise DataError(sample.shard, sample.key, "*", f"its worker {known_crash}")
-                needs, name, ids = self._needs(stored)
+                needs, name, ids = self._needs(stored, recipe)
                 payloads = {} if ids is not None and not needs["kept"] else sample.read(recipe, **needs)
             except DataError as failure:
                 failures = [kept(failure)]

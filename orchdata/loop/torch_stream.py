@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from orchdata.building.collate import MapContent, step_info, takes_step
 from orchdata.building.step import BuildSpec
-from orchdata.delivery.stats import TorchCounts
+from orchdata.delivery.policy import TorchCounts
 from orchdata.engines.engine import Workers
 from orchdata.engines.processes.message import Failed, unpacked
 from orchdata.engines.torch_workers import (
