@@ -43,7 +43,7 @@ from orchdata.order.steps import StepTask
 from orchdata.planning.layout import Padded
 from orchdata.planning.make_plan import make_plan
 from orchdata.planning.plan import Plan
-from orchdata.ranks.gathering import gather, small_device
+from orchdata.ranks.agreement import gather, small_device
 from orchdata.ranks.parallel import Rank, group_timeout
 from orchdata.ranks.wire import Message, WireError, describe, read
 

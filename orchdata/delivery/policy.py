@@ -24,7 +24,7 @@ from orchdata.loaders.errors import DataError, TooManyFailures
 from orchdata.loaders.failures import reason_kind
 from orchdata.loaders.storage.storage import ReadBytes
 from orchdata.quarantine import checked_names, read_blank
-from orchdata.ranks.gathering import gather_json
+from orchdata.ranks.agreement import gather_json
 
 DEFAULT_SHARE: Final = Fraction(1, 100)
 """The share of samples that may fail under on_error="skip"."""
