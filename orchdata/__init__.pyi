@@ -14,8 +14,8 @@ from .batch.batch import Batch as Batch
 from .batch.megatron import megatron_packed as megatron_packed
 from .batch.rounds import Round as Round
 from .batch.rounds import rounds as rounds
-from .batch.step_info import StepInfo as StepInfo
 from .batch.tensors import Team as Team
+from .building.collate import StepInfo as StepInfo
 from .dataloader import DataLoader as DataLoader
 from .dataset.mixture import Mixture as Mixture
 from .dataset.mixture import Source as Source

@@ -21,7 +21,7 @@ from typing import IO, Final
 
 import numpy as np
 
-from orchdata.building.spec import BuildSpec
+from orchdata.building.step import BuildSpec
 from orchdata.loaders.errors import OrchdataError, StaleIndexError
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.shards.shard import ShardInfo

@@ -28,8 +28,7 @@ from orchdata.balancers.costs.model import CostModel
 from orchdata.dataset.arguments import DEFAULT_BATCH_SIZE, Arguments, CollateFn, IndexUse, Quarantine
 from orchdata.dataset.sharded import is_sharded
 from orchdata.delivery.export import export_plan
-from orchdata.delivery.policy import ErrorPolicy
-from orchdata.delivery.stats import flattened
+from orchdata.delivery.policy import ErrorPolicy, flattened
 from orchdata.engines.engine import DEFAULT_PREFETCH, OpensEngine
 from orchdata.loaders.errors import BLANK, DataError
 from orchdata.loaders.storage.node import Cache

@@ -31,8 +31,7 @@ from orchdata.dataset.arguments import Arguments
 from orchdata.dataset.map_style import prepare_iterable, prepare_map_style
 from orchdata.dataset.prepared import PreparedDataset, check_allowed, restore, state_of
 from orchdata.delivery.delivery import Delivery
-from orchdata.delivery.policy import FailureBudget
-from orchdata.delivery.stats import Stats
+from orchdata.delivery.policy import FailureBudget, Stats
 from orchdata.engines.processes.engine import start_server
 from orchdata.engines.threads import can_pin
 from orchdata.engines.torch_workers import IterableContent, set_epoch, torch_loader

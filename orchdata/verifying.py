@@ -22,11 +22,10 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.building.assembler import Assembled, Share, Task
-from orchdata.building.contents import IndexedShards, ShardContent, sample_bytes
+from orchdata.building.contents import IndexedShards, sample_bytes
 from orchdata.building.memory import Memory
-from orchdata.building.spec import BuildSpec
-from orchdata.building.step import BuiltStep
+from orchdata.building.pages import ShardContent
+from orchdata.building.step import Assembled, BuildSpec, BuiltStep, Share, Task
 from orchdata.dataset.index_costs import IndexCosts
 from orchdata.engines.engine import Workers
 from orchdata.engines.on_ray.cluster import RayEngine

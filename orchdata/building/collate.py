@@ -1,7 +1,4 @@
-"""Batches by a user's collate_fn, of samples that are loaded by their rows.
-
-Batches of the items of a torch map-style data set.
-"""
+"""Batches by a user's collate_fn: of samples that are loaded by their rows, or of a map-style data set's items."""
 
 from __future__ import annotations
 
@@ -18,9 +15,8 @@ from typing import Any
 
 from torch.utils.data import default_collate, default_convert
 
-from orchdata.batch.step_info import StepInfo
-from orchdata.building.assembler import Assembled, Assembler, Share, Task, kept
 from orchdata.building.memory import Memory
+from orchdata.building.step import Assembled, Assembler, Share, Task, kept
 from orchdata.loaders.errors import NOT_DATA, DataError, pass_broken_package
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.locks import lock_of
@@ -33,6 +29,35 @@ STOP_ITERATION = "the data set, or collate_fn, raised StopIteration"
 """Message of the error that takes its place: StopIteration would look like the end of the epoch."""
 
 _THREAD_SAFE = (default_collate, default_convert)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepInfo:
+    """The step of a microbatch, passed to a `collate_fn` that has a parameter named `step`.
+
+    Attributes:
+        epoch, step: number of the optimizer step.
+        microbatch, num_microbatches: its number among the rank's microbatches of the step, and their count.
+        dp_size: data-parallel ranks.
+        num_step_samples: of the whole step, over all ranks and microbatches, those that fail included; a piece of a
+            long sample counts as a sample.
+        loss_tokens: planned loss tokens of the whole step, over all ranks and microbatches; 0 for map-style data,
+            with unknown tokens. In a mixture each counts the loss weight of its source.
+        loss_scale: factor of a summed loss where gradients are averaged over the data-parallel ranks, as
+            `Batch.loss_scale`: dp_size / loss_tokens (1 where there are none), for a sum over loss tokens. For
+            map-style data dp_size / num_step_samples, for a sum over samples.
+        sources: of a mixture, the name of each sample's source; else empty.
+    """
+
+    epoch: int
+    step: int
+    microbatch: int
+    num_microbatches: int
+    dp_size: int
+    num_step_samples: int
+    loss_tokens: float
+    loss_scale: float
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -55,7 +80,7 @@ class SampleAssembler:
     ahead: Callable[[Iterable[int]], object] | None = None  # begins to read the samples of these rows of shards
 
     def __post_init__(self) -> None:
-        self._takes_step = takes_step(self.collate_fn)
+        self.takes_step = takes_step(self.collate_fn)
 
     def begin(self, share: Share) -> SampleAssembly:
         return SampleAssembly(self, share)
@@ -70,30 +95,6 @@ class SampleAssembler:
 
     def load_alone(self, row: int) -> None:
         self.load(row)
-
-    def collated(self, samples: dict[int, Any], share: Share, together: Any = None) -> Any:
-        """Call `collate_fn` with the samples, by their index in the share, or with all of them `together`."""
-        collate, kept = self.collate_fn, sorted(samples)
-        options = {"step": self._step_info(share, kept)} if self._takes_step else {}
-        loaded = [samples[index] for index in kept] if together is None else together
-        with contextlib.nullcontext() if collate in _THREAD_SAFE else lock_of(collate):
-            return collate(loaded if self.batched else loaded[0], **options)
-
-    def _step_info(self, share: Share, kept: list[int]) -> StepInfo:
-        plan = share.plan
-        num_samples = len(plan.row)
-        numbers = plan.source[plan.places(share.rank, share.microbatch)[kept]] if plan.sources else ()
-        return StepInfo(
-            epoch=plan.epoch,
-            step=plan.step,
-            microbatch=share.index,
-            num_microbatches=plan.num_microbatches,
-            dp_size=plan.num_ranks,
-            num_step_samples=num_samples,
-            loss_tokens=plan.global_loss_tokens,
-            loss_scale=plan.num_ranks / ((num_samples if self.num_map_rows else plan.global_loss_tokens) or 1),
-            sources=tuple(plan.sources[number] for number in numbers),
-        )
 
 
 def takes_step(collate_fn: Callable[..., Any]) -> bool:
@@ -150,10 +151,28 @@ class SampleAssembly:
         return [partial(self._load, index, row) for index, row in enumerate(rows)]
 
     def finish(self) -> Assembled:
-        if not self._samples and self._together is None and self._assembler.num_map_rows and len(self._share.plan.row):
+        of, share, plan, options = self._assembler, self._share, self._share.plan, {}
+        if not self._samples and self._together is None and of.num_map_rows and len(plan.row):
             self._samples[0] = self._repeated()
         started = time.perf_counter()
-        batch = self._assembler.collated(self._samples, self._share, self._together)
+        loaded_at = sorted(self._samples)
+        if of.takes_step:
+            sources = plan.source[self._places[loaded_at]] if plan.sources else ()
+            counted = len(plan.row) if of.num_map_rows else plan.global_loss_tokens
+            options["step"] = StepInfo(
+                epoch=plan.epoch,
+                step=plan.step,
+                microbatch=share.index,
+                num_microbatches=plan.num_microbatches,
+                dp_size=plan.num_ranks,
+                num_step_samples=len(plan.row),
+                loss_tokens=plan.global_loss_tokens,
+                loss_scale=plan.num_ranks / (counted or 1),
+                sources=tuple(plan.sources[number] for number in sources),
+            )
+        loaded = [self._samples[index] for index in loaded_at] if self._together is None else self._together
+        with contextlib.nullcontext() if of.collate_fn in _THREAD_SAFE else lock_of(of.collate_fn):
+            batch = of.collate_fn(loaded if of.batched else loaded[0], **options)
         seconds = {"decoding": sum(self._seconds), "packing": time.perf_counter() - started}
         failures = [self._failures[index] for index in sorted(self._failures)]
         return Assembled(batch, failures, seconds)

@@ -9,17 +9,17 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from math import prod
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 T = TypeVar("T")
 
 _SMALL_BYTES = 1 << 16  # malloc serves these from memory it already has
+_MOST_FREE_BYTES = 1 << 30
 
 
 class Memory(Protocol):
@@ -30,26 +30,6 @@ class Memory(Protocol):
 
     def reserve(self, num_bytes: int) -> None:
         """Prepare to allocate about this number of bytes. Raises MemoryError."""
-
-
-class Reservation:
-    """Arrays by name, with sizes that are known before there is memory for them."""
-
-    def __init__(self) -> None:
-        self._arrays: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
-
-    def add(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> None:
-        self._arrays[name] = shape, np.dtype(dtype)
-
-    @property
-    def num_bytes(self) -> tuple[int, ...]:
-        """Bytes of each array, in the order in which they were added."""
-        return tuple(prod(shape) * dtype.itemsize for shape, dtype in self._arrays.values())
-
-    def lay(self, memory: Sequence[NDArray[np.uint8]]) -> dict[str, NDArray[Any]]:
-        """Return the arrays, each in a piece of memory of its `num_bytes`."""
-        pieces = zip(self._arrays.items(), memory, strict=True)
-        return {name: piece.view(dtype).reshape(shape) for (name, (shape, dtype)), piece in pieces}
 
 
 class _InUse(weakref.ref[NDArray[np.uint8]]):
@@ -91,27 +71,41 @@ class Returns(Generic[T]):
 
 
 class BufferPool:
-    """Allocates memory, and takes it back when the arrays over it are collected; above `max_free_bytes` of it are
+    """Allocates memory, and takes it back when the arrays over it are collected; above `_MOST_FREE_BYTES` of it are
     released at the next allocation.
     """
 
-    def __init__(self, max_free_bytes: int = 1 << 30) -> None:
-        self._max_free_bytes = max_free_bytes
+    def __init__(self) -> None:
         self._free: dict[int, deque[mmap.mmap]] = {}
         self._returns = Returns[mmap.mmap]()
-
-    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Allocate an uninitialised array of `shape`. Raises MemoryError."""
-        kind = np.dtype(dtype)
-        return self.take(prod(shape) * kind.itemsize).view(kind).reshape(shape)
 
     def take(self, num_bytes: int) -> NDArray[np.uint8]:
         """Allocate uninitialised bytes, (num_bytes,). Raises MemoryError."""
         if num_bytes < _SMALL_BYTES:
             return np.empty(num_bytes, np.uint8)
-        self._take_returned()
-        capacity = size_class(num_bytes)
-        memory = self._reused(capacity) or _map(capacity)
+        self.free_bytes()
+        capacity, memory = size_class(num_bytes), None
+        sizes = sorted(self._free)
+        # The smallest free memory that is large enough, and at most twice as large as needed.
+        for size in [size for size in sizes if capacity <= size <= 2 * capacity]:
+            with suppress(IndexError):
+                memory = self._free[size].pop()
+                break
+        if memory is None:
+            # Release the largest free memory of at least half the size: the new mapping serves its sizes too. Otherwise
+            # each size that batches ever had would keep its own memory.
+            for size in reversed([size for size in sizes if capacity <= 2 * size < 2 * capacity]):
+                with suppress(IndexError):
+                    self._free[size].pop()
+                    break
+            try:
+                memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            except (OSError, ValueError, OverflowError) as error:  # ENOMEM, or above the address space
+                raise MemoryError(f"cannot map {capacity} bytes: {error}") from error
+            with suppress(OSError):  # a kernel without them
+                memory.madvise(
+                    mmap.MADV_HUGEPAGE
+                )  # a quarter of the time to write 20 MiB first, and less each time after
         base = np.frombuffer(memory, np.uint8)
         self._returns.expect(base, memory)
         return base[:num_bytes]
@@ -120,43 +114,15 @@ class BufferPool:
         """Do nothing: each piece is mapped separately."""
 
     def free_bytes(self) -> int:
-        """Return the bytes of unused memory."""
-        self._take_returned()
-        return self._free_bytes()
-
-    def _free_bytes(self) -> int:
-        return sum(capacity * len(memories) for capacity, memories in list(self._free.items()))
-
-    def _take_returned(self) -> None:
+        """Take back what has returned, and return the bytes of unused memory."""
         for memory in self._returns.take():
-            if self._free_bytes() + len(memory) <= self._max_free_bytes:
+            if self._num_free + len(memory) <= _MOST_FREE_BYTES:
                 self._free.setdefault(len(memory), deque()).append(memory)
+        return self._num_free
 
-    def _reused(self, capacity: int) -> mmap.mmap | None:
-        """Return the smallest free memory that is large enough, and at most twice as large as needed.
-
-        Where there is none, release the largest free memory of at least half the size: the new mapping serves its sizes
-        too. Otherwise each size that batches ever had would keep its own memory.
-        """
-        sizes = sorted(self._free)
-        for size in [size for size in sizes if capacity <= size <= 2 * capacity]:
-            with suppress(IndexError):
-                return self._free[size].pop()
-        for size in reversed([size for size in sizes if capacity <= 2 * size < 2 * capacity]):
-            with suppress(IndexError):
-                self._free[size].pop()
-                break
-        return None
-
-
-def _map(capacity: int) -> mmap.mmap:
-    try:
-        memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, ValueError, OverflowError) as error:  # ENOMEM, or above the address space
-        raise MemoryError(f"cannot map {capacity} bytes: {error}") from error
-    with suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)  # a quarter of the time to write 20 MiB first, and less each time after
-    return memory
+    @property
+    def _num_free(self) -> int:
+        return sum(capacity * len(memories) for capacity, memories in list(self._free.items()))
 
 
 def size_class(num_bytes: int) -> int:

@@ -1,21 +1,25 @@
-"""The memory of a microbatch: the slices of every sample and part in it.
+"""Batches of shards in a layout: threads write samples, or pieces of documents, straight into a microbatch's memory.
+
+    plan --indices of samples--> Pages: a table of samples, sequences and parts, each with its range of every tensor
+    Pages.fill --a task for each stored sample: read, write its sequence, decode its parts--> Pages.finish --> Batch
 
 The index gives every size before anything is read, so memory is allocated first. Each sample has its own slice of every
-tensor, found by the number of the sample in the microbatch, and threads fill them without locks. A batch is returned
-when every slice has been written. A padded microbatch is a packed one with all LLM sequences padded to the same length,
-viewed as rows. A microbatch of a fixed length has a last sequence of padding.
-
-Where a loader cuts sequences that ranks share, there is memory for the tokens that this rank has of each:
-
-    sample --written whole, by itself--> ids, positions, labels --shifted by one--> cut --> memory of the microbatch
+tensor, found by its number in the microbatch, and threads fill them without locks. A padded microbatch is a packed one
+with all sequences padded to the same length, viewed as rows; one of a fixed length has a last sequence of padding.
+Where a loader cuts sequences that ranks share, a sample is written whole, by itself, its labels are shifted by one, and
+what this rank has of it is copied into the memory of the microbatch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from math import prod
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -23,50 +27,104 @@ from numpy.typing import NDArray
 
 from orchdata.batch.batch import Batch, SampleId
 from orchdata.batch.tensors import IGNORE, LLMBatch, Team, TextBatch, counted_labels
-from orchdata.building.assembler import Share
-from orchdata.building.media_pages import (
-    MediaPages,
-    MediaSlots,
-    MediaWork,
-    PageSource,
-    cu_seqlens,
-    rope_of,
-    row_mask,
-    starts_of,
-)
-from orchdata.building.memory import Reservation
-from orchdata.loaders.errors import FieldError
-from orchdata.loaders.index.stored import StoredSample
+from orchdata.building.contents import IndexedShards, out_of_memory, shard_loader, shard_refusal
+from orchdata.building.media_pages import Arrays, Media, check_written, cu_seqlens, rope_of, row_mask, starts_of
+from orchdata.building.memory import Memory
+from orchdata.building.step import Assembled, Share, Task, kept
+from orchdata.loaders.errors import DataError, FieldError, as_field_error
+from orchdata.loaders.generators import Pass
+from orchdata.loaders.index.stored import StoredSample, Wanted, read_ahead
 from orchdata.loaders.modalities.modality import PartSize
+from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.members import KeptValue
-from orchdata.loaders.samples.spans import MediaSlot, TextSpan
+from orchdata.loaders.samples.spans import MediaSlot
+from orchdata.loaders.shards.open import OpenShards
+from orchdata.loaders.storage.storage import ReadBytes
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
-from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, row_lengths
+from orchdata.loaders.watch import Watch
+from orchdata.planning.layout import Layout, Padded, row_lengths
 from orchdata.planning.teams import JoinedSequences, joined_sequences
+
+Ints = NDArray[np.int64]
+Payloads = Mapping[int, bytes | memoryview]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardContent:
+    """Batches of shards in a layout. `encoders` are modalities that every batch has, if necessary as a dummy."""
+
+    shards: IndexedShards
+    layout: Layout
+    encoders: tuple[str, ...]
+    preloads: ClassVar = ("orchdata.dataset.preload",)
+
+    def open(self, watch: Watch) -> PackedAssembler:
+        return PackedAssembler(self, self.shards.open(), watch)
+
+    def name_of(self, row: int) -> str:
+        return self.shards.name_of(row)
+
+
+class PackedAssembler:
+    """Builds batches from an index's samples, or from windows of its documents."""
+
+    def __init__(self, content: ShardContent, opened: OpenShards, watch: Watch) -> None:
+        self.content, self.opened, self.watch = content, opened, watch
+        self.reads: ReadBytes = opened.reads
+        # The names of the fields that batches have, in a mixture those of all sources.
+        self.kept = sorted({name for recipe in content.shards.recipes for name in recipe.keep})
+
+    def begin(self, share: Share) -> Pages:
+        return Pages(self, share, share.plan.places(share.rank, share.microbatch))
+
+    def read_ahead(self, wanted: Iterable[Wanted]) -> object:
+        shards = self.content.shards
+        return read_ahead(shards.index, self.opened, shards.recipe_of, wanted)
+
+    def load_alone(self, row: int) -> None:
+        shards = self.content.shards
+        self.watch.load(row, shard_loader(shards.index, self.opened, shards.recipe_of), shard_refusal(shards.index))
+
+
+@dataclass
+class _Stored:
+    """What one stored sample gives a microbatch: its sequence, the `number`-th of the pages, and parts to encode.
+    `sample` reads it, if it was read ahead.
+    """
+
+    row: int
+    number: int | None = None
+    parts: list[tuple[Media, int, int]] = field(default_factory=list)  # media, number in it, part of the index
+    sample: StoredSample | None = None
 
 
 class Pages:
-    """The memory of one microbatch, of the samples with these indices in the global batch. `lay` provides it, and must
-    be called first: pieces of `num_bytes` each. `media` are the parts that are encoded here.
+    """One microbatch under construction, of the samples with these indices in the global batch. A piece of memory is
+    taken for each of its arrays.
     """
 
-    def __init__(
-        self, source: PageSource, share: Share, samples: NDArray[np.int64], work: Mapping[str, MediaWork]
-    ) -> None:
-        index, layout, plan = source.index, source.layout, share.plan
-        rows = plan.row[samples]
-        self._source, self._share, self._samples = source, share, samples
-        self._rows = rows
-        self._ids: tuple[SampleId, ...] = tuple((index.shard_of(int(row)).url, index.key(int(row))) for row in rows)
-        self._pieces = tuple(index.piece[rows].tolist())
+    def __init__(self, assembler: PackedAssembler, share: Share, samples: Ints) -> None:
+        self._assembler, self._share, self._samples = assembler, share, samples
+        shards, layout, plan = assembler.content.shards, assembler.content.layout, share.plan
+        self._shards, self._layout = shards, layout
+        index, arrays = shards.index, Arrays()
+        rows = self._rows = plan.row[samples]
+        self._failures: dict[int, list[DataError]] = {}
+        self._kept: dict[int, dict[str, KeptValue]] = {}
+        self._seconds = {"reading": 0.0, "decoding": 0.0}
+        self._lock = threading.Lock()
+        # A failure must leave its memory as planned where other ranks wait for it, or it is in a full window.
+        self._is_awaited = plan.keeps_shapes or plan.ranges is not None
 
-        # Dummies of the modalities that none of the samples has, or of which only slices of samples may have a token.
+        # The parts that are encoded here, and dummies of the modalities that none of the samples has, or of which only
+        # slices of samples may have a token.
+        self._media = {name: Media(shards, layout, name, share, samples, arrays) for name in assembler.content.encoders}
         is_whole = np.ones(len(rows), np.bool_) if plan.joined_to is None else plan.team_size[samples] == 1
-        missing = [name for name, mine in work.items() if layout.empty == "dummy" and not is_whole[mine.owner].any()]
-        self._dummies = {name: source.recipe.modalities[name].dummy() for name in missing}
+        missing = [name for name, of in self._media.items() if layout.empty == "dummy" and not is_whole[of.owner].any()]
+        self._dummies = {name: shards.recipe.modalities[name].dummy() for name in missing}
 
         # Where each sequence starts: those of the samples, then that of the dummies, then padding to a fixed length.
-        ranges, length = plan.ranges, fixed_length(layout)
+        ranges, length = plan.ranges, layout.length
         self._lengths = index.llm_tokens[rows].astype(np.int64) if ranges is None else plan.llm_positions[samples]
         if layout.empty == "dummy" and (self._dummies or (not len(rows) and length is None)):
             last = sum(size.tokens for size in self._dummies.values())
@@ -75,63 +133,104 @@ class Pages:
         self._held, self._counts_from = self._lengths, self._first  # of positions, those of the first token
         self._joined: list[JoinedSequences] = []
         if plan.joined_to is not None:
-            self._starts = self._cut(plan.team_size[samples], plan.joined_to)
+            # Which tokens of each sequence this rank has; that of dummies is whole. What pads a slice ends its last.
+            sizes = np.append(plan.team_size[samples], np.ones(len(self._lengths) - len(rows), np.int32))
+            self._joined = joined_sequences(sizes, self._lengths, plan.joined_to)
+            self._held, taken = np.empty_like(self._lengths), np.empty_like(self._lengths)
+            for team in self._joined:
+                self._first[team.at], stops = team.held(share.rank % team.size)
+                self._held[team.at] = taken[team.at] = stops - self._first[team.at]
+                taken[team.at[-1]] += team.tokens - self._held[team.at].sum()
+            self._starts = starts_of(taken)
         elif ranges is None:
             self._starts = starts_of(row_lengths(layout, self._lengths))
         else:
             self._starts = starts_of(self._lengths)
-            self._counts_from = self._starts[:-1] if _is_one_sequence(layout) else np.zeros_like(self._lengths)
+            self._counts_from = self._starts[:-1] if layout.attention == "window" else np.zeros_like(self._lengths)
         if length is not None and length > self._starts[-1]:
             self._starts = np.append(self._starts, length)
 
-        # Memory of the modalities; the tokens of a sample that are not of a modality are text.
-        reserved = self._reserved = Reservation()
-        total, mrope = int(self._starts[-1]), layout.positions == "mrope"
-        self.media = {name: MediaPages(source, name, mine, reserved) for name, mine in work.items()}
-        self._slots = {name: MediaSlots(source, name, mine, len(rows), reserved) for name, mine in work.items()}
-        text_lengths = self._lengths[: len(rows)] - sum(slots.sample_tokens() for slots in self._slots.values())
+        # The tokens of a sample that are not of a modality are text; of a slice the most that it may have, and when it
+        # is written what it has.
+        text_lengths = self._lengths[: len(rows)].copy()
+        for media in self._media.values():
+            np.subtract.at(text_lengths, media.owner, media.slot_tokens)
         if len(rows) and text_lengths.min() < 0:
             raise index.damaged(f"{index.called(int(rows[text_lengths.argmin()]))} has fewer tokens than its parts")
-        # Of a slice the most that it may have, and when it is written what it has.
         self._text_lengths = np.minimum(text_lengths, self._held[: len(rows)])
         self._text_starts = starts_of(self._text_lengths)
 
-        # Memory of the sequences.
-        reserved.add("input_ids", (total,), np.int64)
-        reserved.add("labels", (total,), np.int64)
-        # The first row restarts at each sample; under "mrope" rows of time, height and width follow.
-        reserved.add("position_ids", (4 if mrope else 1, total), np.int64)
-        reserved.add("text_ids", (int(self._text_starts[-1]),), np.int64)
-        self.num_bytes = reserved.num_bytes
+        # Memory of the sequences. The first row of positions restarts at each sample; under "mrope" rows of time,
+        # height and width follow.
+        total = int(self._starts[-1])
+        rows_of_positions, num_text = 4 if layout.positions == "mrope" else 1, int(self._text_starts[-1])
+        shapes = {"input_ids": (total,), "labels": (total,), "position_ids": (rows_of_positions, total)}
+        shapes["text_ids"] = (num_text,)
+        arrays |= {each: (shape, np.dtype(np.int64)) for each, shape in shapes.items()}
+        self._arrays_of = arrays
+        self.num_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in arrays.values())
         self._written = np.zeros(len(rows), np.bool_)
         self._valid = np.ones(len(rows), np.bool_)
 
-    def _cut(self, sizes: NDArray[np.int32], multiple_of: int) -> NDArray[np.int64]:
-        """Find which tokens of each sequence this rank has, by the sizes of their teams; that of dummies is whole.
-        Return where each starts; what pads a slice ends its last.
-        """
-        sizes = np.append(sizes, np.ones(len(self._lengths) - len(sizes), np.int32))
-        self._joined = joined_sequences(sizes, self._lengths, multiple_of)
-        self._held, taken = np.empty_like(self._lengths), np.empty_like(self._lengths)
-        for team in self._joined:
-            self._first[team.at], stop = team.held(self._share.rank % team.size)
-            self._held[team.at] = taken[team.at] = stop - self._first[team.at]
-            taken[team.at[-1]] += team.tokens - self._held[team.at].sum()
-        return starts_of(taken)
+        # What each stored sample gives, by its index in the global batch: parts may be of samples of other ranks.
+        self._stored = {at: _Stored(int(plan.row[at]), number) for number, at in enumerate(samples.tolist())}
+        for media in self._media.values():
+            encoded = zip(media.encoded.tolist(), media.encoded_sample.tolist(), strict=True)
+            for number, (part, at) in enumerate(encoded):
+                self._stored.setdefault(at, _Stored(int(plan.row[at]))).parts.append((media, number, part))
 
-    def has_tokens(self, number: int) -> bool:
+    def _has_tokens(self, number: int) -> bool:
         """Whether this rank has a token of a sample; members of its team may have all."""
         return not self._joined or self._held[number] > 0
 
-    def lay(self, memory: Sequence[NDArray[np.uint8]]) -> None:
-        """Take pieces of memory of `num_bytes`, with any contents."""
-        arrays = self._reserved.lay(memory)
+    def _needs(self, stored: _Stored, recipe: Recipe) -> tuple[dict[str, Any], Any, NDArray[np.int32] | None]:
+        """Return what is read of a sample; and of a document that a window cuts, so that the next need not tokenize it,
+        the name of its ids, and its ids if they are known.
+        """
+        number, row, plan, index = stored.number, stored.row, self._share.plan, self._shards.index
+        needs: dict[str, Any] = {"text": False, "parts": [part for _, _, part in stored.parts], "kept": False}
+        name = ids = None
+        if number is not None:
+            if plan.ranges is not None and plan.llm_positions[self._samples[number]] < index.llm_tokens[row]:
+                name = "token ids", index.fingerprint, index.build_id, row
+                ids = self._assembler.opened.texts.get(name)
+            needs["text"] = self._has_tokens(number) and ids is None
+            needs["kept"] = bool(recipe.keep)
+        return needs, name, ids
+
+    def wanted(self) -> Iterator[Wanted]:
+        for each in self._stored.values():
+            needs, _, _ = self._needs(each, self._shards.recipe_of(each.row))
+            if any(needs.values()):
+                each.sample = StoredSample(self._shards.index, self._assembler.opened, each.row)
+                yield Wanted(each.row, **needs, sample=each.sample)
+
+    def fill(self, memory: Memory) -> list[Task]:
+        """Lay the batch out in memory, with any contents; a task for each stored sample. Raises MemoryError, naming the
+        largest.
+        """
+        self._memory = memory
+        try:
+            arrays = {
+                name: memory.take(prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+                for name, (shape, dtype) in self._arrays_of.items()
+            }
+        except MemoryError as error:
+            raise out_of_memory(error, self._shards.index, self._shards.recipe, self._rows) from error
         self._arrays = SequenceArrays(*(arrays[name] for name in SequenceArrays._fields))
-        for name in self.media:
-            self.media[name].lay(arrays)
-            self._slots[name].lay(arrays)
+        for media in self._media.values():
+            media.lay(arrays)
+        # A sequence without loss after the samples has the tokens of the dummies of all modalities.
         if len(self._lengths) > len(self._rows):
-            self._write_dummies(*self._starts[len(self._rows) : len(self._rows) + 2].tolist())
+            start, stop = self._starts[len(self._rows) : len(self._rows) + 2].tolist()
+            self._arrays.blank(start, stop)
+            writer = SequenceWriter(self._arrays, start, stop, "*")
+            for name, size in self._dummies.items():
+                token_id = self._shards.recipe.slots[name].token_id
+                rope = rope_of(self._shards, self._layout, name, size)
+                first = writer.put(token_id, size.tokens, IGNORE, rope)
+                if not self._media[name].travels:  # per phase, features of dummies do not
+                    self._media[name].dummy_positions = np.arange(first, first + size.tokens)
         for start, stop in pairwise(self._starts[len(self._lengths) :].tolist()):  # the padding of a fixed length
             self._arrays.blank(start, stop)
         for team in self._joined:
@@ -139,67 +238,156 @@ class Pages:
             last, first = team.at[-1], max(0, self._share.rank % team.size * team.tokens - int(team.borders[-1]))
             start, stop = int(self._starts[last] + self._held[last]), int(self._starts[last + 1])
             self._arrays.blank(start, stop, first, first)
+        return [partial(self._fill, at, stored) for at, stored in self._stored.items()]
 
-    def _write_dummies(self, start: int, stop: int) -> None:
-        """Write a sequence without loss after the samples, with the tokens of the dummies of all modalities."""
-        self._arrays.blank(start, stop)
-        writer = SequenceWriter(self._arrays, (start, stop, stop), (0, 0), "*")
-        for name, size in self._dummies.items():
-            token_id = self._source.recipe.slots[name].token_id
-            rope = rope_of(self._source, name, size)
-            first = writer.media(token_id, size.tokens, rope)
-            if self.media[name].route() is None:  # per phase, features of dummies do not travel
-                self._slots[name].append(first, size.tokens)
+    def _fill(self, at: int, stored: _Stored) -> None:
+        """Read a stored sample, write its sequence, and decode its parts. The memory of what fails is blank."""
+        watch, started = self._assembler.watch, time.perf_counter()
+        known_crash = watch.begin(stored.row)
+        try:
+            recipe = self._shards.recipe_of(stored.row)
+            sample = stored.sample or StoredSample(self._shards.index, self._assembler.opened, stored.row)
+            stored.sample = None
+            try:
+                if known_crash is not None:
+                    raise DataError(sample.shard, sample.key, "*", f"its worker {known_crash}")
+                needs, name, ids = self._needs(stored, recipe)
+                payloads = {} if ids is not None and not needs["kept"] else sample.read(recipe, **needs)
+            except DataError as failure:
+                failures = [kept(failure)]
+                if stored.number is not None:
+                    self.blank(stored.number, sample)
+                for media, item, _ in stored.parts:
+                    media.blank(item)
+            else:
+                read = time.perf_counter()
+                failures = self._decode(at, stored, sample, recipe, payloads, (name, ids))
+        except MemoryError as error:
+            raise out_of_memory(error, self._shards.index, self._shards.recipe, self._rows, stored.row) from error
+        with self._lock:
+            if failures:
+                self._failures[at] = failures
+            else:
+                self._seconds["reading"] += read - started
+                self._seconds["decoding"] += time.perf_counter() - read
+        watch.end()
 
-    def write(self, number: int, sample: StoredSample, payloads: Mapping[int, bytes | memoryview]) -> None:
-        """Write one sample's sequence into its slices. Raises FieldError."""
-        recipe = self._source.recipe_of(sample.row)
+    def _decode(
+        self, at: int, stored: _Stored, sample: StoredSample, recipe: Recipe, payloads: Payloads, named_ids: Any
+    ) -> list[DataError]:
+        """Write what was read into the pages, and return what failed."""
+        failures: list[DataError] = []
+        plan, number, index = self._share.plan, stored.number, self._shards.index
+
+        def attempt(work: Callable[[], None], undo: Callable[[], None]) -> None:
+            if failures and not self._is_awaited:
+                return  # The whole sample is left out.
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - decoders raise anything, and it fails the sample
+                failures.append(kept(located(error, sample)))
+                undo()
+
+        def write() -> None:
+            assert number is not None
+            if plan.ranges is None:
+                self.write(number, sample, payloads)
+            else:
+                name, ids = named_ids
+                if ids is None:
+                    ids = sample.token_ids(recipe, payloads) if name is None else texts.made(name, tokenized)
+                first, count = int(plan.ranges.first[at]), int(plan.llm_positions[at])
+                has_labels = int(index.loss_tokens[stored.row]) > 0
+                self._write_piece(number, ids[first : first + count], has_labels=has_labels)
+            if recipe.keep:
+                self._kept[at] = sample.kept_values(recipe, payloads)
+
+        def tokenized() -> tuple[NDArray[np.int32], int]:
+            made = sample.token_ids(recipe, payloads)
+            return made, made.nbytes
+
+        texts = self._assembler.opened.texts
+        if number is not None:
+            attempt(write, partial(self.blank, number, sample))
+        of = plan.pass_of(at, self._shards.seed) if stored.parts else Pass()
+        for media, item, part in stored.parts:
+            member = sample.member_of(part)
+            generator = partial(sample.generator, of, part - sample.parts.start)
+            decode = partial(media.decode, item, payloads[member], sample.members[member].field, recipe, generator)
+            attempt(decode, partial(media.blank, item))
+        if failures and number is not None and not plan.parts:
+            self.blank(number, sample)  # It may stay, with a failed part, in a step that shares samples.
+        return failures
+
+    def write(self, number: int, sample: StoredSample, payloads: Payloads) -> None:
+        """Write one sample's sequence into its slices. Raises FieldError if the index has another number of tokens."""
+        recipe = self._shards.recipe_of(sample.row)
         field = sample.text_field(recipe)
-        sized, slots = ({name: iter(media.of_sample(number)) for name, media in self._slots.items()} for _ in range(2))
+        sized, slots = ({name: media.slots_of(number) for name, media in self._media.items()} for _ in range(2))
 
         def size_of(modality: str, _member: int) -> PartSize:
             slot = next(sized[modality], None)
             if slot is None:
                 raise FieldError(field, f"the text yields more {modality} parts than indexed: {WHY_COUNTS_DIFFER}")
-            return self._slots[modality].size(slot)
+            return self._media[modality].sizes[slot]
 
-        if not self.has_tokens(number):
+        if not self._has_tokens(number):
             self._hold_none(number)
             return
         spans = sample.spans(recipe, payloads, size_of)
         start, stop = self._starts[number : number + 2].tolist()
-        text_start, text_stop = self._text_starts[number : number + 2].tolist()
-        length, arrays = int(self._lengths[number]), self._arrays
-        if is_cut := self._held[number] < length:
-            start, stop, text_start, text_stop, arrays = 0, length, 0, length, arrays.like(length)
+        text, text_stop = self._text_starts[number : number + 2].tolist()
+        # Where the whole sequence would begin in the microbatch, and the tokens that this rank has.
+        length, own, count, arrays = int(self._lengths[number]), start, int(self._held[number]), self._arrays
+        if is_cut := count < length:
+            start, stop, text, text_stop, arrays = 0, length, 0, length, arrays.like(length)
         elif self._joined:
             stop = start + length
-        bounds = (start, start + length, stop)
-        writer = SequenceWriter(arrays, bounds, (text_start, text_stop), field)
+        shift, held = own - int(self._first[number]) - start, (own, own + count) if is_cut else None
+        writer = SequenceWriter(arrays, start, start + length, field)
         slot, is_text = -1, np.ones(length if is_cut else 0, np.bool_)
-        # Where the whole sequence would begin in the microbatch, and the tokens that this rank has.
-        own = int(self._starts[number])
-        shift, held = (own - int(self._first[number]) - start, (own, own + int(self._held[number])))
         for span in spans:
             if isinstance(span, MediaSlot):
-                media = self._slots[span.modality]
+                media = self._media[span.modality]
                 if span.first == 0:
                     slot = next(slots[span.modality])
+                rope = media.ropes[slot]
+                rope = None if rope is None else rope[:, span.first : span.first + span.tokens]
+                is_whole = span.tokens == media.slot_tokens[slot]
+                rope_span = media.modality.rope_span(media.sizes[slot]) if is_whole else None
                 token_id = recipe.slots[span.modality].token_id
-                rope = media.rope(slot, span.first, span.tokens)
-                first = writer.media(token_id, span.tokens, rope, media.rope_span(slot, span.tokens))
-                media.put(slot, first + shift, span.first, span.tokens, held if is_cut else None)
+                first = writer.put(token_id, span.tokens, IGNORE, rope, rope_span)
+                media.put(slot, first + shift, span.first, span.tokens, held)
                 is_text[first - start : first - start + span.tokens] = False
             else:
-                writer.text(span)
-        writer.close(int(self._source.index.loss_tokens[sample.row]))
+                ids = span.token_ids
+                first = writer.put(ids, len(ids), ids if span.loss else IGNORE)
+                if span.leads:
+                    arrays.labels[first] = IGNORE
+                if text + len(ids) > text_stop:
+                    raise writer.disagreement()
+                arrays.text_ids[text : text + len(ids)] = ids
+                text += len(ids)
+        if writer.cursor != writer.end:
+            raise writer.disagreement()
+        found = int(np.count_nonzero(arrays.labels[start : writer.end] != IGNORE))
+        if found != (planned := int(self._shards.index.loss_tokens[sample.row])):
+            reason = f"the index says {planned} loss tokens, the text yields {found}: {WHY_COUNTS_DIFFER}"
+            raise FieldError(field, reason)
+        if stop > writer.end:
+            arrays.blank(writer.end, stop, length, writer.position)
         if self._joined:
             arrays.labels[start : stop - 1], arrays.labels[stop - 1] = arrays.labels[start + 1 : stop], IGNORE
-        if is_cut:
-            self._put(number, arrays, is_text)
+        if is_cut:  # Take what this rank has.
+            first, here = int(self._first[number]), slice(int(self._first[number]), int(self._first[number]) + count)
+            for name in ("input_ids", "labels", "position_ids"):
+                getattr(self._arrays, name)[..., own : own + count] = getattr(arrays, name)[..., here]
+            of_text, text = arrays.input_ids[here][is_text[here]], int(self._text_starts[number])
+            self._arrays.text_ids[text : text + len(of_text)] = of_text
+            self._text_lengths[number] = len(of_text)
         self._written[number] = True
 
-    def write_piece(self, number: int, token_ids: NDArray[np.int32], *, has_labels: bool) -> None:
+    def _write_piece(self, number: int, token_ids: NDArray[np.int32], *, has_labels: bool) -> None:
         """Write the tokens of a piece of a document. The first has no label: what precedes it is not in the window."""
         (start, stop), arrays = self._starts[number : number + 2].tolist(), self._arrays
         arrays.input_ids[start:stop] = arrays.text_ids[start:stop] = token_ids
@@ -210,7 +398,7 @@ class Pages:
 
     def blank(self, number: int, sample: StoredSample) -> None:
         """Write a sequence without loss, as long as planned, for a sample that failed."""
-        start, index = int(self._starts[number]), self._source.index
+        start = int(self._starts[number])
         first, stop = int(self._counts_from[number]), int(self._starts[number + 1])
         self._arrays.blank(start, start + int(self._held[number]) if self._joined else stop, first, first)
         self._arrays.text_ids[self._text_starts[number] : self._text_starts[number + 1]] = 0
@@ -218,63 +406,63 @@ class Pages:
         if self._held[number] < self._lengths[number]:
             self._hold_none(number)
             return
-        slots = {name: iter(media.of_sample(number)) for name, media in self._slots.items()}
+        slots = {name: media.slots_of(number) for name, media in self._media.items()}
         for part in sample.parts:
-            name = index.modality_of(part)
-            media, slot = self._slots[name], next(slots[name])
-            tokens = media.size(slot).tokens
+            name = self._shards.index.modality_of(part)
+            media, slot = self._media[name], next(slots[name])
+            tokens = media.sizes[slot].tokens
             media.put(slot, start, 0, tokens)
             start += tokens
         self._written[number] = True
 
     def _hold_none(self, number: int) -> None:
         """Take no token of the media of a sample: none is here, or it failed."""
-        for media in self._slots.values():
-            for slot in media.of_sample(number):
-                media.put(slot, 0, 0, media.size(slot).tokens, (0, 0))
+        for media in self._media.values():
+            for slot in media.slots_of(number):
+                media.put(slot, 0, 0, media.sizes[slot].tokens, (0, 0))
         self._written[number] = True
 
-    def _put(self, number: int, whole: SequenceArrays, is_text: NDArray[np.bool_]) -> None:
-        """Take what this rank has of a sample that was written whole, with labels that were shifted."""
-        first, count, start, text = (
-            int(each[number]) for each in (self._first, self._held, self._starts, self._text_starts)
-        )
-        for name in ("input_ids", "labels", "position_ids"):
-            array = getattr(self._arrays, name)
-            array[..., start : start + count] = getattr(whole, name)[..., first : first + count]
-        ids = whole.input_ids[first : first + count][is_text[first : first + count]]
-        self._arrays.text_ids[text : text + len(ids)] = ids
-        self._text_lengths[number] = len(ids)
+    def finish(self) -> Assembled:
+        """Return the batch over this memory. Raises RuntimeError where a sample or part was not written."""
+        failures = [failure for at in self._stored for failure in self._failures.get(at, ())]
+        if failures and not self._is_awaited:
+            # Build it again from the samples without failures: memory is laid out for all, and few fail.
+            again = Pages(self._assembler, self._share, self._samples[~np.isin(self._samples, list(self._failures))])
+            for task in again.fill(self._memory):
+                task()
+            rest = again.finish()
+            return Assembled(rest.batch, [*failures, *rest.failures], rest.seconds)
+        started = time.perf_counter()
+        batch = self._batch()
+        return Assembled(batch, failures, {**self._seconds, "packing": time.perf_counter() - started})
 
-    def _text(self) -> TextBatch:
-        """Return the text that is here, without what slices were given room for."""
-        begins, lengths, ids = self._text_starts[:-1], self._text_lengths, self._arrays.text_ids
+    def _batch(self) -> Batch:
+        media = {name: of.batch() for name, of in self._media.items()}
+        check_written(self._written, "samples")
+        share, plan, samples, arrays = self._share, self._share.plan, self._samples, self._arrays
+        positions, routes = {}, {}
+        for name, of in self._media.items():
+            positions[name], route = of.positions()
+            if route is not None:
+                routes[name] = route
+        # The text that is here, without what slices were given room for.
+        lengths, ids = self._text_lengths, arrays.text_ids
         if lengths.sum() < len(ids):
+            begins = self._text_starts[:-1]
             ids = np.concatenate([ids[at : at + count] for at, count in zip(begins, lengths, strict=True)])
-        return TextBatch(input_ids=torch.from_numpy(ids), cu_seqlens=cu_seqlens(starts_of(lengths)))
-
-    def batch(self, fields: Mapping[str, list[KeptValue]] | None = None) -> Batch:
-        """Return the batch over this memory, with kept fields of its samples. Raises RuntimeError where one was not
-        written.
-        """
-        media = {name: pages.batch() for name, pages in self.media.items()}
-        if not self._written.all():
-            raise RuntimeError(f"samples {np.flatnonzero(~self._written).tolist()} of a microbatch were never written")
-        routes = {
-            name: route if (needed := self._slots[name].needed) is None else replace(route, receive_order=needed)
-            for name, pages in self.media.items()
-            if (route := pages.route()) is not None
-        }
-        share, plan, samples = self._share, self._share.plan, self._samples
-        llm, teams = self._llm(per_phase=bool(plan.parts)), self._teams()
+        # The kept fields: for each name a value of each sample, None for a sample that failed.
+        of_samples = [self._kept.get(at, {}) if at not in self._failures else {} for at in samples.tolist()]
+        llm, teams, index = self._llm(positions), self._teams(), self._shards.index
         ranges = zip(self._first.tolist(), (self._first + self._held).tolist(), strict=True)
+        rows: list[int] = self._rows.tolist()
+        sample_ids: tuple[SampleId, ...] = tuple((index.shard_of(row).url, index.key(row)) for row in rows)
         return Batch(
-            text=self._text(),
+            text=TextBatch(input_ids=torch.from_numpy(ids), cu_seqlens=cu_seqlens(starts_of(lengths))),
             media=media,
             llm=llm,
-            sample_ids=self._ids,
-            pieces=self._pieces,
-            token_ranges=tuple(ranges)[: len(self._ids)] if self._joined or plan.ranges is not None else (),
+            sample_ids=sample_ids,
+            pieces=tuple(index.piece[self._rows].tolist()),
+            token_ranges=tuple(ranges)[: len(rows)] if self._joined or plan.ranges is not None else (),
             plan=plan,
             step=plan.step,
             microbatch=share.index,
@@ -285,7 +473,7 @@ class Pages:
             routes=routes,
             teams=teams,
             sources=torch.from_numpy(plan.source[samples]) if plan.sources else None,
-            fields=fields or {},
+            fields={name: [kept.get(name) for kept in of_samples] for name in self._assembler.kept},
             peer=share.peer,
         )
 
@@ -320,13 +508,13 @@ class Pages:
             )
         return tuple(teams)
 
-    def _llm(self, *, per_phase: bool) -> LLMBatch:
+    def _llm(self, media_positions: Mapping[str, Ints]) -> LLMBatch:
         starts, held, arrays = self._starts, self._held, self._arrays
-        if _is_one_sequence(self._source.layout):
+        if self._layout.attention == "window":
             starts, held = starts[[0, -1]], starts[-1:] if len(held) else held
         shape: tuple[int, ...] = (int(starts[-1]),)
         mask = None
-        if isinstance(self._source.layout, Padded):
+        if isinstance(self._layout, Padded):
             num_rows = len(starts) - 1
             shape = (num_rows, int(starts[-1]) // max(1, num_rows))
             starts = starts_of(self._lengths)
@@ -334,7 +522,7 @@ class Pages:
         lengths = np.zeros(len(starts) - 1, np.int32)  # the padding of a fixed length is a sequence of 0 tokens
         lengths[: len(held)] = held
         labels, is_joined = torch.from_numpy(arrays.labels.reshape(shape)), self._share.plan.joined_to is not None
-        mrope = self._source.layout.positions == "mrope"
+        mrope = self._layout.positions == "mrope"
         restart, *_ = positions = torch.from_numpy(arrays.position_ids.reshape(len(arrays.position_ids), *shape))
         return LLMBatch(
             input_ids=torch.from_numpy(arrays.input_ids.reshape(shape)),
@@ -343,18 +531,13 @@ class Pages:
             shift_labels=labels if is_joined else None,
             cu_seqlens=cu_seqlens(starts),
             lengths=torch.from_numpy(lengths),
-            max_seqlen=fixed_length(self._source.layout) or int(np.diff(starts).max(initial=0)),
+            max_seqlen=self._layout.length or int(np.diff(starts).max(initial=0)),
             attention_mask=mask,
             restart_position_ids=restart if mrope else None,
-            media_positions={name: torch.from_numpy(slots.positions) for name, slots in self._slots.items()},
-            media_owners={name: torch.from_numpy(slots.owner) for name, slots in self._slots.items() if per_phase},
+            media_positions={name: torch.from_numpy(of) for name, of in media_positions.items()},
+            media_owners={name: torch.from_numpy(of.owner) for name, of in self._media.items() if of.travels},
             dummies={name: size.tokens for name, size in self._dummies.items()},
         )
-
-
-def _is_one_sequence(layout: Layout) -> bool:
-    """Whether the documents of a window are one sequence."""
-    return isinstance(layout, Packed) and layout.attention == "window"
 
 
 class SequenceArrays(NamedTuple):
@@ -380,77 +563,45 @@ class SequenceArrays(NamedTuple):
 
 
 class SequenceWriter:
-    """Writes one sample. `bounds`: start and end of its sequence, and the end of its padding; `text_bounds`: of its
-    text in `text_ids`; `text_field`: the field in errors.
-    """
+    """Writes one sequence from `start` to `end`, span by span. `field` is the one in errors."""
 
-    def __init__(
-        self, arrays: SequenceArrays, bounds: tuple[int, int, int], text_bounds: tuple[int, int], text_field: str
-    ) -> None:
-        self._arrays = arrays
-        self._text_field = text_field
-        self._start, self._end, self._padded_end = bounds
-        self._cursor = self._start
-        self._text_cursor, self._text_end = text_bounds
-        self._position = 0  # under "mrope", of time, height and width
-        arrays.position_ids[0, self._start : self._end] = np.arange(self._end - self._start)
+    def __init__(self, arrays: SequenceArrays, start: int, end: int, field: str) -> None:
+        self._arrays, self._start, self._field = arrays, start, field
+        self.end, self.cursor = end, start
+        self.position = 0  # under "mrope", of time, height and width
+        arrays.position_ids[0, start:end] = np.arange(end - start)
 
-    def text(self, span: TextSpan) -> None:
-        """Write a text span. Raises FieldError if the index has another number of tokens."""
-        ids, arrays = span.token_ids, self._arrays
-        start, stop = self._advance(len(ids))
-        arrays.input_ids[start:stop] = ids
-        arrays.labels[start:stop] = ids if span.loss else IGNORE
-        if span.leads:
-            arrays.labels[start] = IGNORE
-        self._count_on(start, stop)
-        text_stop = self._text_cursor + len(ids)
-        if text_stop > self._text_end:
-            raise FieldError(self._text_field, self._disagreement())
-        arrays.text_ids[self._text_cursor : text_stop] = ids
-        self._text_cursor = text_stop
-
-    def media(self, token_id: int, tokens: int, rope: NDArray[np.int64] | None, rope_span: int | None = None) -> int:
-        """Write the placeholder tokens of one part. Return the position of the first. Raises FieldError. Under "mrope"
-        `rope` has positions of its tokens from 0, (3, tokens), None continues to count; `rope_span` those from its
-        first token to what follows it, None for one more than the largest.
+    def put(self, ids: Any, tokens: int, labels: Any, rope: Ints | None = None, rope_span: int | None = None) -> int:
+        """Write the tokens of a text, or of a part, whose ids and labels are equal. Return the position of the first.
+        Raises FieldError. Under "mrope" `rope` has positions of its tokens from 0, (3, tokens), None continues to
+        count; `rope_span` those from its first token to what follows it, None for one more than the largest.
         """
-        start, stop = self._advance(tokens)
-        arrays = self._arrays
-        arrays.input_ids[start:stop] = token_id
-        arrays.labels[start:stop] = IGNORE
-        if rope is None:
-            self._count_on(start, stop)
+        arrays, start = self._arrays, self.cursor
+        stop = self.cursor = start + tokens
+        if stop > self.end:
+            raise self.disagreement()
+        arrays.input_ids[start:stop] = ids
+        arrays.labels[start:stop] = labels
+        if rope is not None:
+            arrays.position_ids[1:, start:stop] = self.position + rope
+            self.position += int(rope.max()) + 1 if rope_span is None else rope_span
         else:
-            arrays.position_ids[1:, start:stop] = self._position + rope
-            self._position += int(rope.max()) + 1 if rope_span is None else rope_span
+            if len(arrays.position_ids) > 1:
+                arrays.position_ids[1:, start:stop] = np.arange(self.position, self.position + tokens)
+            self.position += tokens
         return start
 
-    def close(self, loss_tokens: int) -> None:
-        """Write the padding. Raises FieldError if the index has another number of tokens or loss tokens."""
-        if self._cursor != self._end:
-            raise FieldError(self._text_field, self._disagreement())
-        written = int(np.count_nonzero(self._arrays.labels[self._start : self._end] != IGNORE))
-        if written != loss_tokens:
-            raise FieldError(
-                self._text_field,
-                f"the index says {loss_tokens} loss tokens, the text yields {written}: {WHY_COUNTS_DIFFER}",
-            )
-        if self._padded_end > self._end:
-            self._arrays.blank(self._end, self._padded_end, self._end - self._start, self._position)
+    def disagreement(self) -> FieldError:
+        planned = self.end - self._start
+        reason = f"the index says {planned} tokens, the text yields another number: {WHY_COUNTS_DIFFER}"
+        return FieldError(self._field, reason)
 
-    def _count_on(self, start: int, stop: int) -> None:
-        positions, first = self._arrays.position_ids, self._position
-        if len(positions) > 1:
-            positions[1:, start:stop] = np.arange(first, first + stop - start)
-        self._position += stop - start
 
-    def _advance(self, tokens: int) -> tuple[int, int]:
-        start = self._cursor
-        self._cursor += tokens
-        if self._cursor > self._end:
-            raise FieldError(self._text_field, self._disagreement())
-        return start, self._cursor
-
-    def _disagreement(self) -> str:
-        return f"the index says {self._end - self._start} tokens, the text yields another number: {WHY_COUNTS_DIFFER}"
+def located(error: Exception, sample: StoredSample) -> DataError:
+    """Return the failure of a sample that an exception is, its cause. Raises as `StoredSample.refuse_moved`."""
+    known = isinstance(error, FieldError)
+    if isinstance(error, FieldError):
+        sample.refuse_moved(error)
+    failure = as_field_error(error, "decoded").at(sample.shard, sample.key)
+    failure.__cause__ = error.__cause__ if known else error
+    return failure

@@ -32,7 +32,7 @@ from orchdata.loaders.unread_names import above, modality_of_name
 from orchdata.notices import warn_once
 from orchdata.order.steps import Batches, TokenBatches
 from orchdata.planning.balance import Balance
-from orchdata.planning.layout import Layout, fixed_length
+from orchdata.planning.layout import Layout
 from orchdata.planning.sharing.accumulated import better_budget
 from orchdata.planning.windows import WindowBatches
 from orchdata.ranks.parallel import Rank
@@ -202,7 +202,7 @@ def warn_of_steps(
     batches: Batches, layout: Layout, recipes: Sequence[Recipe], num_ranks: int, *, has_media: bool
 ) -> None:
     """Warn about microbatches of a fixed length that stay empty, and about texts that are split without need."""
-    length = fixed_length(layout)
+    length = layout.length
     if isinstance(batches, TokenBatches) and length is not None:
         budget = batches.budgets[-1][1]
         if (better := better_budget(budget, length, num_ranks)) is not None:

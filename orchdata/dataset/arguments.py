@@ -20,8 +20,8 @@ from torch.utils.data import IterableDataset, default_collate, default_convert
 from orchdata.balancers.checks import checked_count
 from orchdata.balancers.costs.model import CostModel
 from orchdata.batch.batch import ModelInputs
-from orchdata.batch.step_info import StepInfo
-from orchdata.building.spec import BuildSpec, Content
+from orchdata.building.collate import StepInfo
+from orchdata.building.step import BuildSpec, Content
 from orchdata.dataset.sharded import is_sharded
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.engines.engine import DEFAULT_PREFETCH, OpensEngine, Workers
@@ -30,7 +30,7 @@ from orchdata.loaders.storage.node import Cache, cache_of_environment
 from orchdata.order.order import SampleOrder, Shuffle
 from orchdata.order.steps import Batches, GlobalBatches, is_stateful
 from orchdata.planning.balance import Balance, as_balance
-from orchdata.planning.layout import Packed, Padded, fixed_length, layout_of
+from orchdata.planning.layout import Packed, Padded, layout_of
 from orchdata.planning.make_plan import PlanSpec, SampleCosts
 from orchdata.ranks.parallel import DataParallel, Rank
 
@@ -550,7 +550,7 @@ def check_teams(balance: Balance, collate_fn: object, dp: Any = None, accumulate
             layout, Padded
         ),
         "od.Packed(length=...), with or without concatenate=True, where no sample is longer than a microbatch: leave "
-        "length out, and cap microbatches by Balance(max_tokens=...)": layout is not None and fixed_length(layout),
+        "length out, and cap microbatches by Balance(max_tokens=...)": layout is not None and layout.length,
         'od.hf.Inputs and cut="trainer", with which each member would train the whole sequence: leave cut out, or use '
         "od.Packed(), and a trainer that cuts sequences, as by od.megatron_packed": (
             isinstance(collate_fn, ModelInputs) and balance.teams.cut == "trainer"

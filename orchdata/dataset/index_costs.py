@@ -19,17 +19,12 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.native.costs import COST_SHIFT, Coefficients, part_costs, sequence_costs
 from orchdata.order.order import TokenCounts
 from orchdata.planning.balance import Balance
-from orchdata.planning.costs import Ints
 from orchdata.planning.layout import (
     Attention,
     Layout,
-    Packed,
     Padded,
-    encoder_lengths,
-    fixed_length,
-    padded_encoders,
-    window_length,
 )
+from orchdata.planning.make_plan import Ints
 from orchdata.planning.parts import Parts
 from orchdata.planning.sharing.accumulated import FixedCost
 from orchdata.planning.sharing.packed import NO_PADDING, NoPadding, PaddedCost
@@ -169,10 +164,10 @@ def layout_costs(
     return IndexCosts(
         index,
         model,
-        1 if window_length(layout) else layout.multiple_of,
+        1 if layout.concatenate else layout.multiple_of,
         rectangular=isinstance(layout, Padded),
-        length=fixed_length(layout),
-        attention=layout.attention if isinstance(layout, Packed) and layout.concatenate else None,
+        length=layout.length,
+        attention=layout.attention if layout.concatenate else None,
         joins=balance.teams is not None and balance.teams.cut == "loader",
     )
 
@@ -185,7 +180,7 @@ def layout_balance(balance: Balance, layout: Layout, recipe: Recipe, encoders: S
     """
     caps = dict(balance.caps)
     for name in encoders:
-        if not (lengths := encoder_lengths(layout, name)):
+        if not (lengths := layout.encoder_lengths.get(name)):
             continue
         modality = recipe.modalities[name]
         if modality.padding(modality.dummy().positions) is None:
@@ -200,7 +195,7 @@ def layout_balance(balance: Balance, layout: Layout, recipe: Recipe, encoders: S
                 f"{max(1, wrong[0] // unit) * unit}"
             )
         caps[name] = min(lengths[-1], caps.get(name, lengths[-1]))
-    length = fixed_length(layout)
+    length = layout.length
     if length is not None:
         dummies = sum(recipe.modalities[name].dummy().tokens for name in encoders) if layout.empty == "dummy" else 0
         room = length - -(-dummies // layout.multiple_of) * layout.multiple_of
@@ -214,19 +209,19 @@ def layout_balance(balance: Balance, layout: Layout, recipe: Recipe, encoders: S
 
 def check_layout(balance: Balance, layout: Layout) -> None:
     """Raise ValueError for caps that the layout would exceed: a plan has no size of padded items."""
-    length = fixed_length(layout)
+    length = layout.length
     if length is not None and balance.caps.get("llm", length) != length:
         raise ValueError(
             f"Balance.max_tokens caps llm at {balance.caps['llm']}, and Packed(length={length}) makes every microbatch "
             "that long: leave the cap of llm out"
         )
-    if (length is not None or (isinstance(layout, Packed) and layout.encoder_lengths)) and balance.oversize == "own":
+    if (length is not None or layout.encoder_lengths) and balance.oversize == "own":
         raise ValueError(
             "Balance.oversize='own' gives a sample above the caps a separate microbatch, which Packed(length=..., "
             "encoder_lengths=...) does not make longer: use oversize='drop', a larger length, or shorter samples"
         )
     capped = [phase for phase in balance.caps if phase != "llm"]
-    if capped and padded_encoders(layout):
+    if capped and layout.encoders == "padded":
         raise ValueError(
             f"Balance.max_tokens caps {', '.join(capped)}, which od.Padded(encoders='padded') would exceed: its "
             "padding is not planned; use encoders='packed', or cap only llm"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import orchdata.building.contents  # noqa: F401
+import orchdata.building.pages  # noqa: F401
 from orchdata.loaders.required import load_built_in
 
 load_built_in()

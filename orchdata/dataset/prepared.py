@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from orchdata.building.spec import BuildSpec
+from orchdata.building.step import BuildSpec
 from orchdata.loaders.errors import DataError, StateError
 from orchdata.loop.loop import Position
 from orchdata.loop.state import WINDOWS, MixtureState, RowsDigest, State

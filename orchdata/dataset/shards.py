@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from orchdata.balancers.costs.model import CostModel
 from orchdata.batch.batch import ModelInputs
-from orchdata.building.contents import IndexedShards, SampleContent, ShardContent
+from orchdata.building.contents import IndexedShards, SampleContent
+from orchdata.building.pages import ShardContent
 from orchdata.caching import filler_of
 from orchdata.dataset.advice import (
     warn_of_bad,
@@ -62,7 +63,11 @@ from orchdata.notices import progress_bar, warn_once
 from orchdata.order.mixture import AnyOrder
 from orchdata.order.order import ListedOrder, TokenCounts
 from orchdata.order.steps import Batches, StepTask, TokenBatches
-from orchdata.planning.layout import Packed, Padded, layout_of, window_length
+from orchdata.planning.layout import (
+    Packed,
+    Padded,
+    layout_of,
+)
 from orchdata.planning.make_plan import make_plan
 from orchdata.planning.windows import WindowBatches
 from orchdata.quarantine import checked_names, read_quarantine
@@ -95,7 +100,7 @@ def prepare_shards(dataset: ShardDataset | Mixture, arguments: Arguments) -> Pre
     index = index_of(dataset, partial(_open_index, arguments))
     costs = layout_costs(index, cost, layout, balance)
     encoders = costs.phases[:-1]
-    length = window_length(layout)
+    length = layout.length if layout.concatenate else None
     if length is not None:
         _check_windows(length, arguments, recipes, index)
         accumulate = 1  # a microbatch is a window

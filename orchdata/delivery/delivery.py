@@ -25,7 +25,6 @@ from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,8 +33,7 @@ from orchdata.batch.batch import Batch, ModelInputs
 from orchdata.batch.tensors import IGNORE, TeamUse, counted_labels
 from orchdata.building.figures import step_figures
 from orchdata.building.memory import BufferPool
-from orchdata.building.spec import BuildSpec
-from orchdata.building.step import BuiltStep
+from orchdata.building.step import BuildSpec, BuiltStep
 from orchdata.delivery.policy import FailureBudget
 from orchdata.engines.engine import Engine, PlainEngine
 from orchdata.engines.processes.message import plain, revive
@@ -45,7 +43,7 @@ from orchdata.order.steps import StepTask
 from orchdata.planning.layout import Padded
 from orchdata.planning.make_plan import make_plan
 from orchdata.planning.plan import Plan
-from orchdata.ranks.gathering import gather, small_device
+from orchdata.ranks.agreement import gather, small_device
 from orchdata.ranks.parallel import Rank, group_timeout
 from orchdata.ranks.wire import Message, WireError, describe, read
 
@@ -123,13 +121,10 @@ class Delivery:
             del future  # it has the error, whose traceback has this frame: a cycle would keep the caller's iteration
         if self._replication is not None and not self.receives:
             self._replication.send(built)
-        return self._watched(self.named(built.batches))
-
-    def _watched(self, batches: list[Any]) -> list[Any]:
-        """Return the batches, whose teams of slices know whether their attention was used."""
-        teams = self.spec.plan.balance.teams
+        batches, teams = self.named(built.batches), self.spec.plan.balance.teams
         if teams is None or teams.cut == "trainer":
             return batches
+        # Teams of slices know whether their attention was used.
         return [
             replace(batch, teams=tuple(replace(team, use=self.team_use) for team in batch.teams)) for batch in batches
         ]
@@ -411,11 +406,8 @@ class Replication:
         self._group = _groups(rank.shared, timeout)[rank.rank]
         self._peers = rank.shared[rank.rank]
         self._reader = self._peers[0]
+        self.is_reader = dist.get_rank() == self._reader
         self._pool = BufferPool()
-
-    @property
-    def is_reader(self) -> bool:
-        return dist.get_rank() == self._reader
 
     def send(self, built: BuiltStep) -> None:
         """Send a delivered step. Raises TypeError if a value in a batch cannot be described."""
@@ -442,7 +434,12 @@ class Replication:
         """Return the reader's batches and failures of the step of `plan`. Raises RuntimeError with the reader's error,
         or if the reader is at another step or has another plan.
         """
-        status, content = self._receive(f"got no step {plan.step} of epoch {plan.epoch}")
+        header, consequence = torch.zeros(2, dtype=torch.int64), f"got no step {plan.step} of epoch {plan.epoch}"
+        self._broadcast(header, consequence)
+        status, num_bytes = header.tolist()
+        buffer = self._pool.take(num_bytes)
+        self._broadcast(torch.from_numpy(buffer), consequence)
+        content: Any = read(buffer)
         if status == _FAILED:
             raise RuntimeError(f"rank {self._reader} reads for this rank, {dist.get_rank()}, and failed: {content}")
         if not isinstance(content, dict) or content.keys() != _CONTENT:
@@ -458,19 +455,11 @@ class Replication:
         return revive(content["batches"], plan), [DataError(*args) for args in content["failures"]]
 
     def _send(self, status: int, message: Message) -> None:
-        buffer = self._pool.empty((message.num_bytes,), np.uint8)
+        buffer = self._pool.take(message.num_bytes)
         message.write_to(buffer)
         consequence = f"could not send to ranks {self._peers[1:]}"
         self._broadcast(torch.tensor([status, message.num_bytes]), consequence)
         self._broadcast(torch.from_numpy(buffer), consequence)
-
-    def _receive(self, consequence: str) -> tuple[int, Any]:
-        header = torch.zeros(2, dtype=torch.int64)
-        self._broadcast(header, consequence)
-        status, num_bytes = header.tolist()
-        buffer = self._pool.empty((num_bytes,), np.uint8)
-        self._broadcast(torch.from_numpy(buffer), consequence)
-        return status, read(buffer)
 
     def _broadcast(self, tensor: Tensor, consequence: str) -> None:
         try:

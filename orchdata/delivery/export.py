@@ -15,7 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from orchdata.balancers.checks import checked_epoch
-from orchdata.building.spec import BuildSpec
+from orchdata.building.step import BuildSpec
 from orchdata.order.steps import Steps
 from orchdata.planning.make_plan import make_plan
 from orchdata.planning.plan import Plan

@@ -17,8 +17,7 @@ from multiprocessing.context import BaseContext
 from types import FunctionType, MethodType
 from typing import Any, Final, Protocol
 
-from orchdata.building.spec import BuildSpec
-from orchdata.building.step import BuiltStep
+from orchdata.building.step import BuildSpec, BuiltStep
 from orchdata.loaders.errors import ContainerError, OrchdataError
 from orchdata.loaders.storage.storage import ReadBytes
 from orchdata.order.steps import StepTask

@@ -29,8 +29,7 @@ from functools import partial
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from orchdata.building.assembler import Task
-from orchdata.building.step import Builder, BuiltStep, StartedStep
+from orchdata.building.step import Builder, BuiltStep, StartedStep, Task
 from orchdata.engines.engine import Engine, PlainEngine
 from orchdata.notices import warn_user
 from orchdata.order.steps import StepTask

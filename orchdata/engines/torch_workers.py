@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, default_convert, get_worker_info
 
-from orchdata.batch.step_info import StepInfo
-from orchdata.building.collate import MapContent, step_info, takes_step
+from orchdata.building.collate import MapContent, StepInfo, step_info, takes_step
 from orchdata.engines.engine import Workers, explain_pickling
 from orchdata.engines.processes.message import Failed, Sent, packed, unpacked
 from orchdata.engines.work import is_lost_by_torch, seed_process, sendable

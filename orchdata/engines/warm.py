@@ -32,7 +32,7 @@ from orchdata.native.jit import load_numba, sources_stamp
 from orchdata.notices import in_words, progress_bar
 
 if TYPE_CHECKING:
-    from orchdata.building.spec import BuildSpec
+    from orchdata.building.step import BuildSpec
     from orchdata.planning.balance import Balance
     from orchdata.planning.make_plan import PlanSpec
 

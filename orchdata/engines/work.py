@@ -20,8 +20,7 @@ import torch
 from torch.utils.data._utils import worker as torch_worker
 
 from orchdata.building.memory import Memory
-from orchdata.building.spec import BuildSpec
-from orchdata.building.step import Builder
+from orchdata.building.step import Builder, BuildSpec
 from orchdata.engines.engine import Engine, Workers
 from orchdata.engines.processes.message import Unit, describe_value, read_value
 from orchdata.engines.threads import InlineEngine, ThreadEngine, passed_on

@@ -14,8 +14,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from orchdata.building.collate import STOP_ITERATION
-from orchdata.building.spec import BuildSpec
-from orchdata.building.step import Builder, BuiltStep
+from orchdata.building.step import Builder, BuildSpec, BuiltStep
 from orchdata.delivery.delivery import Delivery
 from orchdata.engines.engine import Engine, Workers
 from orchdata.engines.processes.engine import ProcessEngine

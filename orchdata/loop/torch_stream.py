@@ -16,8 +16,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from orchdata.building.collate import MapContent, step_info, takes_step
-from orchdata.building.spec import BuildSpec
-from orchdata.delivery.stats import TorchCounts
+from orchdata.building.step import BuildSpec
+from orchdata.delivery.policy import TorchCounts
 from orchdata.engines.engine import Workers
 from orchdata.engines.processes.message import Failed, unpacked
 from orchdata.engines.torch_workers import (

@@ -269,11 +269,8 @@ class Means:
         return {of.name: float(of.operations(phases[of.name].positions).sum()) / steps for of in modules}
 
 
-class Memory(NamedTuple):
-    """Most positions of each encoder in a microbatch, and rows of features in one of the LLM."""
-
-    positions: Mapping[str, Numbers]
-    rows: Numbers
+Memory = tuple[Mapping[str, Numbers], Numbers]
+"""Most positions of each encoder in a microbatch, and rows of features in one of the LLM."""
 
 
 def mean_memory(kind: Kind, settings: Sequence[Setting], tokens: Numbers, means: Means) -> Memory:
@@ -290,7 +287,7 @@ def mean_memory(kind: Kind, settings: Sequence[Setting], tokens: Numbers, means:
             positions[name] = np.maximum(of_round * means.positions[name] / each.dp, means.largest_part[name])
         else:
             positions[name] = np.maximum(share * means.positions[name], means.largest_sample[name])
-    return Memory(positions, rows)
+    return positions, rows
 
 
 def in_pipeline(settings: Sequence[Any]) -> list[Any]:
@@ -302,14 +299,14 @@ def gpu_bytes(
     kind: Kind, settings: Sequence[Setting], tokens: Numbers, memory: Memory, means: Means
 ) -> dict[str, Numbers]:
     """Return bytes of the fullest GPU of each module that has its own; all others are with the LLM's, which is last."""
-    cluster, a, (*encoders, llm) = means.cluster, means.cluster.assumed, settings
+    cluster, a, (*encoders, llm), (positions, rows) = means.cluster, means.cluster.assumed, settings, memory
     wide = a.feature_bytes * llm.module.cost.hidden
-    features = wide * (1 + any(each.module.has_gradients for each in encoders)) * memory.rows
+    features = wide * (1 + any(each.module.has_gradients for each in encoders)) * rows
     logits = a.logit_bytes * tokens * (llm.module.cost.vocab or 0) / llm.tp
     # Encoders on the LLM's GPUs: on the first stage only where encoders are there.
     early: Numbers = 0.0
     for each in encoders if kind != "own" else ():
-        activations = activation_bytes(each, cluster, memory.positions[each.module.name])
+        activations = activation_bytes(each, cluster, positions[each.module.name])
         early = early + state_bytes(each, cluster) + activations * (llm.pp if kind == "first_stage" else 1)
     late = 0.0 if kind == "first_stage" else early
     used: dict[str, Numbers] = {each.module.name: 0.0 for each in encoders if kind == "own"}
@@ -323,7 +320,7 @@ def gpu_bytes(
             used[LLM] = np.where(llm.pp > 1, np.maximum(first, last), first + logits)
         else:
             yielded = wide * (1 + each.module.has_gradients) * means.rows[name] / max(1.0, means.positions[name])
-            held = memory.positions[name] * (activation_bytes(each, cluster, 1) + yielded)
+            held = positions[name] * (activation_bytes(each, cluster, 1) + yielded)
             used[name] = states + held * (each.pp + later)
         later = later + each.pp
     return used

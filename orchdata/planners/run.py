@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from orchdata.balancers.checks import checked_count
-from orchdata.planners.cluster import Cluster, Many, Means, Memory, closed_form, gpu_bytes, mean_memory
+from orchdata.planners.cluster import Cluster, Many, Means, closed_form, gpu_bytes, mean_memory
 from orchdata.planners.layout import LLM, Kind, Layout, Module, Placement, Sharding, checked_modules
 from orchdata.planners.simulation import balance_of, simulate
 from orchdata.planners.values import Value, check_keys
@@ -448,7 +448,7 @@ def _own(modules: Sequence[Module], means: Means, tokens: Sequence[int], keep: K
     work = np.array([float((each.work * each.gpus).min()) for each in tables])
     room, stage = np.maximum(left, 1) * count, own.work / count
     bound = own.pp * stage + np.sqrt(work).sum() ** 2 / room + (count - 1) * np.maximum(stage, work.sum() / room)
-    least = gpu_bytes("own", [own], size, Memory({}, 0.0), means)[LLM]
+    least = gpu_bytes("own", [own], size, ({}, 0.0), means)[LLM]
     bound = np.where((left >= len(tables)) & (least <= cluster.usable), bound, np.inf)
     best: list[Candidate] = []
     limit = np.inf

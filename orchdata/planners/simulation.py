@@ -21,7 +21,6 @@ from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planners.cluster import (
     Cluster,
     Means,
-    Memory,
     forward_share,
     gpu_bytes,
     in_pipeline,
@@ -90,7 +89,7 @@ def simulate(layout: Layout, workload: Workload, cluster: Cluster, *, balance: B
         raise ValueError(f"microbatch_tokens={layout.microbatch_tokens} is below the longest sample, of {longest}")
     run = _Run(layout, workload, cluster, balance or balance_of(layout))
     seconds, parts, positions, rows, count = zip(*map(run.step, range(workload.num_steps)), strict=True)
-    most = Memory({name: max(each[name] for each in positions) for name in positions[0]}, max(rows))
+    most = {name: max(each[name] for each in positions) for name in positions[0]}, max(rows)
     used = gpu_bytes(layout.kind, layout.placements, layout.microbatch_tokens, most, Means(workload, cluster))
     return Simulation(
         seconds=np.array(seconds),

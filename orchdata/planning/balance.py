@@ -177,11 +177,6 @@ class StepPrice:
     meets_in_micro_steps: bool
     num_stages: int | None
 
-    @property
-    def adds_up(self) -> bool:
-        """The only microbatch of the only rank costs the sum of its phases."""
-        return self.num_stages is None
-
     def of(self, cells: Sequence[Ints]) -> int:
         """Return the cost of a step from the loads of each phase that counts, encoders before `llm`: int64 (num_ranks,
         num_microbatches), or of encoders (num_ranks, num_rounds).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, get_args
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,7 @@ class Packed:
     encoder_lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
     concatenate: bool = False
     attention: Attention = "document"
+    encoders: ClassVar[Encoders] = "packed"
 
     def __post_init__(self) -> None:
         _check(self)
@@ -95,6 +96,11 @@ class Padded:
     empty: Empty = "dummy"
     multiple_of: int = 1
     encoders: Encoders = "packed"
+    # No microbatch has a fixed length.
+    length: ClassVar[None] = None
+    encoder_lengths: ClassVar[Mapping[str, Sequence[int]]] = {}
+    concatenate: ClassVar[bool] = False
+    attention: ClassVar[Attention] = "document"
 
     def __post_init__(self) -> None:
         _check(self)
@@ -109,26 +115,6 @@ def layout_of(collate_fn: object) -> Layout | None:
     """Return the layout of a `collate_fn`: itself, or that of a model's inputs. None for a function."""
     layout = collate_fn if isinstance(collate_fn, Packed | Padded) else getattr(collate_fn, "layout", None)
     return layout if isinstance(layout, Packed | Padded) else None
-
-
-def padded_encoders(layout: Layout) -> bool:
-    """Whether encoder items are rows of a rectangle."""
-    return isinstance(layout, Padded) and layout.encoders == "padded"
-
-
-def fixed_length(layout: Layout) -> int | None:
-    """Return the tokens of every microbatch; None where they differ."""
-    return layout.length if isinstance(layout, Packed) else None
-
-
-def window_length(layout: Layout) -> int | None:
-    """Return the tokens of a window of concatenated documents; None where documents are not concatenated."""
-    return layout.length if isinstance(layout, Packed) and layout.concatenate else None
-
-
-def encoder_lengths(layout: Layout, name: str) -> Sequence[int]:
-    """Return the lengths to which the input of an encoder is padded; empty where it is not."""
-    return layout.encoder_lengths.get(name, ()) if isinstance(layout, Packed) else ()
 
 
 def row_lengths(layout: Layout, lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers.assignment import loads_by_rank_and_microbatch
+from orchdata.loaders.storage.cache import MappedArray
 from orchdata.order.order import SampleOrder
 from orchdata.order.steps import Batches, Begin, GlobalBatches, OrderedSteps, StepTask
-from orchdata.planning.assign import stream_ranks
 from orchdata.planning.balance import Balance
 from orchdata.planning.parts import Encoders, Parts, by_rounds, fit_parts, share_out_in_rounds, share_out_parts
 from orchdata.planning.plan import Plan
 from orchdata.planning.sharing.accumulated import share_out_in
-from orchdata.planning.sharing.shares import Padding, Shares, StepSamples, one_microbatch
+from orchdata.planning.sharing.packed import NO_PADDING
+from orchdata.planning.sharing.shares import Padding, Shares, StepSamples, one_microbatch, stream_ranks
 from orchdata.planning.sharing.teams import share_in_teams, without_teams
 from orchdata.planning.windows import TokenRanges, WindowBatches, WindowCost, piece_labels
 
@@ -63,6 +64,51 @@ class SampleCosts(Protocol):
 
     def parts(self, phase: str, row: Ints) -> Parts:
         """Return the parts of an encoder phase, each with the index of its sample in `row`, and rank -1."""
+
+
+class _SampleCosts:
+    """Samples with one cost each, in the single phase `llm`."""
+
+    phases: ClassVar[tuple[str, ...]] = ("llm",)
+    balanced: ClassVar[tuple[str, ...]] = ("llm",)
+    padded: ClassVar[Padding] = NO_PADDING
+    exponent: ClassVar[int] = 0
+
+    def loss_tokens(self, row: Ints) -> Ints:
+        return np.zeros(len(row), np.int64)
+
+    def parts(self, phase: str, row: Ints) -> Parts:
+        raise ValueError(f"costs per sample do not give the parts of phase {phase!r}: use assignment='joint'")
+
+
+@dataclass(frozen=True)
+class EqualCosts(_SampleCosts):
+    """Every sample costs 1, for any number of samples."""
+
+    def costs(self, phase: str, row: Ints) -> Ints:
+        return np.ones(len(row), np.int64)
+
+    positions = costs
+
+
+@dataclass(frozen=True)
+class ArrayCosts(_SampleCosts):
+    """One cost a sample, int64 (num_samples,)."""
+
+    values: Ints
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _array_costs, (MappedArray(self.values),)
+
+    def costs(self, phase: str, row: Ints) -> Ints:
+        return np.maximum(self.values[row], 1)
+
+    def positions(self, phase: str, row: Ints) -> Ints:
+        return self.values[row]
+
+
+def _array_costs(values: MappedArray) -> ArrayCosts:
+    return ArrayCosts(values.array)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +204,17 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
     else:
         shares, on_gpus, rounds = batch.share_out_per_phase()
         parts = {phase: spec.encoders.named(of) for phase, of in on_gpus.items()}
+    of_sources: dict[str, Any] = {}
+    if spec.order.sources:
+        by_source = np.zeros(len(spec.order.sources), np.int64)
+        np.add.at(by_source, source, loss_tokens)
+        of_sources = {
+            "sources": tuple(each.name for each in spec.order.sources),
+            "passes": passes,
+            "source_loss_tokens": by_source,
+            # Losses of tokens are multiplied by float32 weights: sums and denominators agree.
+            "loss_weights": tuple(float(np.float32(each.loss_weight)) for each in spec.order.sources),
+        }
     return Plan(
         epoch=task.epoch,
         step=task.step,
@@ -179,25 +236,8 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
         rounds=rounds,
         ranges=ranges,
         teams=shares.teams,
-        **_of_sources(spec.order, source, passes, loss_tokens),
+        **of_sources,
     )
-
-
-def _of_sources(
-    order: SampleOrder, source: NDArray[np.int32], passes: NDArray[np.int32] | None, loss_tokens: Ints
-) -> dict[str, Any]:
-    """Return the attributes of a plan that describe the sources of a mixture."""
-    if not order.sources:
-        return {}
-    by_source = np.zeros(len(order.sources), np.int64)
-    np.add.at(by_source, source, loss_tokens)
-    return {
-        "sources": tuple(source.name for source in order.sources),
-        "passes": passes,
-        "source_loss_tokens": by_source,
-        # Losses of tokens are multiplied by float32 weights: sums and denominators agree.
-        "loss_weights": tuple(float(np.float32(source.loss_weight)) for source in order.sources),
-    }
 
 
 @dataclass(frozen=True)
@@ -210,13 +250,6 @@ class _GlobalBatch:
     positions: Mapping[str, Ints]
     stream_rank: NDArray[np.int32]
 
-    def samples(self, phases: Sequence[str] | None = None, caps: Sequence[str] | None = None) -> StepSamples:
-        """Return the samples with these phases and caps, as `share_out` takes them."""
-        spec, balance = self.spec, self.spec.balance
-        costs = {phase: self.costs[phase] for phase in phases or spec.costs.balanced}
-        sizes = {phase: self.positions[phase] for phase in (balance.caps if caps is None else caps)}
-        return StepSamples(costs, sizes, self.positions["llm"], spec.num_ranks, balance, self.stream_rank)
-
     def share_out(
         self,
         phases: Sequence[str] | None = None,
@@ -226,7 +259,10 @@ class _GlobalBatch:
         """Return ranks and microbatches of whole samples, by all balanced phases and within all caps, or by some of
         them; in the fewest microbatches, or `PlanSpec.accumulate` of them.
         """
-        spec, step = self.spec, self.samples(phases, caps)
+        spec, balance = self.spec, self.spec.balance
+        costs = {phase: self.costs[phase] for phase in phases or spec.costs.balanced}
+        sizes = {phase: self.positions[phase] for phase in (balance.caps if caps is None else caps)}
+        step = StepSamples(costs, sizes, self.positions["llm"], spec.num_ranks, balance, self.stream_rank)
         if spec.balance.teams is not None:
             # A model that encodes a whole sample has it whole.
             is_text = np.all([column == 0 for phase, column in self.costs.items() if phase != "llm"], axis=0)

@@ -25,10 +25,8 @@ from orchdata.balancers.placement import renamed
 from orchdata.native.assign.packed import longest_first_in_groups
 from orchdata.native.move.minimal_move import relabel
 from orchdata.native.sorting import descending_order
-from orchdata.planning.assign import assign
 from orchdata.planning.balance import Balance
-from orchdata.planning.route import Route, grouped_route
-from orchdata.planning.sharing.shares import Shares
+from orchdata.planning.sharing.shares import Shares, assign
 
 Ints = NDArray[np.int64]
 Ranks = NDArray[np.int32]
@@ -120,17 +118,6 @@ class Encoders:
             return parts
         rank, peer = np.divmod(parts.rank, np.int32(self.num_peers))
         return replace(parts, rank=rank, peer=peer)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OwnParts:
-    """What a peer of a rank has of `Parts`, for each micro-step, int64 indices: what it encodes, grouped by the first
-    rank that needs it, so rows are sent without a copy; and parts of the rank's samples, in the order in which they
-    arrive, by peer, then rank that encodes them.
-    """
-
-    encoded: list[Ints]
-    arriving: list[Ints]
 
 
 def share_out_parts(parts: Parts, shares: Shares, encoders: Encoders) -> Parts:
@@ -235,8 +222,11 @@ def _fit_round(
     return None if fitted is None else (members, fitted.rank)
 
 
-def own_parts(parts: Parts, rank: int, peer: int, shares: Shares) -> OwnParts:
-    """Return what `peer` of `rank` has of `parts`; `shares` are those of the samples of the global batch."""
+def own_parts(parts: Parts, rank: int, peer: int, shares: Shares) -> tuple[list[Ints], list[Ints]]:
+    """Return what `peer` of `rank` has of `parts`, for each micro-step, int64 indices: what it encodes, grouped by the
+    first rank that needs it, so rows are sent without a copy; and parts of the rank's samples, in the order in which
+    they arrive, by peer, then rank that encodes them. `shares` are those of the samples of the global batch.
+    """
     peers = np.zeros_like(parts.rank) if parts.peer is None else parts.peer
 
     def by_step(members: Ints, others: Ranks) -> list[Ints]:
@@ -246,39 +236,8 @@ def own_parts(parts: Parts, rank: int, peer: int, shares: Shares) -> OwnParts:
 
     home = shares.rank[parts.sample]
     last = home if shares.teams is None else home + shares.teams.size[parts.sample] - 1
-    return OwnParts(
-        by_step(np.flatnonzero((parts.rank == rank) & (peers == peer)), home),
-        by_step(np.flatnonzero((home <= rank) & (rank <= last)), parts.rank),
-    )
-
-
-def route_of_parts(
-    parts: Parts,
-    home: Ranks,
-    encoded: Ints,
-    arriving: Ints,
-    rank: int,
-    num_ranks: int,
-    *,
-    label: str,
-    peer: int = 0,
-    num_peers: int = 1,
-) -> Route:
-    """Return the route of the features of `parts` in a micro-step, seen from `peer` of `rank`; `home` is the rank of
-    each sample, the others as `OwnParts` has them.
-    """
-    return grouped_route(
-        rank,
-        num_ranks,
-        receivers=home[parts.sample[encoded]],
-        sent=parts.tokens[encoded],
-        senders=parts.rank[arriving],
-        received=parts.tokens[arriving],
-        label=label,
-        peer=peer,
-        num_peers=num_peers,
-        arriving_peers=None if parts.peer is None else parts.peer[arriving],
-    )
+    encoded = by_step(np.flatnonzero((parts.rank == rank) & (peers == peer)), home)
+    return encoded, by_step(np.flatnonzero((home <= rank) & (rank <= last)), parts.rank)
 
 
 def _overfull(parts: Parts, step: Ranks, cap: int, num_gpus: int) -> Ints:

@@ -25,7 +25,7 @@ from orchdata.balancers.assignment import loads_by_rank_and_microbatch, lower_bo
 from orchdata.balancers.microbatches import order_microbatches
 from orchdata.loaders.generators import Pass
 from orchdata.planning.balance import StepPrice
-from orchdata.planning.parts import OwnParts, Parts, by_rounds, own_parts, route_of_parts
+from orchdata.planning.parts import Parts, by_rounds, own_parts
 from orchdata.planning.route import Route, grouped_route, in_segments
 from orchdata.planning.sharing.packed import NO_PADDING, NoPadding
 from orchdata.planning.sharing.shares import Padding, Shares
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 
 Ints = NDArray[np.int64]
+_Own = tuple[list[Ints], list[Ints]]  # as `own_parts` returns
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -94,7 +95,9 @@ class Plan:
     rounds: NDArray[np.int32] | None = None
     ranges: TokenRanges | None = None
     teams: StepTeams | None = None
-    _own_parts: dict[tuple[str, int, int], OwnParts] = field(default_factory=dict, init=False, repr=False)
+    _own_parts: dict[tuple[str, int, int], tuple[list[Ints], list[Ints]]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def __repr__(self) -> str:
         sizes = f"ranks={self.num_ranks}, samples={len(self.row)}, microbatches={self.num_microbatches}"
@@ -171,23 +174,20 @@ class Plan:
         """Return the indices in `parts[phase]` of what `peer` of `rank` encodes in a micro-step, in the order of
         encoding.
         """
-        return self._own(phase, rank, peer).encoded[microbatch]
+        return self._own(phase, rank, peer)[0][microbatch]
 
     def arriving(self, phase: str, rank: int, microbatch: int, peer: int = 0) -> Ints:
         """Return the indices in `parts[phase]` of parts of `rank`'s samples in a micro-step, in order of arrival: the
         same on all of its peers.
         """
-        return self._own(phase, rank, peer).arriving[microbatch]
+        return self._own(phase, rank, peer)[1][microbatch]
 
     def route(self, phase: str, rank: int, microbatch: int, peer: int = 0) -> Route:
         """Return the route of `phase`'s features in a micro-step, from `encoded` to `arriving`, seen from `peer` of
         `rank`.
         """
-        parts, label = self.parts[phase], f"{phase}, step {self.step}, micro-step {microbatch}"
+        parts = self.parts[phase]
         encoded, arriving = (of(phase, rank, microbatch, peer) for of in (self.encoded, self.arriving))
-        if self.teams is None or (self.team_size[parts.sample[np.append(encoded, arriving)]] == 1).all():
-            given = parts, self.rank, encoded, arriving, rank, self.num_ranks
-            return route_of_parts(*given, label=label, peer=peer, num_peers=self.num_peers)
         number, receivers, first, sent = self._segments(phase, encoded)
         order = np.lexsort((encoded[number], receivers))
         route = grouped_route(
@@ -197,8 +197,13 @@ class Plan:
             sent=sent[order],
             senders=parts.rank[arriving],
             received=self.held_rows(phase, arriving, rank)[1],
-            label=label,
+            label=f"{phase}, step {self.step}, micro-step {microbatch}",
+            peer=peer,
+            num_peers=self.num_peers,
+            arriving_peers=None if parts.peer is None else parts.peer[arriving],
         )
+        if (self.team_size[parts.sample[np.append(encoded, arriving)]] == 1).all():
+            return route
         return in_segments(route, parts.tokens[encoded], number[order], first[order], sent[order])
 
     def _segments(self, phase: str, part: Ints) -> tuple[Ints, NDArray[np.int32], Ints, Ints]:
@@ -262,7 +267,7 @@ class Plan:
         np.add.at(rows, way, count)
         return rows
 
-    def _own(self, phase: str, rank: int, peer: int) -> OwnParts:
+    def _own(self, phase: str, rank: int, peer: int) -> _Own:
         """Return a rank's parts, sorted once for all micro-steps. Several threads may call it: results are equal."""
         own = self._own_parts.get((phase, rank, peer))
         if own is None:

@@ -18,8 +18,7 @@ from orchdata.finalizers import Ending, User, call_soon
 from orchdata.loop.state import PostState
 from orchdata.planning.balance import Balance, as_balance
 from orchdata.post_balancing.group import POLL_SECONDS, LostRanksError, RankGroup
-from orchdata.post_balancing.plan import MoveRule
-from orchdata.post_balancing.step import Cost, LossTokens, PartsOf, PostBatch, ReadyStep, StepMaker
+from orchdata.post_balancing.step import Cost, LossTokens, MoveRule, PartsOf, PostBatch, ReadyStep, StepMaker
 from orchdata.ranks.parallel import ranks_per_node, resolve_rank
 
 STEPS_AHEAD = 2
@@ -93,7 +92,8 @@ def post_balance(
         _check_alike(rank_group, rule, counts_tokens=loss_tokens is not None)
     except LostRanksError as error:
         raise RuntimeError(f"all {ranks.size} ranks must call post_balance together, some did not: {error}") from None
-    return PostBalanced(loader, rank_group, partial(StepMaker, loader, cost, loss_tokens, parts, rank_group, rule))
+    drawn: dict[str, Any] = {"loader": loader, "cost": cost, "loss_tokens": loss_tokens, "parts": parts}
+    return PostBalanced(loader, rank_group, partial(StepMaker, group=rank_group, rule=rule, **drawn))
 
 
 class PostBalanced:
@@ -110,7 +110,8 @@ class PostBalanced:
         self._iterations = 0
         self._loaded: PostState | None = None  # start of the next iteration; None for the beginning
         self._state: PostState | None = None  # after the last delivered step
-        self._stats = PostStats()
+        self._counts: Counter[str] = Counter()
+        self._seconds = dict.fromkeys(_STAGES, 0.0)
         self._running: dict[Prefetcher, Ending] = {}
 
     def __iter__(self) -> Iterator[PostBatch]:
@@ -167,8 +168,24 @@ class PostBalanced:
         self._state = self._loaded = loaded
 
     def stats(self) -> dict[str, Any]:
-        """Return moves, imbalance and milliseconds of the delivered steps; see `PostStats.as_dict`."""
-        return self._stats.as_dict()
+        """Return plain values over the delivered steps, and over all ranks unless noted.
+
+        `received`: samples that this rank got. `below_gain`: steps in which moving would have gained too little.
+        `moved_samples`, `moved_bytes`: what changed its rank; bytes are those of parts too. `imbalance_before`,
+        `imbalance`: the sum over steps and phases of the largest load over that of the mean load, as drawn and as
+        delivered. `milliseconds`, per step on this rank: `waiting` is the time that the training loop waited. The
+        others are times of the thread: `fetching` in the loader, `planning` and `moving` with the other ranks,
+        including the wait for them.
+        """
+        counts, steps = self._counts, max(1, self._counts["steps"])
+        mean = counts["total"] / max(1, counts["ranks"]) or 1.0
+        counted = ("steps", "samples", "received", "below_gain", "moved_samples", "moved_bytes")
+        return {
+            **{name: counts[name] for name in counted},
+            "imbalance_before": counts["before"] / mean or 1.0,
+            "imbalance": counts["after"] / mean or 1.0,
+            "milliseconds": {stage: 1000 * self._seconds[stage] / steps for stage in _STAGES},
+        }
 
     def close(self) -> None:
         """End an iteration under way, as leaving the loop does."""
@@ -180,7 +197,22 @@ class PostBalanced:
             made = next(steps, None)
             if made is None:
                 return
-            self._stats.add(made, time.perf_counter() - started)
+            for stage, seconds in {"waiting": time.perf_counter() - started, **made.seconds}.items():
+                self._seconds[stage] += seconds
+            plan = made.batch.plan
+            self._counts["ranks"] = plan.num_ranks
+            self._counts.update(
+                steps=1,
+                samples=len(plan.costs),
+                received=len(made.batch.samples),
+                below_gain=plan.below_gain,
+                moved_samples=int(np.count_nonzero(plan.rank != plan.owner)),
+                moved_bytes=int(plan.sizes[plan.moved].sum()),
+                before=int(plan.loads_before.max(axis=1).sum()),
+                after=int(plan.loads.max(axis=1).sum()),
+                total=int(plan.loads.sum()),
+            )
+            del plan
             if self._has_state:
                 self._state = PostState(made.batch.step + 1, made.exhausted, made.state)
             batch = made.batch
@@ -203,54 +235,6 @@ class PostBalanced:
                 f"post_balance cannot resume: {type(self._loader).__name__} has no state_dict and load_state_dict, so"
                 " its position is not known; wrap a loader that has them, such as torchdata's StatefulDataLoader"
             )
-
-
-class PostStats:
-    """Sums over delivered steps. Ratios are ratios of sums, as in `orchdata.delivery.stats`."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._loads: Counter[str] = Counter()
-        self._seconds = dict.fromkeys(_STAGES, 0.0)
-
-    def add(self, made: ReadyStep, waited: float) -> None:
-        """Count a step that is delivered, and the seconds that were waited for it."""
-        self._seconds["waiting"] += waited
-        for stage, seconds in made.seconds.items():
-            self._seconds[stage] += seconds
-        plan = made.batch.plan
-        self._counts.update(
-            steps=1,
-            samples=len(plan.costs),
-            received=len(made.batch.samples),
-            below_gain=plan.below_gain,
-            moved_samples=int(np.count_nonzero(plan.rank != plan.owner)),
-            moved_bytes=int(plan.sizes[plan.moved].sum()),
-        )
-        self._loads["before"] += int(plan.loads_before.max(axis=1).sum())
-        self._loads["after"] += int(plan.loads.max(axis=1).sum())
-        self._loads["total"] += int(plan.loads.sum())
-        self._counts["ranks"] = plan.num_ranks
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values, over all ranks unless noted.
-
-        `received`: samples that this rank got. `below_gain`: steps in which moving would have gained too little.
-        `moved_samples`, `moved_bytes`: what changed its rank; bytes are those of parts too. `imbalance_before`,
-        `imbalance`: the sum over steps and phases of the largest load over that of the mean load, as drawn and as
-        delivered. `milliseconds`, per step on
-        this rank: `waiting` is the time that the training loop waited. The others are times of the thread: `fetching`
-        in the loader, `planning` and `moving` with the other ranks, including the wait for them.
-        """
-        mean = self._loads["total"] / max(1, self._counts["ranks"]) or 1.0
-        steps = max(1, self._counts["steps"])
-        counted = ("steps", "samples", "received", "below_gain", "moved_samples", "moved_bytes")
-        return {
-            **{name: self._counts[name] for name in counted},
-            "imbalance_before": self._loads["before"] / mean or 1.0,
-            "imbalance": self._loads["after"] / mean or 1.0,
-            "milliseconds": {stage: 1000 * self._seconds[stage] / steps for stage in _STAGES},
-        }
 
 
 def _end(prefetcher: Prefetcher) -> None:

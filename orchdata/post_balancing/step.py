@@ -4,30 +4,37 @@ On the wire, for each step: seven int64 from every rank (its action, iteration, 
 last plan, number of parts, number of phases that are new) and three for each of its first 64 samples (cost, loss
 tokens, bytes); if a rank has more samples, three for each sample of all ranks, padded to the longest list; the names of
 phases, if some are new; five for each part (phase, sample, cost, rows, bytes), padded; then the bytes of the objects
-that move.
+that move: the samples; or, per phase, the rests of samples, then the parts of one encoder after another.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from orchdata.balancers.assignment import loads_of, lower_bound
+from orchdata.balancers.placement import renamed
 from orchdata.loaders.errors import StepError
-from orchdata.planning.parts import Parts, own_parts, route_of_parts
-from orchdata.planning.route import Route
-from orchdata.planning.sharing.shares import one_microbatch
+from orchdata.planning.balance import Balance
+from orchdata.planning.parts import Encoders, Parts, own_parts, share_out_parts
+from orchdata.planning.route import Route, grouped_route
+from orchdata.planning.sharing.shares import assign, one_microbatch
 from orchdata.post_balancing.group import Bytes, Ints, LostRanksError, RankGroup, unpadded
-from orchdata.post_balancing.plan import MoveRule, PostPlan, Ranks, make_post_plan
 from orchdata.ranks.wire import Message, describe, read
+
+Ranks = NDArray[np.int32]
 
 Cost = Callable[[Any], int | Mapping[str, int]]
 LossTokens = Callable[[Any], int]
@@ -35,6 +42,7 @@ LossTokens = Callable[[Any], int]
 # Rows sent together with the action. A constant, so that even ranks with different settings can report that.
 _FIRST_ROWS = 64
 _HEADER = 7
+_ENOUGH = 200  # Moving little is good enough where a phase then takes at most this part more.
 
 
 class _Action(IntEnum):
@@ -62,6 +70,161 @@ class Part:
 
 
 PartsOf = Callable[[Any], tuple[Any, Mapping[str, Sequence[Part]]]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoveRule:
+    """When and how far samples move: scope and assignment, with a group size if the scope needs one; consecutive ranks
+    that share a node; the minimum share of the step's price that moving must save, below which nothing moves.
+    """
+
+    balance: Balance
+    ranks_per_node: int
+    gain: float
+
+
+@dataclass(frozen=True, eq=False)
+class PostPlan:
+    """The rank that drew each sample of a step, and the rank that gets it. Samples are sorted by the rank that drew
+    them, then in the order drawn.
+
+    Attributes:
+        costs: int64 (num_samples,), at least 1; per phase, those of the LLM.
+        sizes: int64 (num_objects,), bytes on the wire; 0 if nothing can move.
+        owner: int32 (num_samples,), the rank that drew it.
+        rank: int32 (num_samples,), the rank that gets it.
+        num_ranks: ranks of the group.
+        parts: encoder phase -> its parts, with the ranks that encode them; `part` is the number in the sample.
+        below_gain: whether moving would have helped, but by less than the required gain.
+    """
+
+    costs: Ints
+    sizes: Ints
+    owner: Ranks
+    rank: Ranks
+    num_ranks: int
+    parts: Mapping[str, Parts] = field(default_factory=dict)
+    below_gain: bool = False
+
+    @cached_property
+    def hash(self) -> str:
+        """Hash of 16 hexadecimal digits; equal plans have equal hashes."""
+        digest = hashlib.blake2b(digest_size=8)
+        arrays = [np.array([self.num_ranks]), self.costs, self.sizes, self.owner, self.rank]
+        for parts in self.parts.values():
+            arrays += [np.array([len(parts)]), parts.sample, parts.costs, parts.tokens, parts.rank]
+        for array in arrays:
+            digest.update(np.ascontiguousarray(array, "<i8").tobytes())
+        return digest.hexdigest()
+
+    @cached_property
+    def loads_before(self) -> Ints:
+        """Loads without any move, int64 (num_phases, num_ranks): of the phases of `parts`, then of `costs`."""
+        return self._loads(self.owner, [self.owner[parts.sample] for parts in self.parts.values()])
+
+    @cached_property
+    def loads(self) -> Ints:
+        """Loads after the move, shaped as `loads_before`."""
+        return self._loads(self.rank, [parts.rank for parts in self.parts.values()])
+
+    def _loads(self, rank: Ranks, encoder_ranks: list[Ranks]) -> Ints:
+        costs = [*(parts.costs for parts in self.parts.values()), self.costs]
+        return np.stack([loads_of(*each, self.num_ranks) for each in zip(costs, [*encoder_ranks, rank], strict=True)])
+
+    @cached_property
+    def object_owner(self) -> Ranks:
+        """The rank that drew each object, int32 (num_objects,)."""
+        return np.concatenate([self.owner, *(self.owner[parts.sample] for parts in self.parts.values())])
+
+    @cached_property
+    def object_rank(self) -> Ranks:
+        """The rank that gets each object, int32 (num_objects,)."""
+        return np.concatenate([self.rank, *(parts.rank for parts in self.parts.values())])
+
+    def places(self, rank: int) -> Ints:
+        """Return the indices, in the step, of the samples that `rank` gets, ascending."""
+        return np.flatnonzero(self.rank == rank)
+
+    def leaving(self, rank: int) -> Ints:
+        """Return the objects that leave `rank`, by destination, then ascending."""
+        leaving = np.flatnonzero((self.object_owner == rank) & (self.object_rank != rank))
+        return leaving[np.argsort(self.object_rank[leaving], kind="stable")]
+
+    def arriving(self, rank: int) -> Ints:
+        """Return the objects that come to `rank`, by origin, then ascending."""
+        arriving = np.flatnonzero((self.object_owner != rank) & (self.object_rank == rank))
+        return arriving[np.argsort(self.object_owner[arriving], kind="stable")]
+
+    @cached_property
+    def moved(self) -> Ints:
+        """Objects that change their rank."""
+        return np.flatnonzero(self.object_rank != self.object_owner)
+
+
+def make_post_plan(
+    costs: Ints,
+    sizes: Ints,
+    owner: Ranks,
+    num_ranks: int,
+    rule: MoveRule,
+    parts: Mapping[str, Parts] | None = None,
+) -> PostPlan:
+    """Plan one step.
+
+    Costs, int64 (num_samples,), are at least 1; sizes, int64 (num_objects,), are bytes on the wire of the samples, then
+    of the parts of each phase; owner, int32 (num_samples,), ascends. `parts`, per phase: encoder phase -> its parts, on
+    the ranks that drew them.
+    """
+    stay = PostPlan(costs, sizes, owner, owner, num_ranks, parts or {})
+    if not len(costs):
+        return stay
+    if parts is None:
+        move = replace(stay, rank=_move_little(costs, sizes, owner, num_ranks, rule))
+    else:
+        move = _moved_per_phase(stay, rule)
+    before, after = (int(loads.max(axis=1).sum()) for loads in (stay.loads, move.loads))
+    if before > after and before - after >= rule.gain * before:
+        return move
+    return replace(stay, below_gain=after < before)
+
+
+def _moved_per_phase(stay: PostPlan, rule: MoveRule) -> PostPlan:
+    """Balance each phase by itself.
+
+    Where moving little leaves a phase above what a loader plans, that is taken, with ranks named so that much stays.
+    """
+    num_ranks, num_samples = stay.num_ranks, len(stay.costs)
+
+    @cache
+    def dealt() -> Ranks:
+        return assign({"llm": stay.costs}, rule.balance, num_ranks, stay.owner)
+
+    def moved(costs: Ints, sizes: Ints, owner: Ranks, planned: Callable[[], Ranks]) -> Ranks:
+        little = _move_little(costs, sizes, owner, num_ranks, rule)
+        enough = int(loads_of(costs, little, num_ranks).max()) * _ENOUGH
+        if rule.balance.scope != "global" or enough <= lower_bound(costs, num_ranks) * (_ENOUGH + 1):
+            return little
+        rank = planned()
+        if enough <= int(loads_of(costs, rank, num_ranks).max()) * (_ENOUGH + 1):
+            return little
+        return renamed(rank, owner, sizes, num_ranks, rule.ranks_per_node)
+
+    spread, stop = {}, num_samples
+    for phase, parts in stay.parts.items():
+        start, stop = stop, stop + len(parts)
+
+        def planned(parts: Parts = parts) -> Ranks:
+            return share_out_parts(parts, one_microbatch(dealt()), Encoders(rule.balance, num_ranks)).rank
+
+        spread[phase] = replace(parts, rank=moved(parts.costs, stay.sizes[start:stop], parts.rank, planned))
+    rank = moved(stay.costs, stay.sizes[:num_samples], stay.owner, dealt)
+    return replace(stay, rank=rank, parts=spread)
+
+
+def _move_little(costs: Ints, sizes: Ints, owner: Ranks, num_ranks: int, rule: MoveRule) -> Ranks:
+    if not len(costs):
+        return owner
+    return assign({"llm": costs}, rule.balance, num_ranks, owner, sizes=sizes, ranks_per_node=rule.ranks_per_node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +283,7 @@ class _Drawn:
     error: Exception | None = None
 
 
+@dataclass(eq=False, kw_only=True)
 class StepMaker:
     """Builds the steps of one iteration, one after another, together with the other ranks.
 
@@ -127,34 +291,23 @@ class StepMaker:
     the first step to build; `exhausted` whether the loader has no more in this epoch.
     """
 
-    def __init__(
-        self,
-        loader: Any,
-        cost: Cost,
-        loss_tokens: LossTokens | None,
-        parts: PartsOf | None,
-        group: RankGroup,
-        rule: MoveRule,
-        *,
-        iteration: int,
-        step: int,
-        exhausted: bool,
-    ) -> None:
-        self.group = group
+    loader: Any
+    cost: Cost
+    loss_tokens: LossTokens | None
+    parts: PartsOf | None
+    group: RankGroup
+    rule: MoveRule
+    iteration: int
+    step: int
+    exhausted: bool
+
+    def __post_init__(self) -> None:
         self.state: Any = None
-        self._loader = loader
-        self._cost = cost
-        self._loss_tokens = loss_tokens
-        self._parts = parts
         self._phases: list[str] = []  # of encoders; the same on every rank, after the names are exchanged
-        self._rule = rule
-        self._iteration = iteration
-        self.step = step
-        self._samples: Iterator[Any] | None = iter(()) if exhausted else None
-        self._exhausted = exhausted
+        self._samples: Iterator[Any] | None = iter(()) if self.exhausted else None
         self._last_hash = 0
-        self._movable = rule.balance.scope != "none" and group.size > 1
-        if exhausted:
+        self._movable = self.rule.balance.scope != "none" and self.group.size > 1
+        if self.exhausted:
             self._take_state()
 
     def make(self, *, closing: bool = False) -> ReadyStep | None:
@@ -189,18 +342,18 @@ class StepMaker:
             "planning": planned - fetched,
             "moving": time.perf_counter() - planned,
         }
-        return ReadyStep(batch, self._exhausted, self.state, seconds)
+        return ReadyStep(batch, self.exhausted, self.state, seconds)
 
     def _draw(self) -> _Drawn:
         try:
             if self._samples is None:
-                self._samples = iter(self._loader)
-            if self._exhausted:
+                self._samples = iter(self.loader)
+            if self.exhausted:
                 return _Drawn(_Action.EXHAUSTED)
             try:
                 samples = next(self._samples)
             except StopIteration:
-                self._exhausted = True
+                self.exhausted = True
                 self._take_state()
                 return _Drawn(_Action.EXHAUSTED)
             self._take_state()
@@ -215,10 +368,10 @@ class StepMaker:
             )
         drawn = _Drawn(_Action.DRAWING, samples=list(samples), table=np.zeros((len(samples), 3), np.int64))
         for index, sample in enumerate(samples):
-            cost = self._cost(sample)
-            tokens = 1 if self._loss_tokens is None else _count(self._loss_tokens(sample), "loss_tokens")
-            if self._parts is not None:
-                drawn.samples[index], parts = self._parts(sample)
+            cost = self.cost(sample)
+            tokens = 1 if self.loss_tokens is None else _count(self.loss_tokens(sample), "loss_tokens")
+            if self.parts is not None:
+                drawn.samples[index], parts = self.parts(sample)
                 cost = _add_parts(drawn.parts, index, cost, parts)
             drawn.table[index, :2] = max(1, _total(cost)), tokens
         if self._movable:
@@ -228,13 +381,13 @@ class StepMaker:
         return drawn
 
     def _take_state(self) -> None:
-        if hasattr(self._loader, "state_dict"):
-            self.state = copy.deepcopy(self._loader.state_dict())
+        if hasattr(self.loader, "state_dict"):
+            self.state = copy.deepcopy(self.loader.state_dict())
 
     def _agree(self, drawn: _Drawn) -> tuple[PostPlan, int] | None:
         """Send the others the action and rows of this rank. Return the plan, and all loss tokens; None at the end."""
         own = np.zeros(_HEADER + 3 * _FIRST_ROWS, np.int64)
-        own[:5] = drawn.action, self._iteration, self.step, len(drawn.samples), self._last_hash
+        own[:5] = drawn.action, self.iteration, self.step, len(drawn.samples), self._last_hash
         own[5:7] = sum(map(len, drawn.parts.values())), len(drawn.parts.keys() - set(self._phases))
         first = drawn.table[:_FIRST_ROWS].ravel()
         own[_HEADER : _HEADER + len(first)] = first
@@ -277,12 +430,12 @@ class StepMaker:
         # The plan of all of them.
         owner = np.repeat(np.arange(self.group.size, dtype=np.int32), counts)
         sizes, parts = [table[:, 2]], None
-        if self._parts is not None:
+        if self.parts is not None:
             part_rows[:, 1] += np.repeat(np.cumsum(counts) - counts, part_counts)  # index in the step, not in the list
             of_phases = [part_rows[part_rows[:, 0] == number] for number in range(len(self._phases))]
             parts = {phase: _parts_of(rows, owner) for phase, rows in zip(self._phases, of_phases, strict=True)}
             sizes += [rows[:, 4] for rows in of_phases]
-        plan = make_post_plan(table[:, 0], np.concatenate(sizes), owner, self.group.size, self._rule, parts)
+        plan = make_post_plan(table[:, 0], np.concatenate(sizes), owner, self.group.size, self.rule, parts)
         return plan, int(table[:, 1].sum())
 
     def _part_rows(self, drawn: _Drawn) -> Ints:
@@ -304,11 +457,17 @@ class StepMaker:
         rank, places = self.group.rank, plan.places(self.group.rank)
         encoded, routes, arriving, start = {}, {}, {}, len(plan.rank)
         for phase, parts in plan.parts.items():
-            own = own_parts(parts, rank, 0, one_microbatch(plan.rank))  # in one micro-step
-            (encodes,), (coming,) = own.encoded, own.arriving
+            (encodes,), (coming,) = own_parts(parts, rank, 0, one_microbatch(plan.rank))  # in one micro-step
             encoded[phase] = [objects[start + index] for index in encodes.tolist()]
-            where = (parts, plan.rank, encodes, coming, rank, plan.num_ranks)
-            routes[phase] = route_of_parts(*where, label=f"{phase}, step {self.step}")
+            routes[phase] = grouped_route(
+                rank,
+                plan.num_ranks,
+                receivers=plan.rank[parts.sample[encodes]],
+                sent=parts.tokens[encodes],
+                senders=parts.rank[coming],
+                received=parts.tokens[coming],
+                label=f"{phase}, step {self.step}",
+            )
             at = np.searchsorted(places, parts.sample[coming])
             arriving[phase] = np.stack([at, parts.part[coming], parts.tokens[coming]], axis=1)
             start += len(parts)

@@ -21,7 +21,7 @@ from orchdata.order.mixture import AnyOrder
 from orchdata.order.order import MixedSource, SampleOrder, TokenCounts
 from orchdata.order.steps import Batches, GlobalBatches, StepTask, TokenBatches
 from orchdata.planning.balance import AssignmentKind, Balance, Scope
-from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, row_lengths
+from orchdata.planning.layout import Layout, Packed, Padded, row_lengths
 from orchdata.planning.make_plan import PlanSpec, SampleCosts, make_plan
 from orchdata.planning.plan import Plan
 from orchdata.profiling.content import Figures
@@ -242,7 +242,7 @@ def padding_of_layouts(
         padding.append(
             Figures(
                 layout=name,
-                length=fixed_length(layout),
+                length=layout.length,
                 padding=1 - used / held if held else 0.0,
                 microbatches=sum(plan.num_microbatches for plan in plans) / len(plans),
                 steps=len(plans),

@@ -48,7 +48,7 @@ from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.order.mixture import AnyOrder
 from orchdata.order.order import Shuffle
 from orchdata.planning.balance import Balance
-from orchdata.planning.layout import Layout, Packed, Padded, fixed_length, window_length
+from orchdata.planning.layout import Layout, Packed, Padded
 from orchdata.planning.teams import Teams
 from orchdata.profiling.content import (
     Figures,
@@ -246,14 +246,14 @@ def profile(
             f"Balance.order={balance.order!r} is not profiled: costs say nothing about a pipeline's stages; leave it "
             'out, and use objective="sum" if ranks wait only at the end of the step'
         )
-    if window_length(layout) is not None:
+    if layout.concatenate:
         raise ValueError(
             "Packed(concatenate=True) is not profiled: every window is full, and ranks have the same number of them in "
             "each step; profile Packed(length=...) to compare with whole samples"
         )
     check_layout(balance, layout)
     check_teams(balance, layout)
-    length = fixed_length(layout)
+    length = layout.length
     if length is not None:
         balance = replace(balance, max_tokens={**balance.caps, "llm": length})
     price = balance.price

@@ -136,22 +136,18 @@ class ExchangeHandle:
         """Return the result; waits for it the first time. Raises RuntimeError as `exchange` does."""
         if self._result is None:
             _check_no_recomputation(self._flight.route)
-            self._check_unchanged()
+            watched, self._watched = self._watched, None
+            if watched is not None and watched[0]._version != watched[1]:  # their memory is sent, not a copy
+                raise RuntimeError(
+                    f"{_name(self._flight.route)}: the features were changed in place while they were sent: do not "
+                    "change them before wait()"
+                )
             if self._ticket is None:
                 self._result = self._flight.finish("forward")
             else:
                 with torch.enable_grad():
                     self._result = _Finish.apply(self._ticket, self._flight)  # type: ignore[no-untyped-call]
         return self._result
-
-    def _check_unchanged(self) -> None:
-        """Raise RuntimeError if the features were changed: their memory is sent, not a copy."""
-        watched, self._watched = self._watched, None
-        if watched is not None and watched[0]._version != watched[1]:
-            raise RuntimeError(
-                f"{_name(self._flight.route)}: the features were changed in place while they were sent: do not change "
-                "them before wait()"
-            )
 
 
 Direction = Literal["forward", "backward"]

@@ -22,8 +22,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.weak import WeakIdKeyDictionary
 
+from orchdata.ranks.agreement import gather
 from orchdata.ranks.exchange import kept_from_compilers
-from orchdata.ranks.gathering import gather
 from orchdata.ranks.parallel import Rank, group_timeout
 
 Kernel = Callable[..., Tensor]

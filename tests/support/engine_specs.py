@@ -14,7 +14,7 @@ from shard_factory import RECIPE, omni_shards
 from spec_job import decoded, words
 
 import orchdata as od
-from orchdata.building.spec import BuildSpec
+from orchdata.building.step import BuildSpec
 from orchdata.order.steps import StepTask
 
 Specs = dict[str, tuple[BuildSpec, list[StepTask]]]

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from benchmarks.papers.disttrain import order_after_disttrain
 from orchdata.balancers import simulate_1f1b
-from orchdata.planning.assign import counted_groups, stream_ranks
 from orchdata.planning.balance import Balance
-from orchdata.planning.sharing.shares import Shares, StepSamples
+from orchdata.planning.sharing.shares import Shares, StepSamples, counted_groups, stream_ranks
 
 Ints = NDArray[np.int64]
 

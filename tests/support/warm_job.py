@@ -16,7 +16,7 @@ from numba.core.registry import CPUDispatcher
 from orchdata.balancers import CostModel, PhaseCost
 from orchdata.bench import synthetic_index
 from orchdata.building.collate import MapContent
-from orchdata.building.spec import BuildSpec
+from orchdata.building.step import BuildSpec
 from orchdata.dataset.index_costs import IndexCosts
 from orchdata.engines.warm import warm
 from orchdata.order.order import Order, Shuffle

@@ -25,8 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.building.memory import BufferPool
-from orchdata.building.spec import BuildSpec
-from orchdata.building.step import BuiltStep
+from orchdata.building.step import BuildSpec, BuiltStep
 from orchdata.engines.engine import Engine, Workers
 from orchdata.engines.on_ray.parcel import check_same, expected_by, make_parcel, open_parcel
 from orchdata.engines.processes.message import Unit, describe_step, describe_value

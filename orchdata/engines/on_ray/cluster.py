@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from orchdata.building.spec import BuildSpec
+from orchdata.building.step import BuildSpec
 from orchdata.engines.engine import Workers
 from orchdata.engines.supervisor import WorkerEngine
 from orchdata.loaders.errors import PackageError, one_line

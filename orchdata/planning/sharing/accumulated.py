@@ -23,10 +23,9 @@ from orchdata.balancers.assignment import loads_of
 from orchdata.balancers.bins import pack_bins
 from orchdata.native.costs import Coefficients, sequence_costs
 from orchdata.native.microbatches.microbatch import lower_all_peaks
-from orchdata.planning.assign import dealt
 from orchdata.planning.sharing.micro_steps import balanced_inside, in_scope, near_streams
 from orchdata.planning.sharing.packed import NO_PADDING, PaddedCost
-from orchdata.planning.sharing.shares import Padding, Shares, StepSamples
+from orchdata.planning.sharing.shares import Padding, Shares, StepSamples, dealt
 
 Ints = NDArray[np.int64]
 

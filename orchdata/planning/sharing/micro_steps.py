@@ -11,7 +11,7 @@ phase belong into the same one, and every phase is then balanced inside it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -24,9 +24,8 @@ from orchdata.native.assign.phases import above_caps, sum_of_peaks
 from orchdata.native.microbatches.micro_steps import bins_cost, deal_cells
 from orchdata.native.microbatches.within_caps import bin_bound, fits_alone, looked_peaks
 from orchdata.native.sorting import descending_order
-from orchdata.planning.assign import Limits, assign, counted_groups, stay_near
 from orchdata.planning.balance import Balance
-from orchdata.planning.sharing.shares import Shares, StepSamples
+from orchdata.planning.sharing.shares import Limits, Shares, StepSamples, assign, counted_groups, stay_near
 
 Ints = NDArray[np.int64]
 Ranks = NDArray[np.int32]
@@ -133,15 +132,8 @@ def _from_the_most_costly(shares: Shares, waits: Ints) -> Shares:
     return replace(shares, microbatch=name[shares.microbatch])
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """Samples sorted and cut into micro-steps: of each sample its micro-step, the order, and bounds of what ranks wait
-    for.
-    """
-
-    microbatch: Ranks
-    order: Ranks
-    bounds: list[int]
+_Cut = tuple[Ranks, Ranks, list[int]]
+"""Samples cut into micro-steps: the micro-step of each, the order in which they were cut, bounds of what ranks wait."""
 
 
 def sorted_and_cut(step: StepSamples, num_microbatches: int, below: int) -> list[Shares]:
@@ -154,13 +146,14 @@ def sorted_and_cut(step: StepSamples, num_microbatches: int, below: int) -> list
         return []  # Products that are compared would overflow.
     largest = descending_order(positions)
     ways: list[Shares] = []
-    for cut in sorted(_cuts(step, positions, largest, num_microbatches, below), key=lambda cut: sum(cut.bounds)):
-        if sum(cut.bounds) >= below:
+    for cut in sorted(_cuts(step, positions, largest, num_microbatches, below), key=lambda cut: sum(cut[2])):
+        microbatch, _, bounds = cut
+        if sum(bounds) >= below:
             break
         # Of very many samples the search over packings has gone further than this.
         if step.num_samples <= VERY_MANY_SAMPLES:
-            rank = _dealt_inside(columns, caps, cut.microbatch, largest, step.num_ranks, num_microbatches)
-            dealt = None if rank is None else Shares(rank, cut.microbatch, num_microbatches)
+            rank = _dealt_inside(columns, caps, microbatch, largest, step.num_ranks, num_microbatches)
+            dealt = None if rank is None else Shares(rank, microbatch, num_microbatches)
             if dealt is not None and (balanced := _balanced_below(step, dealt, below)) is not None:
                 ways, below = [*ways, balanced[0]], balanced[1]
         if (balanced_as_phases := _balanced_as_phases(step, cut, below)) is not None:
@@ -175,17 +168,22 @@ def _cuts(step: StepSamples, positions: Ints, largest: Ranks, num_microbatches: 
     keys: Iterable[Ints] = step.costs.values() if len(step.costs) == 1 else (*step.costs.values(), step.total_costs)
     for by in keys:
         if stride:
-            some = largest[::stride]
-            price = _price_of_some(step.by_sample[some], columns[some], caps, by[some], few, num_microbatches)
-            if price is not None and price >= below:
-                continue
+            # Some ranks, with their samples cut and balanced about as by `balance_phases`, wait less than all ranks do.
+            some, in_turn = largest[::stride], np.arange(len(largest[::stride]), dtype=np.int32)
+            costs, own = step.by_sample[some], columns[some]
+            cut = _cut(own[:, 0], descending_order(by[some]), num_microbatches)
+            rank = _dealt_inside(own, caps, cut, in_turn, few, num_microbatches)
+            if rank is not None:
+                given = num_microbatches, few, LOOK_PAIRS
+                if int(looked_peaks(costs, costs, own, caps, cut, rank, *given)) >= below:
+                    continue
         order = largest[descending_order(by[largest])]
         cut = _cut(positions, order, num_microbatches)
         if bins_cost(step.by_sample, cut, num_microbatches, step.num_ranks) < below:
             members_of = [np.flatnonzero(cut == number) for number in range(num_microbatches)]
             costs, alone = step.by_sample, [fits_alone(columns[members], caps) for members in members_of]
             bounds = [int(bin_bound(costs[m], own, step.num_ranks)) for m, own in zip(members_of, alone, strict=True)]
-            yield _Cut(cut, order, bounds)
+            yield cut, order, bounds
 
 
 def _cut(positions: Ints, order: Ranks, num_microbatches: int) -> Ranks:
@@ -196,28 +194,14 @@ def _cut(positions: Ints, order: Ranks, num_microbatches: int) -> Ranks:
     return cut
 
 
-def _price_of_some(
-    by_sample: Ints, columns: Ints, caps: Ints, by: Ints, num_ranks: int, num_microbatches: int
-) -> int | None:
-    """Return what some ranks wait for, with their samples (from the largest) sorted, cut and balanced about as by
-    `balance_phases`: less than all ranks wait for. None if the samples cannot be brought within the caps.
-    """
-    largest = np.arange(len(by), dtype=np.int32)
-    cut = _cut(columns[:, 0], descending_order(by), num_microbatches)
-    rank = _dealt_inside(columns, caps, cut, largest, num_ranks, num_microbatches)
-    if rank is None:
-        return None
-    return int(looked_peaks(by_sample, by_sample, columns, caps, cut, rank, num_microbatches, num_ranks, LOOK_PAIRS))
-
-
 def _balanced_as_phases(step: StepSamples, cut: _Cut, below: int) -> Shares | None:
     """Balance each micro-step of `cut` as `balance_phases` does; None above the caps, or if not below `below`."""
-    (columns, caps), by_sample = step.capped, step.by_sample
-    rank, price = np.empty_like(cut.microbatch), sum(cut.bounds)
+    (columns, caps), by_sample, (microbatch, order, bounds) = step.capped, step.by_sample, cut
+    rank, price = np.empty_like(microbatch), sum(bounds)
     if step.balance.equal_count or step.balance.max_samples is not None:
         return None
-    for number, bound in enumerate(cut.bounds):
-        mine = cut.order[cut.microbatch[cut.order] == number]
+    for number, bound in enumerate(bounds):
+        mine = order[microbatch[order] == number]
         if not len(mine):
             continue
         rank[mine] = assign_jointly(
@@ -233,7 +217,7 @@ def _balanced_as_phases(step: StepSamples, cut: _Cut, below: int) -> Shares | No
         price += int(sum_of_peaks(by_sample[mine], rank[mine], step.num_ranks)) - bound
         if price >= below or above_caps(columns[mine], caps, rank[mine], step.num_ranks):
             return None
-    return Shares(rank, cut.microbatch, len(cut.bounds))
+    return Shares(rank, microbatch, len(bounds))
 
 
 def _dealt_inside(

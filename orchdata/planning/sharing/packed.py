@@ -24,7 +24,6 @@ from orchdata.balancers.assignment import loads_of, lower_bound
 from orchdata.balancers.costs.phase import PhaseCost
 from orchdata.balancers.packed import balance_padded
 from orchdata.native.sorting import descending_order
-from orchdata.planning.assign import assign, dealt
 from orchdata.planning.sharing.micro_steps import (
     MANY_SAMPLES,
     VERY_MANY_SAMPLES,
@@ -32,7 +31,7 @@ from orchdata.planning.sharing.micro_steps import (
     in_scope,
     sorted_and_cut,
 )
-from orchdata.planning.sharing.shares import Padding, Shares, StepSamples, one_microbatch
+from orchdata.planning.sharing.shares import Padding, Shares, StepSamples, assign, dealt, one_microbatch
 
 Ints = NDArray[np.int64]
 

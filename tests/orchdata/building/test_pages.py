@@ -14,10 +14,9 @@ from shard_factory import RECIPE, omni_shards
 from spec_job import digest
 
 import orchdata as od
-from orchdata.building.media_pages import MediaPages, MediaSlots
+from orchdata.building.media_pages import Media
 from orchdata.building.pages import Pages
-from orchdata.building.spec import BuildSpec
-from orchdata.building.step import BuiltStep
+from orchdata.building.step import BuildSpec, BuiltStep
 from orchdata.order.order import SampleOrder
 from orchdata.order.steps import StepTask
 
@@ -134,9 +133,9 @@ def test_a_row_that_comes_twice_is_there_twice(shards: list[str], way: str) -> N
 @pytest.mark.parametrize(
     ("owner", "method", "message"),
     [
-        (MediaSlots, "put", r"tokens of \w+ parts \[.*\] of a microbatch were never written"),
+        (Media, "put", r"tokens of \w+ parts \[.*\] of a microbatch were never written"),
         (Pages, "write", r"samples \[.*\] of a microbatch were never written"),
-        (MediaPages, "decode", r"\w+ parts \[.*\] of a microbatch were never written"),
+        (Media, "decode", r"\w+ parts \[.*\] of a microbatch were never written"),
     ],
 )
 def test_a_slice_that_was_never_written_fails_the_build(

@@ -13,7 +13,7 @@ from map_dataset import Numbers
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
-from orchdata.building.figures import FIGURES, step_figures
+from orchdata.building import figures
 from orchdata.order.steps import StepTask
 from orchdata.planning.make_plan import PlanSpec, make_plan
 
@@ -40,11 +40,10 @@ def spec_of(loader: od.DataLoader) -> PlanSpec:
 
 def shown(spec: PlanSpec) -> dict[str, Any]:
     """The figures of an epoch that a loader of this spec would show."""
-    totals = {figure.name: figure.start for figure in FIGURES}
+    totals = figures.START
     for step in range(spec.num_steps):
-        numbers = step_figures(spec, make_plan(spec, StepTask(0, step)), 0, 0)
-        totals = {figure.name: figure.added(totals[figure.name], numbers[figure.name]) for figure in FIGURES}
-    return {figure.name: figure.show(totals[figure.name], spec.num_steps) for figure in FIGURES}
+        totals = figures.added(totals, figures.step_figures(spec, make_plan(spec, StepTask(0, step)), 0, 0))
+    return figures.shown(totals, spec.num_steps)
 
 
 @pytest.mark.parametrize("layout", [od.Packed(), od.Padded()])
@@ -57,9 +56,9 @@ def test_without_balancing_is_what_dealing_in_turn_costs(dataset: od.ShardDatase
     assert dealt["saved"] == 0
     assert found["saved"] == pytest.approx(1 - found["step_imbalance"] / found["step_imbalance_unbalanced"])
     assert 0.05 < found["saved"] < 1
-    for phase, figures in found["phases"].items():
-        assert figures["imbalance_unbalanced"] == dealt["phases"][phase]["imbalance"]
-        assert figures["imbalance_unbalanced_in_micro_steps"] == dealt["phases"][phase]["imbalance_in_micro_steps"]
+    for phase, ratios in found["phases"].items():
+        assert ratios["imbalance_unbalanced"] == dealt["phases"][phase]["imbalance"]
+        assert ratios["imbalance_unbalanced_in_micro_steps"] == dealt["phases"][phase]["imbalance_in_micro_steps"]
 
 
 def test_an_interval_has_its_own_steps(dataset: od.ShardDataset) -> None:

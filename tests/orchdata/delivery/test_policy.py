@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 import orchdata as od
-from orchdata.delivery.policy import ErrorPolicy, FailureBudget, most_frequent
-from orchdata.delivery.stats import Stats
+from orchdata.delivery.policy import ErrorPolicy, FailureBudget, Stats, most_frequent
 from orchdata.loaders.errors import DataError
 
 SKIP = ErrorPolicy("skip")

@@ -19,7 +19,7 @@ from shard_factory import jpeg, omni_shards, write_shard
 
 import orchdata as od
 from orchdata import notices
-from orchdata.delivery.stats import Stats
+from orchdata.delivery.policy import Stats
 from orchdata.loaders.shards.parquet.shard import COLUMNS
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.profiling.profile import profile

@@ -20,7 +20,7 @@ from engine_specs import Specs, make_specs
 from spec_job import digest
 
 from orchdata.building.collate import SampleAssembler
-from orchdata.building.step import Builder
+from orchdata.building.step import Builder, BuildSpec
 from orchdata.engines.engine import Engine, Workers
 from orchdata.engines.processes.engine import ProcessEngine
 from orchdata.engines.threads import InlineEngine, ThreadEngine
@@ -29,8 +29,7 @@ from orchdata.loaders.watch import Watch
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
-from orchdata.planning.costs import ArrayCosts
-from orchdata.planning.make_plan import PlanSpec
+from orchdata.planning.make_plan import ArrayCosts, PlanSpec
 
 ENGINES: dict[str, Callable[[Builder], Engine]] = {
     "inline": InlineEngine,
@@ -59,7 +58,7 @@ def builder(load: Callable[[int], Any] = load, collate_fn: Callable[..., Any] = 
     assembler = SampleAssembler(
         loader=load, watch=Watch(), refuse=lambda row, why: RuntimeError(f"{row}: {why}"), collate_fn=collate_fn
     )
-    return Builder(plan, 1, assembler)
+    return Builder(BuildSpec(plan=plan, rank=1, content=None), assembler)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

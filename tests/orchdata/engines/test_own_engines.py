@@ -14,8 +14,7 @@ from map_dataset import Numbers
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
-from orchdata.building.spec import BuildSpec
-from orchdata.building.step import BuiltStep
+from orchdata.building.step import BuildSpec, BuiltStep
 from orchdata.engines.engine import PlainEngine, Workers
 from orchdata.order.steps import StepTask
 

@@ -15,7 +15,7 @@ from map_dataset import Numbers
 from shard_factory import RECIPE, omni_samples, omni_shards, write_shard
 
 import orchdata as od
-from orchdata.building.spec import BuildSpec
+from orchdata.building.step import BuildSpec
 from orchdata.engines.engine import explain_pickling
 
 

@@ -183,7 +183,8 @@ def test_workers_killed_at_random_moments_change_nothing(omni: list[str], kills:
             killed += 1
     assert delivered == expected and killed == kills
     assert wrong_deliveries([rows], tar_keys(omni), epochs=1) == []
-    assert loader.stats()["failures"]["count"] == 0 and no_children()
+    stats = loader.stats()
+    assert stats["failures"]["count"] == 0 and stats["milliseconds"]["handing_over"] > 0 and no_children()
 
 
 @pytest.mark.parametrize(

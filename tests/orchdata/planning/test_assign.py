@@ -19,9 +19,8 @@ from orchdata.balancers import balance_phases
 from orchdata.balancers.assignment import loads_of
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
-from orchdata.planning.assign import assign, stream_ranks
-from orchdata.planning.costs import ArrayCosts
-from orchdata.planning.make_plan import PlanSpec, make_plan
+from orchdata.planning.make_plan import ArrayCosts, PlanSpec, make_plan
+from orchdata.planning.sharing.shares import assign, stream_ranks
 
 
 def spec(num_samples: int = 600, streams: int = 1, **changes: Any) -> PlanSpec:

@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 
 from benchmarks.distributions import omni_phases
 from orchdata.balancers import balance_phases, split_microbatches
-from orchdata.planning.assign import assign, stream_ranks
 from orchdata.planning.balance import Balance
 from orchdata.planning.sharing.packed import NO_PADDING
-from orchdata.planning.sharing.shares import Shares
+from orchdata.planning.sharing.shares import Shares, assign, stream_ranks
 
 Ints = NDArray[np.int64]
 

@@ -25,7 +25,7 @@ from orchdata.order.order import Order
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.post_balancing.loader import post_balance
-from orchdata.post_balancing.plan import MoveRule, PostPlan, make_post_plan
+from orchdata.post_balancing.step import MoveRule, PostPlan, make_post_plan
 
 
 def run_job(scenario: str, num_ranks: int, folder: Path, **options: Any) -> list[Any]:
