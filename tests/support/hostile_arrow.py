@@ -285,7 +285,7 @@ def scanned(path: Path, limits: Any) -> Any:
     from orchdata.loaders.storage.local import LocalFile
 
     try:
-        return scan(ArrowReader(LocalFile(path), limits), limits).table
+        return scan(ArrowReader(LocalFile(path), limits), limits)[0]
     except Exception as error:
         return shard_failure(str(error))
 
