@@ -20,8 +20,7 @@ from benchmarks.command import run_command
 from orchdata.bench import Result, interleave, work_folder
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.parquet.children import measuring
-from orchdata.loaders.shards.parquet.file import ParquetReader
-from orchdata.loaders.shards.parquet.scan import scan
+from orchdata.loaders.shards.parquet.file import ParquetReader, scan
 from orchdata.loaders.shards.parquet.shard import ParquetShard
 from orchdata.loaders.storage.local import LocalFile
 

@@ -24,19 +24,12 @@ def lock_of(used: Any) -> Lock:
     """Return the lock of an object: for a bound method that of its object, for a partial function that of its function.
     The thread that has it may take it again.
     """
-    target = _target(used)
-    entry = _locks.get(id(target))
-    return entry[0] if entry is not None else _make(target)
-
-
-def _target(used: Any) -> Any:
     while isinstance(used, partial):
         used = used.func
     owner = getattr(used, "__self__", None)  # a built-in function's is its module
-    return used if owner is None or isinstance(owner, ModuleType) else owner
-
-
-def _make(target: Any) -> Lock:
+    target = used if owner is None or isinstance(owner, ModuleType) else owner
+    if (entry := _locks.get(id(target))) is not None:
+        return entry[0]
     with _making:
         if id(target) not in _locks:
             reference: object

@@ -8,6 +8,7 @@ would only wait for that lock, `Pace` leaves this thread alone at work.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sized
@@ -40,7 +41,10 @@ class Spread:
         source, pace = iter(items), Pace(self._most, time.monotonic())
         ahead: deque[Item] = deque()
         under_way: deque[tuple[int, Future[Result]]] = deque()
-        ended = _Flag(here().ended)
+        given_up, build_ended = threading.Event(), here().ended  # a helping thread is to stop, or the whole build
+
+        def ended() -> bool:
+            return given_up.is_set() or (build_ended is not None and build_ended())
 
         def take(count: int) -> bool:
             while len(ahead) < count:
@@ -70,10 +74,10 @@ class Spread:
                 else:
                     return
         finally:
-            ended.is_set = True
+            given_up.set()
             wait([future for _, future in under_way])
 
-    def _lent(self, function: Callable[[Item], Result], item: Item, ended: _Flag) -> Future[Result]:
+    def _lent(self, function: Callable[[Item], Result], item: Item, ended: Callable[[], bool]) -> Future[Result]:
         shard = here().shard
 
         def work() -> Result:
@@ -86,17 +90,6 @@ class Spread:
                 self._turns.give_back()
 
         return self._pool.submit(work)
-
-
-class _Flag:
-    """Whether a helping thread is to stop: its shard is given up, or the build has ended."""
-
-    def __init__(self, build_ended: Callable[[], bool] | None) -> None:
-        self.is_set = False
-        self._build_ended = build_ended
-
-    def __call__(self) -> bool:
-        return self.is_set or (self._build_ended is not None and self._build_ended())
 
 
 def _done(function: Callable[[Item], Result], item: Item) -> Future[Result]:

@@ -25,7 +25,7 @@ from orchdata.building.step import BuildSpec
 from orchdata.loaders.errors import OrchdataError, StaleIndexError
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.shards.shard import ShardInfo
-from orchdata.loaders.storage.entries import copy_name
+from orchdata.loaders.storage.cache import copy_name
 from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.node import Cache, Copies
 from orchdata.loaders.storage.remote.objects import BLOCK_BYTES, COPIED_AHEAD, Blocks, RemoteFile

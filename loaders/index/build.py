@@ -28,7 +28,6 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 from orchdata.loaders import versions
-from orchdata.loaders.claims import Claims
 from orchdata.loaders.errors import DamagedIndexError, StaleIndexError, StorageError, pass_trouble
 from orchdata.loaders.index.costs import CostTable, ShardCosts, cost_shard
 from orchdata.loaders.index.facts import Probes, is_fresh, load_facts
@@ -48,7 +47,7 @@ from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.reading import PLAIN, Reading
 from orchdata.loaders.shards.shard import Facts, Shard
 from orchdata.loaders.spread import Spread
-from orchdata.loaders.storage.cache import CacheFolder, remove_leftovers
+from orchdata.loaders.storage.cache import CacheFolder, Claims, remove_leftovers
 from orchdata.loaders.storage.files import PLAIN_FILES
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.retries import BUILD_SECONDS, Patience

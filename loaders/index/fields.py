@@ -24,7 +24,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from orchdata.loaders.amounts import these
-from orchdata.loaders.claims import Claims
 from orchdata.loaders.errors import (
     DamagedIndexError,
     DecodeError,
@@ -224,7 +223,7 @@ def with_fields(
         raise MissingIndexError(f"the index of {these(len(index.shards), 'shard')} lacks index_fields={tuple(names)}")
     if kept is None:
         cache.make("index")
-        with closing(Claims(cache.file("locks", "index"))) as claims, claims.claim(str(path), go_on=lambda: True):
+        with cache.lock("index", str(path)):
             kept = None if force else _kept(path, index)
             if kept is None:
                 read = partial(_read, names, recipe, by_identity(containers), cache, files)

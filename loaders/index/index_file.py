@@ -24,7 +24,6 @@ import numpy as np
 import pyarrow as pa
 
 from orchdata.loaders import versions
-from orchdata.loaders.claims import Claims
 from orchdata.loaders.errors import DamagedIndexError, MissingIndexError, StaleIndexError
 from orchdata.loaders.index.index import KIND, Index, Place, absolute, content_fingerprint, digest
 from orchdata.loaders.index.table import TableSize, TableWriter, Totals, sum_totals
@@ -251,7 +250,7 @@ def _make(file: IndexFile, files: Files, cache: CacheFolder, path: Path) -> None
     if status_of(path) is not None:
         return
     cache.make("index")
-    with closing(Claims(cache.file("locks", "index"))) as claims, claims.claim(str(path), go_on=lambda: True):
+    with cache.lock("index", str(path)):
         if status_of(path) is not None:  # another rank has made it
             return
         with replaced(path) as fd:

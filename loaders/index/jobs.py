@@ -27,6 +27,7 @@ from typing import Any, Final, Protocol
 
 from orchdata.loaders.child_process import Channel, Child, leave_out_what_is_loaded
 from orchdata.loaders.claims import Claims
+from orchdata.loaders.collector import leave_out_what_is_loaded
 from orchdata.loaders.errors import OrchdataError, ProcessError
 from orchdata.loaders.index.measuring import Chunk, Progress, Result, measure_chunk
 from orchdata.loaders.recipe import Recipe
@@ -34,7 +35,7 @@ from orchdata.loaders.required import load_for_scanning
 from orchdata.loaders.shards.jsonl.media_files import Found, MissingMedia
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.spread import Spread
-from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.cache import CacheFolder, Claims
 from orchdata.loaders.storage.files import Files
 from orchdata.loaders.tokenizer_threads import share_cores
 from orchdata.loaders.watch import ThreadProgress, here, shards_under_way

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import chain
 from types import MappingProxyType
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,7 @@ from orchdata.loaders.shards.fields import FieldRules
 from orchdata.loaders.shards.jsonl.media_files import MISSING, MediaFolder
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.open import NO_CONTAINERS, describe_change, open_shard, rules_of
-from orchdata.loaders.shards.shard import ShardInfo
+from orchdata.loaders.shards.shard import Member, ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.local import version
 from orchdata.loaders.storage.remote.urls import is_remote
@@ -49,15 +49,6 @@ MOST_BYTES = 4 << 30
 """Most bytes read from files without separate headers, which are compared completely."""
 
 
-class Changes(NamedTuple):
-    """Urls of shards that must be measured again; and how many with the same size and another time were not compared:
-    each is checked when it is opened.
-    """
-
-    changed: list[str]
-    unsure: int
-
-
 def find_changes(
     shards: Sequence[ShardInfo],
     *,
@@ -65,9 +56,12 @@ def find_changes(
     cache: CacheFolder,
     containers: Mapping[str, Container] = NO_CONTAINERS,
     listed: Mapping[str, FileVersion] = _NONE_LISTED,
-) -> Changes:
+) -> tuple[list[str], int]:
     """Check each local shard of an index once. A shard that cannot be checked now counts as unchanged. Objects are
     compared with a listing (`listed`), if there is one: each of their reads is of the version that was indexed.
+
+    Returns the urls of shards that must be measured again; and how many with the same size and another time were not
+    compared: each is checked when it is opened.
     """
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="orchdata-changes") as pool:
         tasks = (shards[start : start + _SHARDS_PER_TASK] for start in range(0, len(shards), _SHARDS_PER_TASK))
@@ -78,10 +72,14 @@ def find_changes(
         is_sure = [size != shard.size or is_remote(shard.url) for shard, size in touched]
         changed = [shard for (shard, _), sure in zip(touched, is_sure, strict=True) if sure]
         unknown = [shard for (shard, _), sure in zip(touched, is_sure, strict=True) if not sure]
-        compared = list(_affordable(unknown))
+        compared, read_bytes = [], 0
+        for shard in unknown[:MOST_SHARDS]:
+            read_bytes += 0 if shard.url.endswith(".tar") else shard.size
+            if read_bytes <= MOST_BYTES:
+                compared.append(shard)
         differ = pool.map(lambda shard: _differs(shard, limits, cache, containers), compared)
         changed += [shard for shard, is_other in zip(compared, differ, strict=True) if is_other]
-    return Changes([shard.url for shard in changed], len(unknown) - len(compared))
+    return [shard.url for shard in changed], len(unknown) - len(compared)
 
 
 def _touched(shards: Sequence[ShardInfo], listed: Mapping[str, FileVersion]) -> Iterator[tuple[ShardInfo, int]]:
@@ -93,14 +91,6 @@ def _touched(shards: Sequence[ShardInfo], listed: Mapping[str, FileVersion]) -> 
             continue  # opening it later raises the error
         if now is not None and now != (shard.size, shard.version):
             yield shard, now.size
-
-
-def _affordable(shards: Sequence[ShardInfo]) -> Iterator[ShardInfo]:
-    read_bytes = 0
-    for shard in shards[:MOST_SHARDS]:
-        read_bytes += 0 if shard.url.endswith(".tar") else shard.size
-        if read_bytes <= MOST_BYTES:
-            yield shard
 
 
 def _differs(indexed: ShardInfo, limits: Limits, cache: CacheFolder, containers: Mapping[str, Container]) -> bool:
@@ -141,59 +131,49 @@ class Indexed(Protocol):
 
 def changed_media(index: Indexed, limits: Limits, record: UserFunction | None = None) -> list[str]:
     """Return the urls of shards with media that may have changed since they were indexed. Raises StorageError if a file
-    cannot be checked now.
+    cannot be checked now. Of objects and what they name, each read is of the indexed version.
     """
-    numbers = [number for number, shard in enumerate(index.shards) if _is_checked(shard)]
-    if not numbers:
-        return []
-    missing = {url: names for url, names in _missing(index, numbers) if names}
-    reappeared = [url for url in missing if _is_any_there(missing[url])]
-    changed = list(missing) if reappeared else []
-    if any(_has_changed(index, number, limits, record) for number in numbers[: max(1, MOST_FILES // _ROWS_PER_SHARD)]):
-        changed = [index.shards[number].url for number in numbers]
-    return changed
-
-
-def _is_checked(shard: ShardInfo) -> bool:
-    """Return whether a shard and what its records name are files: each read of an object is of the indexed version."""
-    is_local = not (is_remote(shard.url) or is_remote(shard.media_root))
-    return bool(shard.media_root) and is_local and not (shard.container or shard.moved_media)
-
-
-def _missing(index: Indexed, numbers: Sequence[int]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Yield (url, [(media_root, name) of each missing file]) of each shard; some of its samples are checked."""
     bad, left = index.bad_rows(), MOST_FILES
-    for number in numbers:
-        shard, rows = index.shards[number], index.rows_of(number)
-        names = []
-        first, stop = np.searchsorted(bad, [rows[0], rows[-1] + 1]).tolist() if len(rows) else (0, 0)
-        for row in bad[first : min(stop, first + left)].tolist():
-            name = _NAMED.search(index.failure(row).reason)
-            if name is not None:
-                names.append((shard.media_root, str(ast.literal_eval(name[1]))))
-        left -= len(names)
-        yield shard.url, names
-
-
-def _is_any_there(names: Sequence[tuple[str, str]]) -> bool:
-    for root, name in names:
-        try:
-            with MediaFolder(root).open(name):
-                return True
-        except DecodeError:
+    checked: list[str] = []
+    missing: list[str] = []
+    is_any_there = has_any_changed = False
+    for number, shard in enumerate(index.shards):
+        is_local = not (is_remote(shard.url) or is_remote(shard.media_root))
+        if not shard.media_root or not is_local or shard.container or shard.moved_media:
             continue
-    return False
+        # Some of the missing files.
+        rows, folder = index.rows_of(number), MediaFolder(shard.media_root)
+        first, stop = np.searchsorted(bad, [rows[0], rows[-1] + 1]).tolist() if len(rows) else (0, 0)
+        reasons = (index.failure(row).reason for row in bad[first : min(stop, first + left)].tolist())
+        names = [str(ast.literal_eval(name[1])) for name in map(_NAMED.search, reasons) if name is not None]
+        left -= len(names)
+        missing += [shard.url] if names else []
+        is_any_there = is_any_there or any(_is_there(folder, name) for name in names)
+        # Some of the others.
+        checked.append(shard.url)
+        if not has_any_changed and len(checked) <= MOST_FILES // _ROWS_PER_SHARD:
+            rows = np.setdiff1d(rows, bad, assume_unique=True)
+            chosen = rows[:: max(1, len(rows) // _ROWS_PER_SHARD)][:_ROWS_PER_SHARD].tolist()
+            has_any_changed = _has_changed(shard, map(index.read_spec, chosen), limits, record)
+    return checked if has_any_changed else missing if is_any_there else []
 
 
-def _has_changed(index: Indexed, number: int, limits: Limits, record: UserFunction | None) -> bool:
-    """Check some of the files that the records of a shard name. Return whether one has changed."""
-    shard = index.shards[number]
-    rows = np.setdiff1d(index.rows_of(number), index.bad_rows(), assume_unique=True)
-    chosen = rows[:: max(1, len(rows) // _ROWS_PER_SHARD)][:_ROWS_PER_SHARD].tolist()
+def _is_there(folder: MediaFolder, name: str) -> bool:
+    try:
+        with folder.open(name):
+            return True
+    except DecodeError:
+        return False
+
+
+def _has_changed(
+    shard: ShardInfo, samples: Iterable[Sequence[Member]], limits: Limits, record: UserFunction | None
+) -> bool:
+    """Return whether a file has changed that one of these samples of a shard names."""
     try:
         rules = FieldRules(shard.columns, record)
         opened = open_shard(shard.url, limits=limits, cache=CacheFolder(), media_root=shard.media_root, rules=rules)
         with closing(opened) as file:
-            return isinstance(file, JsonLinesShard) and not all(file.names_same(index.read_spec(row)) for row in chosen)
+            return isinstance(file, JsonLinesShard) and not all(map(file.names_same, samples))
     except ShardError:
         return False  # opening it later raises the error

@@ -195,13 +195,8 @@ class FieldRules(NamedTuple):
                 parts.append(["record", self.record.id])
             elif suffix_of(url) in (*PARQUET_SUFFIXES, *ARROW_SUFFIXES):
                 parts.append(["every column"])
-        return parts + self.kept_in(url)
-
-    def kept_in(self, url: str) -> list[Any]:
-        """Return the names by which more columns of a shard are read, JSON-safe."""
-        if not self.keep or self.container is not None:
-            return []
-        return [["kept", *self.keep]] if suffix_of(url) in (*PARQUET_SUFFIXES, *ARROW_SUFFIXES) else []
+        has_columns = self.keep and suffix_of(url) in (*PARQUET_SUFFIXES, *ARROW_SUFFIXES)
+        return [*parts, ["kept", *self.keep]] if has_columns else parts
 
 
 NO_RULES = FieldRules()

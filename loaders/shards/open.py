@@ -13,7 +13,6 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Any, Final
 
-from orchdata.loaders.compact import RowsOfKeys
 from orchdata.loaders.errors import (
     NOT_DATA,
     ContainerError,
@@ -26,8 +25,7 @@ from orchdata.loaders.errors import (
 from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.limits import Limits, shortened
 from orchdata.loaders.memory import measured_at, pass_shortage
-from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
-from orchdata.loaders.modalities.modality import read_header
+from orchdata.loaders.modalities.builtin import OTHER, TEXT
 from orchdata.loaders.shards import container
 from orchdata.loaders.shards.arrow import ArrowShard
 from orchdata.loaders.shards.container import Container, ShardSource, identity_of, name_of
@@ -41,16 +39,16 @@ from orchdata.loaders.shards.shard import (
     FactsTable,
     Member,
     Recent,
+    Rows,
     Shard,
     ShardInfo,
     facts_of,
+    header_of,
     shard_failure,
 )
 from orchdata.loaders.shards.tar import TarShard, gunzip, open_decompressed
 from orchdata.loaders.storage.atomic import is_folder
-from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.content_digest import ContentDigest
-from orchdata.loaders.storage.entries import copy_name
+from orchdata.loaders.storage.cache import CacheFolder, copy_name
 from orchdata.loaders.storage.files import PLAIN_FILES, Files
 from orchdata.loaders.storage.local import LocalFolder
 from orchdata.loaders.storage.paths import (
@@ -64,7 +62,7 @@ from orchdata.loaders.storage.paths import (
 )
 from orchdata.loaders.storage.remote.objects import in_order
 from orchdata.loaders.storage.remote.urls import is_remote
-from orchdata.loaders.storage.storage import FileVersion, ReadBytes, Storage
+from orchdata.loaders.storage.storage import ContentDigest, FileVersion, ReadBytes, Storage
 from orchdata.loaders.watch import SCANNING, here
 
 NO_CONTAINERS: Final[Mapping[str, Container]] = MappingProxyType({})
@@ -376,29 +374,27 @@ class OpenedShard(Shard):
             raise self._unfit(f"facts() gives the key or field {bad[0]!r:.80}: these are strings, and not empty")
         if len(keys) > self._limits.shard_rows:
             return shard_failure(f"more than {self._limits.shard_rows} fields, above Limits.shard_rows")
-        table, current = FactsTable(), here()
-        first_row = RowsOfKeys(table.key)
+        found, current = Rows(self._limits), here()
+        table = found.table
+        reason = (
+            f"{self._name}: samples {{}} and {{}} both have the key {{!r}}: give each sample of a shard a different "
+        )
+        reason += "key, and its rows one after the other"
         for sample, (key, group) in enumerate(groupby(range(len(keys)), keys.__getitem__)):
-            rows = list(group)
-            current.key, current.fraction = printable(key), SCANNING * rows[0] / len(keys)
+            rows, first = list(group), len(table)
+            current.key = name = printable(key)
+            current.fraction = SCANNING * rows[0] / len(keys)
             try:
                 contents = self._read(rows)
             except ShardError as error:
                 contents = [error] * len(rows)
             for row, data in zip(rows, contents, strict=True):
-                self._add(table, sample, row, printable(key), fields[row], data)
+                self._add(table, sample, row, name, fields[row], data)
             names = [table.field[row] for row in rows]
             if twice := [name for name in names if names.count(name) > 1]:
-                reason = f"{self._name}: facts() gives two fields with the name {twice[0]!r}, after columns="
-                table.fail_structure(rows[-1], reason)
-            first = first_row.setdefault(table.key[rows[0]], rows[0])
-            if first != rows[0]:
-                reason = (
-                    f"{self._name}: samples {table.sample[first]} and {sample} both have the key {current.key!r}: give "
-                    "each sample of a shard a different key, and its rows one after the other"
-                )
-                table.fail_structure(first, reason)
-                table.fail_structure(rows[0], reason)
+                why = f"{self._name}: facts() gives two fields with the name {twice[0]!r}, after columns="
+                table.fail_structure(rows[-1], why)
+            found.end_sample(table.key[first], first, reason)
         current.key = None
         return table
 
@@ -422,8 +418,7 @@ class OpenedShard(Shard):
             kind = kind if kind != OTHER else sniff(content)
             error = self._limits.size_error(size, is_text=kind == TEXT) if kind != OTHER else None
             if error is None and kind not in (TEXT, OTHER):
-                found = read_header(BUILTINS[KINDS[kind]], size, lambda count: content[:count], self._limits)
-                header = (*found, *NO_HEADER[len(found) :])
+                header = header_of(kind, size, lambda count: content[:count], self._limits)
         except (FieldError, DecodeError) as problem:
             error = problem.reason
         except MemoryError as problem:

@@ -29,8 +29,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from orchdata.loaders.compact import Names, Strings
-from orchdata.loaders.modalities.builtin import NUM_FACTS, OTHER
+from orchdata.loaders.compact import Names, RowsOfKeys, Strings
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, NUM_FACTS, OTHER
+from orchdata.loaders.modalities.checks import read_header
 from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.shards.fields import RAW
 from orchdata.loaders.storage.remote.urls import is_remote
@@ -391,6 +393,35 @@ class FactsTable:
             reasons = enumerate(table.column("error").to_pylist())
             result.errors = {row: reason for row, reason in reasons if reason is not None}
         return result
+
+
+class Rows:
+    """Collects the facts of a shard, a sample at a time. Two samples with one key are both bad."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.table = FactsTable()
+        self.limits = limits
+        self._first_row = RowsOfKeys(self.table.key)
+
+    def distinct(self, key: str, number: int) -> str:
+        """Add the number to a key that an earlier sample has: each is a sample, also if its id comes twice."""
+        while key in self._first_row:
+            key = f"{key}#{number}"
+        return key
+
+    def end_sample(self, key: str, first: int, reason: str) -> None:
+        """Note a sample that begins at row `first`; `reason` has places for two numbers of samples, and their key."""
+        earlier = self._first_row.setdefault(key, first)
+        if earlier != first:
+            reason = reason.format(self.table.sample[earlier], self.table.sample[first], key)
+            self.table.fail_structure(earlier, reason)
+            self.table.fail_structure(first, reason)
+
+
+def header_of(kind: int, size: int, read: Callable[[int], bytes], limits: Limits) -> Header:
+    """Return the header of a member of a built-in modality, as in its facts. Raises as `read_header`."""
+    found = read_header(BUILTINS[KINDS[kind]], size, read, limits)
+    return (*found, *NO_HEADER[len(found) :])
 
 
 class Facts(NamedTuple):

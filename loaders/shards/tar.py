@@ -15,7 +15,7 @@ import zlib
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, NamedTuple, TypeVar
+from typing import IO, TypeVar
 
 import numpy as np
 import zstandard
@@ -47,8 +47,7 @@ from orchdata.loaders.shards.tar_walk import (
     walk_any,
     walk_plain,
 )
-from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.entries import copy_name
+from orchdata.loaders.storage.cache import CacheFolder, copy_name
 from orchdata.loaders.storage.local import LocalFile
 from orchdata.loaders.storage.paths import compression
 from orchdata.loaders.storage.remote.objects import in_order
@@ -236,17 +235,10 @@ def _pieces_of(file: Storage) -> Iterator[tuple[int, bytes]]:
         raise _Damaged(f"gzip data damaged near byte {source.tell()}: {error}") from error
 
 
-class Decompressed(NamedTuple):
-    """The decompressed content of a shard, and whether it was decompressed now."""
-
-    file: LocalFile
-    is_new: bool
-
-
-def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder) -> Decompressed:
-    """Return the decompressed content of a .tar.gz or .tar.zst as a file in the cache. The entry belongs to (url, size,
-    version), and must not be older than the shard: one that changes is decompressed again, also if it keeps size and
-    time.
+def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder) -> tuple[LocalFile, bool]:
+    """Return the decompressed content of a .tar.gz or .tar.zst as a file in the cache, and whether it was decompressed
+    now. The entry belongs to (url, size, version), and must not be older than the shard: one that changes is
+    decompressed again, also if it keeps size and time.
 
     Raises:
         ShardError: the stream is damaged, cut, or above the limits; the cache keeps nothing of it.
@@ -262,7 +254,15 @@ def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder) -> D
         try:
             for consumed, piece in _pieces_of(file):
                 written += len(piece)
-                _check(file, written, consumed, limits, cap)
+                if written > limits.decompressed_bytes:
+                    most = f"Limits.decompressed_bytes={limits.decompressed_bytes}"
+                    raise ShardError(file.url, f"decompresses to more than {most}")
+                if written > cap:
+                    reason = f"more than the cache folder may contain, {cap} bytes (CacheFolder.max_bytes)"
+                    raise StorageError(file.url, f"decompresses to {reason}", errno.EFBIG)
+                if written - _RATIO_FREE_BYTES > limits.decompression_ratio * consumed:
+                    most = f"Limits.decompression_ratio={limits.decompression_ratio:g}"
+                    raise ShardError(file.url, f"decompresses {written / max(1, consumed):.0f} to 1, above {most}")
                 out.write(piece)
         except _Damaged as error:
             raise ShardError(file.url, f"cannot be decompressed: {error}") from error
@@ -272,31 +272,10 @@ def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder) -> D
     while True:
         path = cache.entry(name, make, changed_ns=file.changed_ns)
         try:
-            return Decompressed(LocalFile(path, url=file.url, follow=False), is_new)
+            return LocalFile(path, url=file.url, follow=False), is_new
         except StorageError as error:
             if error.errno not in (errno.ENOENT, errno.ELOOP):  # these: evicted just now, or replaced by a link
                 raise
-
-
-def _check(file: Storage, written: int, consumed: int, limits: Limits, cap: int) -> None:
-    if written > limits.decompressed_bytes:
-        raise ShardError(file.url, f"decompresses to more than Limits.decompressed_bytes={limits.decompressed_bytes}")
-    if written > cap:
-        reason = f"decompresses to more than the cache folder may contain, {cap} bytes (CacheFolder.max_bytes)"
-        raise StorageError(file.url, reason, errno.EFBIG)
-    if written - _RATIO_FREE_BYTES > limits.decompression_ratio * consumed:
-        ratio = written / max(1, consumed)
-        raise ShardError(
-            file.url,
-            f"decompresses {ratio:.0f} to 1, above Limits.decompression_ratio={limits.decompression_ratio:g}",
-        )
-
-
-def _chunks(file: Storage, size: int) -> Iterator[bytes]:
-    offset = 0
-    while data := file.read(offset, size):
-        offset += len(data)
-        yield data
 
 
 def _unzstd(file: Storage) -> Iterator[tuple[int, bytes]]:
@@ -305,8 +284,8 @@ def _unzstd(file: Storage) -> Iterator[tuple[int, bytes]]:
     pending = b""
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # as `zstd --long=31` writes
     stream: zstandard.ZstdDecompressionObj | None = None
-    for data in _chunks(file, _READ_BYTES):
-        at = 0
+    for start in range(0, file.size, _READ_BYTES):
+        data, at = file.read(start, _READ_BYTES), 0
         while at < len(data):
             window = pending + data[at : at + _ZSTD_IN_BYTES]
             at += _ZSTD_IN_BYTES
@@ -370,23 +349,19 @@ class TarScan:
             if batch.offsets:
                 end = max(end, batch.offsets[-1] + batch.sizes[-1])  # a link's content is further ahead
         table = self._table
-        if damage is not None and len(table):
+        if not len(table):
+            lost_bytes, reason = 0 if damage is None else self._file.size, "no samples: the archive has no files"
+            if self._regular:
+                more = ", ..." if self._regular > len(self._nameless) else ""
+                reason = f"no samples: no member is named key.field ({', '.join(map(repr, self._nameless))}{more})"
+            return shard_failure(damage or reason), lost_bytes, self.met.counts
+        if damage is not None:
             # The archive ends inside this sample or right after it, so the sample may be incomplete.
             table.errors.pop(len(table) - 1, None)
             table.fail_structure(len(table) - 1, damage)
-        if not len(table):
-            lost_bytes = 0 if damage is None else self._file.size
-            return shard_failure(damage or self._no_samples()), lost_bytes, self.met.counts
         # It is unknown how much is missing from an archive that ends early: at least one byte marks it as damaged.
         lost_bytes = 0 if damage is None else max(1, self._file.size - end)
         return table, lost_bytes, self.met.counts
-
-    def _no_samples(self) -> str:
-        if not self._regular:
-            return "no samples: the archive has no files"
-        shown = ", ".join(repr(name) for name in self._nameless)
-        more = ", ..." if self._regular > len(self._nameless) else ""
-        return f"no samples: no member is named key.field ({shown}{more})"
 
     def _group(self, batch: TarBatch) -> NDArray[np.int64]:
         """Append the members of a batch that belong to samples; return their indices in the batch."""
@@ -438,25 +413,19 @@ class TarScan:
             size = sizes[i]
             if unread and i in unread:
                 structural.append((row, unread[i]))
-            if size > largest:
-                self._too_large(row, kind, size)
+            if size > largest and kind != OTHER:
+                too_large = limits.size_error(size, is_text=kind == TEXT)
+                if too_large is not None:
+                    self._table.errors[row] = too_large
             rows.append((self._sample, key, field, kind, offsets[i], size, encodings[i] or encoding))
             taken.append(i)
         self._table.extend(rows)
         for row, reason in structural:
             self._table.fail_structure(row, reason)
         if not len(self._table):
-            self._note_nameless(batch.names)
+            self._regular += len(batch.names)
+            self._nameless += [printable(name) for name in batch.names[: 3 - len(self._nameless)]]
         return np.array(taken, np.int64)
-
-    def _too_large(self, row: int, kind: int, size: int) -> None:
-        reason = self._limits.size_error(size, is_text=kind == TEXT) if kind != OTHER else None
-        if reason is not None:
-            self._table.errors[row] = reason
-
-    def _note_nameless(self, names: list[str]) -> None:
-        self._regular += len(names)
-        self._nameless += [printable(name) for name in names[: 3 - len(self._nameless)]]
 
     def _scan_headers(self, batch: TarBatch, taken: NDArray[np.int64], first_row: int) -> None:
         """Add the headers of the rows from `first_row` on, which are the members `taken` of the batch."""

@@ -186,11 +186,6 @@ def names_in(folder: str | Path) -> list[str]:
         return []
 
 
-def open_lock(path: str | Path) -> int:
-    """Open a lock file, created if it is missing; return its descriptor. Raises OSError."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-
-
 def record_use(path: str | Path, seconds: float = USE_SECONDS) -> None:
     """Record a use as the time of a small file next to the used one, if the last was so long ago; best effort. A change
     of the time of the file itself would tell its readers that it was changed.

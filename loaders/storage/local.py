@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 
 from orchdata.loaders.errors import OF_THE_FILE, ShardError, StaleIndexError
 from orchdata.loaders.storage.atomic import status_at
-from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.retries import retry, storage_error, tried
-from orchdata.loaders.storage.storage import ByteCount, FileVersion, Storage
+from orchdata.loaders.storage.storage import ByteCount, ContentDigest, FileVersion, Storage
 
 T = TypeVar("T")
 
@@ -84,7 +83,17 @@ class LocalFile(Storage):
         try:
             return read(held.number, offset, what)
         except OSError as error:
-            return self._retry(offset, held, lambda: read(held.number, offset, what), error)
+
+            def reopened() -> T:
+                try:
+                    return read(held.number, offset, what)
+                except OSError as error:
+                    if error.errno != errno.ESTALE:
+                        raise
+                self._reopen(held.number)
+                return read(held.number, offset, what)
+
+            return retry(self.url, f"cannot be read at {offset}", reopened, error)
 
     def _held(self) -> _Descriptor:
         """Return the descriptor, which is open as long as it is held. Raises ValueError after `close`."""
@@ -130,18 +139,6 @@ class LocalFile(Storage):
             with suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return fd
-
-    def _retry(self, offset: int, held: _Descriptor, read: Callable[[], T], error: OSError) -> T:
-        def reopened() -> T:
-            try:
-                return read()
-            except OSError as error:
-                if error.errno != errno.ESTALE:
-                    raise
-            self._reopen(held.number)
-            return read()
-
-        return retry(self.url, f"cannot be read at {offset}", reopened, error)
 
     def _reopen(self, fd: int) -> None:
         """Open the file again under the same descriptor, after a network file system dropped its handle."""

@@ -18,8 +18,8 @@ from typing import IO, Final, Literal
 from orchdata.loaders.amounts import bytes_of
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage.atomic import names_in, opened, status_of
-from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.entries import (
+from orchdata.loaders.storage.cache import (
+    CacheFolder,
     Entry,
     complete,
     copy_name,
@@ -50,11 +50,15 @@ class CopiedFile(RemoteFile):
     def read(self, offset: int, size: int) -> bytes:
         copy = self._found()
         if copy is not None:
-            data = self._read_copy(copy, offset, size)
-            if data is not None:
-                if self._reads is not None:
-                    self._reads.cache.add(len(data))
-                return data
+            try:
+                data = copy.read(offset, size)
+                if len(data) == max(0, min(offset + size, self.size) - offset) and copy.is_as_opened():
+                    if self._reads is not None:
+                        self._reads.cache.add(len(data))
+                    return data
+            except (OSError, StorageError):
+                self._copies.refuse(self.url, self._file)
+            self._copy = None  # it is no longer what it was when it was opened
         return super().read(offset, size)
 
     def expect(self, extents: Sequence[Extent]) -> Ahead:
@@ -68,17 +72,6 @@ class CopiedFile(RemoteFile):
         if (copy := self._copy) is None:
             copy = self._copy = self._copies.find(self.url, self._file)
         return copy
-
-    def _read_copy(self, copy: LocalFile, offset: int, size: int) -> bytes | None:
-        """Return bytes of the copy; None if it is no longer what it was when it was opened, which ends its use."""
-        try:
-            data = copy.read(offset, size)
-            if len(data) == max(0, min(offset + size, self.size) - offset) and copy.is_as_opened():
-                return data
-        except (OSError, StorageError):
-            self._copies.refuse(self.url, self._file)
-        self._copy = None
-        return None
 
 
 FOLDER: Final = "copies"
@@ -156,12 +149,12 @@ class Copies:
         if needed > self.max_bytes:
             return "too large"
         self._cache.make(FOLDER)
-        with self._cache.lock(name, waits=False) as is_mine:
+        with self._cache.lock(FOLDER, name, waits=False) as is_mine:
             if not is_mine:
                 return "busy"
             if self.has(url, file):
                 return "there"
-            with self._cache.lock(FOLDER):
+            with self._cache.lock(FOLDER, ""):
                 if not self._make_room(needed, stay):
                     return "full"
                 free = os.statvfs(self._folder)
@@ -179,7 +172,7 @@ class Copies:
 
     def _remove_damaged(self, name: str, path: Path) -> None:
         """Remove a copy that is not whole, unless another process does, or makes it again; best effort."""
-        with suppress(OSError, StorageError), self._cache.lock(name, waits=False) as is_mine:
+        with suppress(OSError, StorageError), self._cache.lock(FOLDER, name, waits=False) as is_mine:
             if is_mine and not is_whole(path):
                 remove_entry(path)
 

@@ -33,7 +33,6 @@ from torch.utils.data import DataLoader
 
 from orchdata.building.collate import map_loader
 from orchdata.engines.engine import Workers, described, pickles
-from orchdata.loaders.claims import Claims
 from orchdata.loaders.errors import NOT_DATA, DataError, FunctionError
 from orchdata.loaders.functions import line_in, source_digest
 from orchdata.loaders.storage.atomic import names_in, write_whole
@@ -97,7 +96,7 @@ def _kept(
     name = prefix + _digest(list(identity.values()))
     path = cache.file("item_costs", f"{name}.costs")
     function = source_digest(items.cost)
-    with closing(Claims(cache.file("locks", "item_costs"))) as claims, claims.claim(name, lambda: True):
+    with cache.lock("item_costs", name):
         costs = _read(path, identity, len(items.dataset))
         if costs is not None and (problem := _problem(items, *costs, function)):
             warn_user(f"costs that were kept as {cost_id!r} (cost_id) are measured again: {problem}")

@@ -16,7 +16,7 @@ from orchdata.loaders.shards.reading import Reading
 from orchdata.loaders.storage.atomic import is_folder
 from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.paths import expand_paths
-from orchdata.loaders.storage.remote.of_fsspec import is_filesystem
+from orchdata.loaders.storage.remote.clients import is_filesystem
 from orchdata.loaders.storage.remote.urls import HTTP, identity, is_remote, parsed, scheme_of
 
 

@@ -40,7 +40,6 @@ loaders: errors versions amounts compact locks scratch watch pace first_calls to
 loaders: limits resampling functions generators spread
 loaders: records
 loaders: storage
-loaders: claims
 loaders: text modalities
 loaders: field_names
 loaders: recipe

@@ -43,8 +43,7 @@ from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.table import Columns
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.storage import retries
-from orchdata.loaders.storage.cache import CacheFolder, kept_files, prune
-from orchdata.loaders.storage.entries import SUM_SUFFIX
+from orchdata.loaders.storage.cache import SUM_SUFFIX, CacheFolder, kept_files, prune
 from orchdata.loaders.storage.sealed import NOTE_SUFFIX, is_noted
 
 

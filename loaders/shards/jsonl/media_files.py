@@ -8,7 +8,7 @@ import re
 import stat
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Final, Protocol
 from unicodedata import normalize
 
@@ -43,7 +43,7 @@ class MediaFile:
         self._folder = folder
         self._name = name
         self._path = f"{folder.root}/{name}"
-        self._fd, status = tried(self._path, "cannot be opened", lambda: folder.opened(name))
+        self.fd, status = tried(self._path, "cannot be opened", lambda: folder.opened(name))
         self.size = status.st_size
         self.stamp = stamp_of(status)
 
@@ -51,25 +51,23 @@ class MediaFile:
         """Read the first `size` bytes; fewer if the file is shorter now. Raises StorageError; DecodeError if it was
         replaced.
         """
-        return tried(self._path, "cannot be read", lambda: self._read(size))
 
-    def close(self) -> None:
-        os.close(self._fd)
+        def read() -> bytes:
+            try:
+                return read_at(self.fd, 0, size)
+            except OSError as error:
+                if error.errno == errno.ESTALE:  # a network file system dropped the handle: open the file again
+                    self._reopen()
+                raise
 
-    def _read(self, size: int) -> bytes:
-        try:
-            return read_at(self._fd, 0, size)
-        except OSError as error:
-            if error.errno == errno.ESTALE:  # a network file system dropped the handle: open the file again
-                self._reopen()
-            raise
+        return tried(self._path, "cannot be read", read)
 
     def _reopen(self) -> None:
         fresh, status = self._folder.opened(self._name)
         try:
             if (status.st_size, stamp_of(status)) != (self.size, self.stamp):
                 raise DecodeError(f"{shown_name(self._name)} was replaced while it was read")
-            os.dup2(fresh, self._fd, inheritable=False)
+            os.dup2(fresh, self.fd, inheritable=False)
         finally:
             os.close(fresh)
 
@@ -80,16 +78,13 @@ class MediaFolder:
     Attributes:
         missing: some of the names without a file.
         has_files: whether any name had a file.
-        is_counted: whether it counts what is read.
     """
-
-    is_counted: Final = False
 
     def __init__(self, root: str) -> None:
         self.root = root
         self.missing: list[str] = []
         self.has_files = False
-        self._real: str | None = None
+        self._real: str | None = None  # without links, with a slash at its end
 
     def prepare(self, names: Sequence[str]) -> None:
         """Each file is looked at when it is opened."""
@@ -99,16 +94,15 @@ class MediaFolder:
         """Open the file with this name. Raises DecodeError if there is none, it is outside the folder, or no regular
         file; StorageError if it cannot be opened now, or the folder does not exist.
         """
-        with closing(MediaFile(self, checked_name(self._relative(name)))) as file:
+        if name.startswith("/"):  # an absolute path, which may be below the folder
+            roots = (root.rstrip("/") for root in (self.root, os.path.realpath(self.root)))
+            root = next((root for root in roots if name.startswith(f"{root}/")), None)
+            name = name if root is None else name[len(root) :].lstrip("/")
+        file = MediaFile(self, checked_name(name))
+        try:
             yield file
-
-    def _relative(self, name: str) -> str:
-        """Return the name without the folder, if it is an absolute path below it."""
-        if name.startswith("/"):
-            for root in (self.root, os.path.realpath(self.root)):
-                if name.startswith(root.rstrip("/") + "/"):
-                    return name[len(root.rstrip("/")) :].lstrip("/")
-        return name
+        finally:
+            os.close(file.fd)
 
     def opened(self, name: str) -> tuple[int, os.stat_result]:
         """Open a file for reading, in one attempt; return its descriptor and status. Raises OSError, and as `open`."""
@@ -119,7 +113,9 @@ class MediaFolder:
             status = os.fstat(path_fd)
             if not stat.S_ISREG(status.st_mode):
                 raise DecodeError(f"{shown_name(name)} is no regular file")
-            if not os.readlink(f"/proc/self/fd/{path_fd}").startswith(self._real_root()):
+            if self._real is None:
+                self._real = os.path.realpath(self.root, strict=True).rstrip("/") + "/"
+            if not os.readlink(f"/proc/self/fd/{path_fd}").startswith(self._real):
                 raise DecodeError(f"{shown_name(name)} leads out of media_root by a link")
             return os.open(f"/proc/self/fd/{path_fd}", os.O_RDONLY | os.O_CLOEXEC), status
         finally:
@@ -127,7 +123,15 @@ class MediaFolder:
 
     def _open_path(self, name: str) -> int:
         try:
-            path_fd = self._first_open(name)
+            try:
+                path_fd = os.open(f"{self.root}/{name}", os.O_PATH | os.O_CLOEXEC)
+            except FileNotFoundError:
+                for form in () if name.isascii() else ("NFC", "NFD"):  # macOS writes another than other systems
+                    with suppress(FileNotFoundError):
+                        path_fd = os.open(f"{self.root}/{normalize(form, name)}", os.O_PATH | os.O_CLOEXEC)
+                        break
+                else:
+                    raise
         except OSError as error:
             reason = _NAME_ERRORS.get(error.errno or 0)
             if reason is None:
@@ -139,35 +143,20 @@ class MediaFolder:
         self.has_files = True
         return path_fd
 
-    def _first_open(self, name: str) -> int:
-        try:
-            return os.open(f"{self.root}/{name}", os.O_PATH | os.O_CLOEXEC)
-        except FileNotFoundError:
-            for form in () if name.isascii() else ("NFC", "NFD"):  # macOS writes another than other systems
-                with suppress(FileNotFoundError):
-                    return os.open(f"{self.root}/{normalize(form, name)}", os.O_PATH | os.O_CLOEXEC)
-            raise
-
-    def _real_root(self) -> str:
-        """Return the folder without links, with a slash at its end."""
-        if self._real is None:
-            self._real = os.path.realpath(self.root, strict=True).rstrip("/") + "/"
-        return self._real
-
     def _check_root(self) -> None:
         """Raise StorageError if the folder is gone or empty (a missing mount): then no file is known to be missing."""
-        real = tried(self.root, "media_root cannot be looked into", lambda: os.path.realpath(self.root, strict=True))
-        self._real = real.rstrip("/") + "/"
-        if not tried(self.root, "media_root cannot be looked into", self._has_entries):
-            raise StorageError(self.root, EMPTY_ROOT, errno.ENODATA)
 
-    def _has_entries(self) -> bool:
-        with os.scandir(self.root) as entries:
-            return next(entries, None) is not None
+        def is_empty() -> bool:
+            self._real = os.path.realpath(self.root, strict=True).rstrip("/") + "/"
+            with os.scandir(self.root) as entries:
+                return next(entries, None) is None
+
+        if tried(self.root, "media_root cannot be looked into", is_empty):
+            raise StorageError(self.root, EMPTY_ROOT, errno.ENODATA)
 
 
 class Looked(Protocol):
-    """The part of a folder that says which names were found."""
+    """What a folder says of the names that were looked for."""
 
     root: str
     missing: list[str]
@@ -188,10 +177,7 @@ class MissingMedia:
 
     def add(self, folder: Looked) -> None:
         """Add the missing files of one shard."""
-        with self._lock:
-            self._missing.setdefault(folder.root, []).extend(folder.missing)
-            if folder.has_files:
-                self._has_files.add(folder.root)
+        self.add_found(({folder.root: folder.missing}, {folder.root} if folder.has_files else set()))
 
     def take(self) -> Found:
         """Return what was added, and forget it."""

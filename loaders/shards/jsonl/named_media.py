@@ -102,13 +102,21 @@ def media_of(value: Any, *, file_names: bool) -> list[NamedMedia]:
     media in two ways that differ, or in tags of its text.
     `file_names`: whether its `file_name` columns name media, as in the table of a media folder.
     """
-    if not file_names and isinstance(value, dict) and _names_none(value):
+    is_record = isinstance(value, dict)
+    # Most records of text name no media: none of their keys does, or has turns.
+    if (
+        not file_names
+        and is_record
+        and _NAMING.isdisjoint(value)
+        and not any(key.startswith(_BEGINNINGS) for key in value)
+    ):
         return _unread_name(value)
     # Names under keys of the record, and names in its turns.
     by_key: dict[str, list[Any]] = {}
     in_turns: dict[str, list[Any]] = {}
-    if isinstance(value, dict):
-        _check_once(value)
+    if is_record:
+        if isinstance(value, Repeating) and not value.keys().isdisjoint((*_RECORD_KEYS, *_CHATS)):
+            raise DecodeError("a key comes twice in the record")
         for key, modality in _RECORD_KEYS.items():
             names = _list_of(value[key]) if key in value else []
             if names and by_key.setdefault(modality, names) != names:
@@ -126,14 +134,9 @@ def media_of(value: Any, *, file_names: bool) -> list[NamedMedia]:
         if turn_names and names != turn_names:
             raise DecodeError(f"a key and the turns both name {modality}, but not the same: keep one of them")
         media += [_media(modality, number, name) for number, name in enumerate(names)]
-        if modality in BUILTINS and isinstance(value, dict):
+        if modality in BUILTINS and is_record:
             media += _unread_key_error(value, modality, kind, _NUMBERED if names else _PATHS)
-    return media if media or not isinstance(value, dict) else _unread_name(value)
-
-
-def _names_none(record: Mapping[str, Any]) -> bool:
-    """Return whether a record's keys show that it names no media: none of them does, or has turns."""
-    return _NAMING.isdisjoint(record) and not any(key.startswith(_BEGINNINGS) for key in record)
+    return media if media or not is_record else _unread_name(value)
 
 
 def _unread_name(record: Mapping[str, Any]) -> list[NamedMedia]:
@@ -173,11 +176,6 @@ def _unread_key_error(value: Mapping[str, Any], modality: str, kind: int, keys: 
     return []
 
 
-def _check_once(value: dict[str, Any]) -> None:
-    if isinstance(value, Repeating) and not value.keys().isdisjoint((*_RECORD_KEYS, *_CHATS)):
-        raise DecodeError("a key comes twice in the record")
-
-
 def _list_of(value: Any) -> list[Any]:
     """Return a name or a list of names as a list, without empty values such as None; numbers stay, as wrong names."""
     listed = value if isinstance(value, list) else [value]
@@ -213,16 +211,14 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
                 kind = item.get("type")
                 kind = next((key for key in _ITEM_TYPES if item.get(key) is not None), None) if kind is None else kind
                 if isinstance(kind, str) and kind in _ITEM_TYPES:
-                    for name in _names_of_item(_ITEM_TYPES[kind], item, _named_by(item, kind)):
-                        yield _ITEM_TYPES[kind], name
-
-
-def _named_by(item: Mapping[str, Any], kind: str) -> Any:
-    """Return what an item of media names: {"type": "audio", "audio_url": ...}, or Anthropic's {"source": {...}}."""
-    words = (word for word, modality in _ITEM_TYPES.items() if modality == _ITEM_TYPES[kind])
-    named = next((item[key] for key in (kind, *words, *_ITEM_NAMES) if item.get(key) is not None), None)
-    source = item.get("source")
-    return source if named is None and isinstance(source, dict) else named
+                    # {"type": "audio", "audio_url": ...}, or Anthropic's {"source": {...}}
+                    modality = _ITEM_TYPES[kind]
+                    keys = (kind, *(word for word in _ITEM_TYPES if _ITEM_TYPES[word] == modality), *_ITEM_NAMES)
+                    named = next((item[key] for key in keys if item.get(key) is not None), None)
+                    if named is None and isinstance(item.get("source"), dict):
+                        named = item["source"]
+                    for name in _names_of_item(modality, item, named):
+                        yield modality, name
 
 
 def _names_of_item(modality: str, item: Mapping[str, Any], value: Any) -> list[Any]:
@@ -315,8 +311,6 @@ class ObjectFolder:
         missing: some of the names without an object.
         has_files: whether any name had an object.
     """
-
-    is_counted: Final = True
 
     def __init__(self, root: str, files: Files, reads: ReadBytes | None = None) -> None:
         self.root = root.rstrip("/")

@@ -21,10 +21,10 @@ from orchdata.loaders.errors import DecodeError, PackageError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.records import RECORD_FIELD, LeftOut, Media, check_function, made_record
 from orchdata.loaders.shards.fields import NO_RULES, RAW, TABLE_ROW, FieldRules, Met
-from orchdata.loaders.shards.jsonl.named_media import Folder, NamedMedia, media_of
-from orchdata.loaders.storage.content_digest import BLOCK_BYTES
+from orchdata.loaders.shards.jsonl.named_media import NamedMedia, media_of
 from orchdata.loaders.storage.paths import is_media_table, suffix_of
-from orchdata.loaders.storage.storage import Storage
+from orchdata.loaders.storage.storage import BLOCK_BYTES, Storage
+from orchdata.loaders.text.chat_keys import Repeating
 from orchdata.loaders.text.conversation import parse_json
 from orchdata.loaders.text.messages import Repeating
 from orchdata.loaders.text.preprocessor import decode_utf8
@@ -32,6 +32,8 @@ from orchdata.loaders.text.preprocessor import decode_utf8
 _BOM: Final = codecs.BOM_UTF8
 _FIRST_BYTES: Final = 1 << 14
 _SPACE: Final = " \t\r\n"
+_KEYS: Final = ("__key__", "id")
+_JSON_FIELD: Final = "json"
 _CELL_CHARACTERS: Final = 131_072
 """Most characters of a CSV cell: the default limit of the csv module, which a program can change for its process."""
 # Only finds where a value ends, so numbers are not parsed.
@@ -49,33 +51,113 @@ class Record(NamedTuple):
 
 
 class Records(ABC):
-    """A file of records. `at` and `as_json` are safe from many threads.
+    """The records of a file, and the media that they name. Safe from many threads, but for `all`.
 
     Attributes:
-        encoding: of its records, as an argument of `Shard.read`.
+        encoding, field: of its records, as in the facts.
+        met: counts the names of renamed fields.
     """
 
     encoding = RAW
 
-    def __init__(self, file: Storage, most_bytes: int) -> None:
+    def __init__(self, url: str, file: Storage, limits: Limits, rules: FieldRules = NO_RULES) -> None:
+        self.url, self.size = url, file.size
+        self.met = Met(rules.columns)
+        self.field = _JSON_FIELD if rules.record is None else RECORD_FIELD
         self._file = file
-        self._most_bytes = most_bytes
+        self._most_bytes = limits.text_bytes
+        self._is_table = is_media_table(url)
+        self._new_names = dict(rules.columns)
+        self._function = rules.record
+        self._header: list[str] | None = None  # of a table
 
     @abstractmethod
     def all(self) -> Iterator[Record]:
         """Yield every record, in one pass."""
 
     @abstractmethod
-    def at(self, offset: int) -> bytes:
+    def _stored_at(self, offset: int) -> bytes:
         """Return the stored bytes of the record that begins at `offset`. Raises DecodeError."""
 
-    def as_json(self, data: bytes) -> bytes:
+    def _json(self, data: bytes) -> bytes:
         """Convert the stored bytes of a record to JSON. Raises DecodeError."""
         return data
 
-    def _start(self) -> int:
-        """Return the offset of the first line: after a byte order mark."""
-        return len(_BOM) if self._file.read(0, len(_BOM)) == _BOM else 0
+    def _row(self, data: bytes, cells_of: Callable[[bytes], list[str]], others: str) -> bytes:
+        """Return a row of a table as a JSON object of strings. Raises DecodeError if it has another number of cells
+        than the header line; `others` are separators of other kinds of files.
+        """
+        if self._header is None:
+            start = len(_BOM) if self._file.read(0, len(_BOM)) == _BOM else 0
+            self._header = _checked_names(cells_of(self._stored_at(start)), others)
+        cells, names = cells_of(data), self._header
+        if len(cells) != len(names):
+            raise DecodeError(f"a row has {len(cells)} cells, the header line {len(names)} names")
+        return json.dumps(dict(zip(names, cells, strict=True)), ensure_ascii=False).encode()
+
+    def at(self, offset: int) -> bytes:
+        """Return the record that begins at `offset`, as JSON. Raises DecodeError."""
+        return self.as_json(self._stored_at(offset))
+
+    def as_json(self, data: bytes, *, is_made: bool = True) -> bytes:
+        """Convert the stored bytes of a record to JSON, as it is read; as the user's function gets it, unless
+        `is_made`. Raises DecodeError.
+        """
+        if not self._new_names and (self._function is None or not is_made):
+            return self._json(data)
+        try:
+            record = self.value(data)
+            record = self.made(record) if is_made else record
+        except LeftOut:
+            raise DecodeError("Recipe.record leaves this sample out now: it must return the same each time") from None
+        return json.dumps(record).encode()
+
+    def value(self, data: bytes, *, counts: bool = False) -> Any:
+        """Return the value of a record's stored bytes, with the new names of its fields, which may count in `met`.
+        Raises DecodeError.
+        """
+        value = parse_json(self._json(data))
+        if not self._new_names or not isinstance(value, dict):
+            return value
+        if counts:
+            self.met.add(value)
+        if isinstance(value, Repeating):
+            raise DecodeError("a key comes twice in the record")
+        names = self._new_names
+        new = {names.get(key, key): item for key, item in value.items()}
+        if len(new) < len(value):
+            twice = next(new for old, new in names.items() if old in value and new in value and new not in names)
+            raise DecodeError(f"columns= gives a field the name {twice!r}, which another field of the record has")
+        return new
+
+    def made(self, value: Any) -> Any:
+        """Return the record that the user's function makes. Raises LeftOut and DecodeError."""
+        if self._function is None:
+            return value
+        if not isinstance(value, dict):
+            raise DecodeError(f"the record is a {type(value).__name__}, and Recipe.record gets a dict")
+        if isinstance(value, Repeating):
+            raise DecodeError("a key comes twice in the record")
+        made = made_record(self._function, value)
+        _refuse_references(made)
+        return made
+
+    def check_function(self, data: bytes, number: int) -> None:
+        """Check the user's function with the first records: see `records.check_function`."""
+        if self._function is not None:
+            check_function(self._function, number, lambda: self.value(data))
+
+    def media(self, value: Any) -> list[NamedMedia]:
+        """Return the media that a record names. Raises DecodeError."""
+        return media_of(value, file_names=self._is_table)
+
+    def key(self, value: Any) -> str | None:
+        """Return the key that a record gives itself."""
+        names = (*_KEYS, "file_name") if self._is_table else _KEYS
+        for key in (value.get(name) for name in names) if isinstance(value, dict) else ():
+            if isinstance(key, str | int) and not isinstance(key, bool) and key != "":
+                return str(key)
+        return None
 
 
 class Lines(Records):
@@ -91,7 +173,7 @@ class Lines(Records):
             if data.strip():
                 yield Record(offset + line.index(data), len(data), data)
 
-    def at(self, offset: int) -> bytes:
+    def _stored_at(self, offset: int) -> bytes:
         def line(data: bytes, ended: bool) -> bytes | None:
             end = data.find(b"\n")
             return self._content(data[:end]) if end >= 0 else self._content(data) if ended else None
@@ -109,7 +191,7 @@ class TextLines(Lines):
 
     encoding = TABLE_ROW
 
-    def as_json(self, data: bytes) -> bytes:
+    def _json(self, data: bytes) -> bytes:
         return json.dumps({"text": decode_utf8(data)}, ensure_ascii=False).encode()
 
     @staticmethod
@@ -120,15 +202,11 @@ class TextLines(Lines):
 class TabLines(TextLines):
     """TSV with a header line: cells between tabs, without quotes, as IANA registers text/tab-separated-values."""
 
-    _names: list[str] | None = None
-
     def all(self) -> Iterator[Record]:
         yield from islice(super().all(), 1, None)
 
-    def as_json(self, data: bytes) -> bytes:
-        if self._names is None:
-            self._names = _checked_names(decode_utf8(self.at(self._start())).split("\t"), ",;|")
-        return _as_object(self._names, decode_utf8(data).split("\t"))
+    def _json(self, data: bytes) -> bytes:
+        return self._row(data, lambda row: decode_utf8(row).split("\t"), ",;|")
 
 
 class Array(Records):
@@ -140,15 +218,15 @@ class Array(Records):
             reason = "not an array of records: it does not begin with [ (name a file with one record per line .jsonl)"
             yield self._lost(window, reason)
             return
-        window.skip(1)
+        window.take(window.position + 1)
         separators = ""  # commas since the last element
         while True:
             character = window.next_character()
             if character == ",":
                 separators += character
-                window.skip(1)
+                window.take(window.position + 1)
             elif character == "]":
-                window.skip(1)
+                window.take(window.position + 1)
                 if window.next_character():
                     reason = "data after the end of the array (files joined?): write one array per file"
                     yield self._lost(window, reason)
@@ -164,7 +242,7 @@ class Array(Records):
                 yield element
                 separators = ""
 
-    def at(self, offset: int) -> bytes:
+    def _stored_at(self, offset: int) -> bytes:
         def element(data: bytes, ended: bool) -> bytes | None:
             text = data.decode("utf-8", "surrogateescape" if ended else "ignore")
             try:
@@ -179,7 +257,7 @@ class Array(Records):
             try:
                 end = _END_FINDER.raw_decode(window.text, window.position)[1]
             except (ValueError, RecursionError):
-                if window.remaining() > self._most_bytes or not window.grow():
+                if len(window.text) - window.position > self._most_bytes or not window.grow():
                     return None
                 continue
             if end < len(window.text) or not window.grow():
@@ -195,7 +273,6 @@ class Table(Records):
     """CSV with a header line; a record is a row, in JSON an object of strings."""
 
     encoding = TABLE_ROW
-    _names: list[str] | None = None
 
     def all(self) -> Iterator[Record]:
         rows = _rows(_lines(self._file, self._most_bytes))
@@ -207,7 +284,7 @@ class Table(Records):
             end = max(0, self._file.size - 1)
             yield Record(end, 0, error=error.reason, lost_bytes=1)
 
-    def at(self, offset: int) -> bytes:
+    def _stored_at(self, offset: int) -> bytes:
         def row(data: bytes, ended: bool) -> bytes | None:
             lines = data.splitlines(keepends=True) if ended else data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
             try:
@@ -217,10 +294,8 @@ class Table(Records):
 
         return _read_record(self._file, offset, self._most_bytes, row)
 
-    def as_json(self, data: bytes) -> bytes:
-        if self._names is None:
-            self._names = _checked_names(_cells(self.at(self._start())), ";\t|")
-        return _as_object(self._names, _cells(data))
+    def _json(self, data: bytes) -> bytes:
+        return self._row(data, _cells, ";\t|")
 
 
 def _checked_names(names: list[str], others: str) -> list[str]:
@@ -237,13 +312,6 @@ def _checked_names(names: list[str], others: str) -> list[str]:
     if len(set(names)) < len(names):
         raise DecodeError(f"two columns have the same name: {', '.join(names)[:200]}")
     return names
-
-
-def _as_object(names: list[str], cells: list[str]) -> bytes:
-    """Return a row as a JSON object. Raises DecodeError for another number of cells."""
-    if len(cells) != len(names):
-        raise DecodeError(f"a row has {len(cells)} cells, the header line {len(names)} names")
-    return json.dumps(dict(zip(names, cells, strict=True)), ensure_ascii=False).encode()
 
 
 def _lines(file: Storage, most_bytes: int) -> Iterator[tuple[int, int, bytes | None]]:
@@ -336,18 +404,13 @@ class _Window:
         self.offset = 0  # in the file, at `position`
         self.grow()
         if self.text.startswith("\ufeff"):
-            self.skip(1)
-
-    def remaining(self) -> int:
-        """Return the number of characters from `position` on."""
-        return len(self.text) - self.position
+            self.take(self.position + 1)
 
     def grow(self) -> bool:
         """Read more of the file, at least as much as is in memory. Return False at the end of the file."""
         if self._read >= self._file.size:
             return False
-        wanted = max(BLOCK_BYTES, self.remaining())
-        data = self._file.read(self._read, wanted)
+        data = self._file.read(self._read, max(BLOCK_BYTES, len(self.text) - self.position))
         self._read = self._read + len(data) if data else self._file.size
         self.text = self.text[self.position :] + self._decode(data, self._read >= self._file.size)
         self.position = 0
@@ -365,9 +428,6 @@ class _Window:
             if not self.grow():
                 return ""
 
-    def skip(self, count: int) -> None:
-        self.take(self.position + count)
-
     def take(self, end: int) -> bytes:
         """Return the bytes up to position `end` of the text, and move there."""
         data = self.text[self.position : end].encode("utf-8", "surrogateescape")
@@ -376,7 +436,7 @@ class _Window:
         return data
 
 
-_FORMS: Final[dict[str, type[Lines | Table]]] = {
+_FORMS: Final[dict[str, type[Records]]] = {
     ".jsonl": Lines,
     ".ndjson": Lines,
     ".csv": Table,
@@ -385,112 +445,21 @@ _FORMS: Final[dict[str, type[Lines | Table]]] = {
 }
 
 
-def _of_json(file: Storage) -> type[Lines | Array]:
-    """Return the form of a .json file: an array, or JSON Lines if its first line is an object."""
-    line = file.read(0, _FIRST_BYTES).removeprefix(_BOM).lstrip().partition(b"\n")
-    if not line[0].startswith(b"{"):
-        return Array
-    try:
-        _END_FINDER.decode(line[0].decode("utf-8", "surrogateescape"))
-    except (ValueError, RecursionError):
-        return Array if line[1] else Lines  # a line that is longer than what was read
-    return Lines
-
-
-_KEYS: Final = ("__key__", "id")
-_JSON_FIELD: Final = "json"
-
-
-class RecordReader:
-    """The records of a file, and the media that they name. Safe from many threads.
-
-    Attributes:
-        encoding, field: of its records, as in the facts.
-        folder: of the files that they name; None if it is not known.
-        met: counts the names of renamed fields.
+def open_records(url: str, file: Storage, limits: Limits, rules: FieldRules = NO_RULES) -> Records:
+    """Return the records of a file, by its suffix; a .json file is an array, or JSON Lines if its first line is an
+    object.
     """
-
-    def __init__(
-        self, url: str, file: Storage, limits: Limits, folder: Folder | None, rules: FieldRules = NO_RULES
-    ) -> None:
-        self.url = url
-        self.size = file.size
-        form = suffix_of(url).removesuffix(".gz").removesuffix(".zst")
-        self._records: Records = (_of_json(file) if form == ".json" else _FORMS[form])(file, limits.text_bytes)
-        self._is_table = is_media_table(url)
-        self._names = dict(rules.columns)
-        self.met = Met(rules.columns)
-        self._function = rules.record
-        self.encoding = self._records.encoding
-        self.field = _JSON_FIELD if rules.record is None else RECORD_FIELD
-        self.folder = folder
-
-    def all(self) -> Iterator[Record]:
-        return self._records.all()
-
-    def at(self, offset: int) -> bytes:
-        """Return the record that begins at `offset`, as JSON. Raises DecodeError."""
-        return self.as_json(self._records.at(offset))
-
-    def as_json(self, data: bytes, *, is_made: bool = True) -> bytes:
-        """Convert the stored bytes of a record to JSON, as it is read; as the user's function gets it, unless
-        `is_made`. Raises DecodeError.
-        """
-        if not self._names and (self._function is None or not is_made):
-            return self._records.as_json(data)
-        try:
-            record = self.value(data)
-            record = self.made(record) if is_made else record
-        except LeftOut:
-            raise DecodeError("Recipe.record leaves this sample out now: it must return the same each time") from None
-        return json.dumps(record).encode()
-
-    def value(self, data: bytes, *, counts: bool = False) -> Any:
-        """Return the value of a record's stored bytes, with the new names of its fields, which may count in `met`.
-        Raises DecodeError.
-        """
-        value = parse_json(self._records.as_json(data))
-        if not self._names or not isinstance(value, dict):
-            return value
-        if counts:
-            self.met.add(value)
-        if isinstance(value, Repeating):
-            raise DecodeError("a key comes twice in the record")
-        names = self._names
-        new = {names.get(key, key): item for key, item in value.items()}
-        if len(new) < len(value):
-            twice = next(new for old, new in names.items() if old in value and new in value and new not in names)
-            raise DecodeError(f"columns= gives a field the name {twice!r}, which another field of the record has")
-        return new
-
-    def made(self, value: Any) -> Any:
-        """Return the record that the user's function makes. Raises LeftOut and DecodeError."""
-        if self._function is None:
-            return value
-        if not isinstance(value, dict):
-            raise DecodeError(f"the record is a {type(value).__name__}, and Recipe.record gets a dict")
-        if isinstance(value, Repeating):
-            raise DecodeError("a key comes twice in the record")
-        made = made_record(self._function, value)
-        _refuse_references(made)
-        return made
-
-    def check_function(self, data: bytes, number: int) -> None:
-        """Check the user's function with the first records: see `records.check_function`."""
-        if self._function is not None:
-            check_function(self._function, number, lambda: self.value(data))
-
-    def media(self, value: Any) -> list[NamedMedia]:
-        """Return the media that a record names. Raises DecodeError."""
-        return media_of(value, file_names=self._is_table)
-
-    def key(self, value: Any) -> str | None:
-        """Return the key that a record gives itself."""
-        names = (*_KEYS, "file_name") if self._is_table else _KEYS
-        for key in (value.get(name) for name in names) if isinstance(value, dict) else ():
-            if isinstance(key, str | int) and not isinstance(key, bool) and key != "":
-                return str(key)
-        return None
+    suffix = suffix_of(url).removesuffix(".gz").removesuffix(".zst")
+    form = _FORMS.get(suffix, Array)
+    if suffix == ".json":
+        line, end, _ = file.read(0, _FIRST_BYTES).removeprefix(_BOM).lstrip().partition(b"\n")
+        if line.startswith(b"{"):
+            try:
+                _END_FINDER.decode(line.decode("utf-8", "surrogateescape"))
+                form = Lines
+            except (ValueError, RecursionError):
+                form = Array if end else Lines  # a line that is longer than what was read
+    return form(url, file, limits, rules)
 
 
 def _refuse_references(value: Any) -> None:

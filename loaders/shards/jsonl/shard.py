@@ -20,32 +20,31 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import islice
 from typing import Any, Final, NamedTuple, TypeVar
 
-from orchdata.loaders.compact import RowsOfKeys
 from orchdata.loaders.errors import DecodeError, FieldError, OrchdataError, StaleIndexError
 from orchdata.loaders.field_names import VALUE
 from orchdata.loaders.limits import Limits, shortened
 from orchdata.loaders.memory import measured_at
-from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
-from orchdata.loaders.modalities.modality import Header, read_header
+from orchdata.loaders.modalities.builtin import OTHER, TEXT
+from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.records import LEFT_OUT, LeftOut
 from orchdata.loaders.shards.fields import NAMED, NO_RULES, FieldRules, printable
 from orchdata.loaders.shards.jsonl.media_files import joined_stamp, shown_name
 from orchdata.loaders.shards.jsonl.named_media import Folder, NamedMedia, ObjectFolder, folder_of
-from orchdata.loaders.shards.jsonl.records import Record, RecordReader
+from orchdata.loaders.shards.jsonl.records import Record, Records, open_records
 from orchdata.loaders.shards.shard import (
     NO_HEADER,
     Beginning,
     Facts,
-    FactsTable,
     Member,
+    Rows,
     Shard,
     beginning_of,
     facts_of,
+    header_of,
     shard_failure,
 )
-from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.files import PLAIN_FILES, Files
-from orchdata.loaders.storage.storage import STAMP_BITS, ReadBytes, Storage
+from orchdata.loaders.storage.storage import STAMP_BITS, ContentDigest, ReadBytes, Storage
 from orchdata.loaders.text.conversation import parse_json
 from orchdata.loaders.watch import SCANNING, here
 
@@ -60,6 +59,9 @@ class JsonLinesShard(Shard):
         media_root: folder that names of media are relative to; None: no media file is opened.
         moved_media: whether media were in another folder when they were indexed, so that their versions are not known.
         reads: its `storage` counts the bytes read from other files.
+
+    Attributes:
+        folder: of the files that its records name; None if it is not known.
     """
 
     def __init__(
@@ -75,11 +77,12 @@ class JsonLinesShard(Shard):
         files: Files = PLAIN_FILES,
     ) -> None:
         self.url, self.size, self.version = url, file.size, file.version
+        self.folder = folder_of(media_root, files, reads)
         self._file = file
         self._limits = limits
         self._reads = reads
         self._moved_media = moved_media
-        self._reader = RecordReader(url, file, limits, folder_of(media_root, files, reads), rules)
+        self._records = open_records(url, file, limits, rules)
         self._taken: set[int] = set()  # offsets of records whose objects are being read, by a sample or ahead
         self._lock = threading.Lock()
         self._last_media: dict[int, dict[str, NamedMedia]] = {}  # of the record that `read` used last
@@ -92,97 +95,75 @@ class JsonLinesShard(Shard):
         """Return a digest of which named files exist, their sizes and modification times; "" if no file is named. It is
         that of the facts, without reading any of them.
         """
-        reader, states = self._reader, MediaStates()
-        media = (one for record in reader.all() for one in _Read.of(record, reader, self._limits).media)
-        named = (file.path for one in media for file in one.parts())
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="orchdata-media") as pool:
-            for some in _batches(named, _CHUNK):
-                _prepare(reader.folder, some)
-                states.add(mapped(pool, lambda path: _state(path, reader.folder), some))
-        return states.digest()
-
-    @property
-    def folder(self) -> Folder | None:
-        """The folder of the files that its records name."""
-        return self._reader.folder
+        scan = _Scan(self._records, self.folder, self._limits)
+        for _ in scan.probed(self._records.all(), is_look=True):
+            pass
+        return scan.media_state()
 
     def names_same(self, members: Sequence[Member]) -> bool:
         """Return whether the files that a sample names still have the sizes and modification times of its members."""
         media: dict[int, dict[str, NamedMedia]] = {}
-        try:
-            return all(
-                self._is_same(*self._named_at(offset, field, media), size)
-                for offset, size, encoding, field in members
-                if encoding == NAMED
-            )
-        except (DecodeError, FieldError, StaleIndexError):
-            return False
-
-    def _is_same(self, media: NamedMedia | None, stamp: int, size: int) -> bool:
-        folder = self._reader.folder
-        if media is None:
-            return False
-        if folder is None or any(one.path is None for one in media.parts()):
-            return True  # media inside the record: the checks of the record cover them
-        now: list[tuple[int, int]] = []
-        for one in media.parts():
-            with folder.open(str(one.path)) as file:
-                now.append((file.size, file.stamp))
-        return sum(each for each, _ in now) == size and joined_stamp([each for _, each in now]) == stamp
+        for offset, size, encoding, field in members:
+            if encoding != NAMED:
+                continue
+            try:
+                named = self._named_at(offset, field, media)
+                if named is None:
+                    return False
+                paths = [one.path for one in named.parts()]
+                if self.folder is None or None in paths:
+                    continue  # media inside the record: the checks of the record cover them
+                sizes, stamps = [], []
+                for path in paths:
+                    with self.folder.open(str(path)) as file:
+                        sizes.append(file.size)
+                        stamps.append(file.stamp)
+            except (DecodeError, FieldError, StaleIndexError):
+                return False
+            if sum(sizes) != size or joined_stamp(stamps) != offset & _STAMP:
+                return False
+        return True
 
     def facts(self) -> Facts:
         """Read all records, and the headers of the media that they name. Bad data become rows with an error."""
-        if self._file.size >= _MOST_BYTES:
-            reason = f"{self._file.size} bytes, but a file of records must be smaller than {_MOST_BYTES}: split it"
-            scanned = Scanned(shard_failure(reason), self.size)
+        scan = _Scan(self._records, self.folder, self._limits)
+        if self._file.size < _MOST_BYTES:
+            scan.run()
         else:
-            scanned = scan(self._reader, self._limits)
+            reason = f"{self._file.size} bytes, but a file of records must be smaller than {_MOST_BYTES}: split it"
+            scan.fail(reason, self.size)
         checksum = self.checksum()
         self._file.check_unchanged()
-        ignored = scanned.table.ignored() | ({LEFT_OUT: scanned.left_out} if scanned.left_out else {})
-        more = {"lost_bytes": scanned.lost_bytes, "media": scanned.media, "met": self._reader.met.counts}
-        return facts_of(self, scanned.table, checksum, ignored=ignored, **more)
+        ignored = scan.table.ignored() | ({LEFT_OUT: scan.left_out} if scan.left_out else {})
+        more = {"lost_bytes": scan.lost_bytes, "media": scan.media_state(), "met": self._records.met.counts}
+        return facts_of(self, scan.table, checksum, ignored=ignored, **more)
 
     def begin(self, most: int) -> Beginning:
         """Read the first records, and the headers of the media that they name. Bad data become rows with an error."""
-        scanned, met = scan(self._reader, self._limits, most), self._reader.met.counts
+        scan, met = _Scan(self._records, self.folder, self._limits), self._records.met.counts
+        scan.run(most)
         self._file.check_unchanged()
-        reach = scanned.end or self._file.size
-        return beginning_of(self, scanned.table, most, is_whole=scanned.end is None, reach=reach, met=met)
+        reach = scan.end or self._file.size
+        return beginning_of(self, scan.table, most, is_whole=scan.end is None, reach=reach, met=met)
 
-    def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
+    def read(self, offset: int, size: int, encoding: int, field: str) -> bytes | memoryview:
         """Read one member. Raises FieldError. Consecutive reads of files of one record parse the record once."""
-        if encoding != NAMED:
-            return self._read((offset, size, encoding, field), {}, {})
         media = self._last_media
-        if offset >> STAMP_BITS in media:
-            self._file.check_unchanged()
-        else:
+        if encoding != NAMED or offset >> STAMP_BITS not in media:
             media = {}
-        data = self._read((offset, size, encoding, field), media, {})
-        self._last_media = media
+        (data,) = self._read([(offset, size, encoding, field)], media)
+        self._last_media = media if encoding == NAMED else self._last_media
         return data
 
     def read_many(self, members: Sequence[Member]) -> list[bytes | memoryview]:
         """Read the members of one sample; its record is read once, and parsed once for its media. Raises FieldError."""
-        media: dict[int, dict[str, NamedMedia]] = {}
-        records: dict[int, bytes] = {}
-        names_media = any(encoding == NAMED for _, _, encoding, _ in members)
-        contents: list[bytes | memoryview] = []
-        for member in members:  # the record comes first
-            offset, _, encoding, field = member
-            data = self._read(member, media, records)
-            if names_media and encoding != NAMED and offset not in media:
-                media[offset] = self._media(data, field)
-            contents.append(data)
-        return contents
+        return self._read(members, {})
 
     def value(self, offset: int, size: int) -> Any:
         """Return the value of the record at this position, with the new names of its fields, before a function of the
         user's. Raises DecodeError.
         """
-        data = self._file.read(offset, size)
-        value = self._reader.value(data)
+        value = self._records.value(self._file.read(offset, size))
         self._file.check_unchanged()
         return value
 
@@ -190,12 +171,12 @@ class JsonLinesShard(Shard):
         ahead: list[object] = [
             self._file.expect([(at, size) for at, size, encoding, _ in members if encoding != NAMED])
         ]
-        folder, named = self._reader.folder, [at >> STAMP_BITS for at, _, encoding, _ in members if encoding == NAMED]
-        if isinstance(folder, ObjectFolder) and named:
+        named = [at >> STAMP_BITS for at, _, encoding, _ in members if encoding == NAMED]
+        if isinstance(self.folder, ObjectFolder) and named:
             with self._lock:
                 self._taken.difference_update(named)
             # A record must be read before the names in it are known.
-            given = folder, list(members), ahead
+            given = self.folder, list(members), ahead
             threading.Thread(target=self._expect_named, args=given, name="orchdata-named", daemon=True).start()
         return ahead
 
@@ -208,10 +189,10 @@ class JsonLinesShard(Shard):
                 stamp = None if self._moved_media else offset & _STAMP
                 of_record.setdefault(offset >> STAMP_BITS, []).append((field, size, stamp))
         for record, named in of_record.items():
-            field, size = named[0][0], sizes.get(record, 0)
+            size = sizes.get(record, 0)
             try:
-                data = self._reader.as_json(self._file.read(record, size)) if size else self._reader.at(record)
-                media = self._media(data, field)
+                data = self._records.as_json(self._file.read(record, size)) if size else self._records.at(record)
+                media = self._media(data, named[0][0])
             except (OrchdataError, FieldError, DecodeError, ValueError):  # or the shard is closed: nothing waits for it
                 continue
             paths = ((media[each].path, size, stamp) for each, size, stamp in named if each in media)
@@ -224,43 +205,46 @@ class JsonLinesShard(Shard):
     def close(self) -> None:
         self._file.close()
 
-    def _read(self, member: Member, media: dict[int, dict[str, NamedMedia]], records: dict[int, bytes]) -> bytes:
-        """Read one member. `media` and `records` cache the media and the bytes of records."""
-        offset, size, encoding, field = member
-        if size > self._limits.member_bytes:
-            raise FieldError(field, f"{size} bytes, above Limits.member_bytes={self._limits.member_bytes}")
-        try:
-            if encoding == NAMED:
-                with self._lock:
-                    self._taken.add(offset >> STAMP_BITS)
-                named, stamp = self._named_at(offset, field, media)
-                return self._content(named, size, stamp)
-            data = records.get(offset) or self._file.read(offset, size)
-            if len(data) < size:
-                raise DecodeError(f"cut: {len(data)} of {size} bytes are in the file")
-            records[offset] = data
-            data = self._reader.as_json(data, is_made=not field.endswith(VALUE))  # may read the header line of a table
-            self._file.check_unchanged()
-            return data
-        except DecodeError as error:
-            self._file.check_unchanged()  # a change of the file can look like damage
-            raise error.at(field) from error.__cause__
+    def _read(self, members: Sequence[Member], media: dict[int, dict[str, NamedMedia]]) -> list[bytes | memoryview]:
+        """Read members of one sample, the record first. `media` has the media of records that were parsed."""
+        records: dict[int, bytes] = {}
+        names_media = len(members) > 1 and any(encoding == NAMED for _, _, encoding, _ in members)
+        contents: list[bytes | memoryview] = []
+        for offset, size, encoding, field in members:
+            if size > self._limits.member_bytes:
+                raise FieldError(field, f"{size} bytes, above Limits.member_bytes={self._limits.member_bytes}")
+            try:
+                if encoding == NAMED:
+                    with self._lock:
+                        self._taken.add(offset >> STAMP_BITS)
+                    contents.append(self._content(self._named_at(offset, field, media), size, offset & _STAMP))
+                    continue
+                data = records[offset] = records.get(offset) or self._file.read(offset, size)
+                if len(data) < size:
+                    raise DecodeError(f"cut: {len(data)} of {size} bytes are in the file")
+                data = self._records.as_json(data, is_made=not field.endswith(VALUE))  # may read a table's header line
+                self._file.check_unchanged()
+            except DecodeError as error:
+                self._file.check_unchanged()  # a change of the file can look like damage
+                raise error.at(field) from error.__cause__
+            if names_media and offset not in media:
+                media[offset] = self._media(data, field)
+            contents.append(data)
+        return contents
 
-    def _named_at(
-        self, offset: int, field: str, media: dict[int, dict[str, NamedMedia]]
-    ) -> tuple[NamedMedia | None, int]:
-        """Return the media entry of a member in its record, and its stamp. `media` caches the media of records."""
-        record_offset = offset >> STAMP_BITS
-        if record_offset not in media:
-            data = self._reader.at(record_offset)
-            self._file.check_unchanged()
-            media[record_offset] = self._media(data, field)
-        return media[record_offset].get(field), offset & _STAMP
+    def _named_at(self, offset: int, field: str, media: dict[int, dict[str, NamedMedia]]) -> NamedMedia | None:
+        """Return the media entry of a member in its record. `media` caches the media of records."""
+        record = offset >> STAMP_BITS
+        data = b"" if record in media else self._records.at(record)
+        self._file.check_unchanged()
+        if record not in media:
+            media[record] = self._media(data, field)
+        return media[record].get(field)
 
     def _media(self, data: bytes, field: str) -> dict[str, NamedMedia]:
         """Return the media that a record names, by field."""
         try:
-            return {one.field: one for one in self._reader.media(parse_json(data))}
+            return {one.field: one for one in self._records.media(parse_json(data))}
         except DecodeError as error:
             raise error.at(field) from error.__cause__
 
@@ -268,9 +252,8 @@ class JsonLinesShard(Shard):
         """Read the content of a member. Raises DecodeError if it changed since it was indexed."""
         if media is None or media.error is not None:
             raise DecodeError("its record no longer names this file: run `orchdata index` again")
-        folder = self._reader.folder
-        if isinstance(folder, ObjectFolder) and media.path is not None:
-            return folder.indexed(media.path, size, None if self._moved_media else stamp)
+        if isinstance(self.folder, ObjectFolder) and media.path is not None:
+            return self.folder.indexed(media.path, size, None if self._moved_media else stamp)
         name = "its list of files" if media.files else shown_name(media.path or media.field)
         contents, stamps, left = [], [], size
         for one in media.parts():
@@ -291,12 +274,12 @@ class JsonLinesShard(Shard):
         """Return the content of a file or encoded part, and its stamp. Raises DecodeError above `most` bytes."""
         if media.path is None:
             data, stamp = media.decoded(self._limits), 0
-        elif self._reader.folder is None:
+        elif self.folder is None:
             raise DecodeError(no_root(media.path))
         else:
-            with self._reader.folder.open(media.path) as file:
+            with self.folder.open(media.path) as file:
                 data, stamp = file.read(min(file.size, most + 1)), file.stamp
-            if self._reads is not None and not self._reader.folder.is_counted:
+            if self._reads is not None and not isinstance(self.folder, ObjectFolder):  # which counts itself
                 self._reads.storage.add(len(data))
         if len(data) > most:
             raise _changed(name, f"above {most}", most)
@@ -317,62 +300,19 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Scanned(NamedTuple):
-    """What is known of a file of records: bytes that could not be read, the state of the media that it names, how many
-    records the user's function leaves out, and the offset of the record after the first ones (None: there is none).
-    """
+class _Read(NamedTuple):
+    """A parsed record."""
 
-    table: FactsTable
-    lost_bytes: int
-    media: str = ""
-    left_out: int = 0
-    end: int | None = None
-
-
-def scan(reader: RecordReader, limits: Limits, most: int | None = None) -> Scanned:
-    """Scan a file of records, or its first `most`. Bad records and media become rows with an error."""
-    rows, states = _Scan(reader, limits), MediaStates()
-    after: list[int] = []
-
-    def records() -> Iterator[Record]:
-        for number, record in enumerate(reader.all()):
-            if number == most:
-                after.append(record.offset)
-                return
-            yield record
-
-    for read, probed in _probed(reader, records(), limits):
-        rows.add(read, probed)
-        states.add([one.state for one in probed])
-        if len(rows.table) > limits.shard_rows:
-            if most is not None:
-                break  # the whole file has more
-            return Scanned(shard_failure(f"more than {limits.shard_rows} fields, above Limits.shard_rows"), 1)
-    if not len(rows.table) and not rows.left_out and not after:
-        return Scanned(shard_failure("no samples: the file has no records"), 0)
-    return Scanned(rows.table, rows.lost_bytes, states.digest(), rows.left_out, after[0] if after else None)
-
-
-class MediaStates:
-    """A digest over the named files in order: whether each exists, its size and its modification time."""
-
-    def __init__(self) -> None:
-        self._digest = hashlib.blake2b(digest_size=16)
-        self._any = False
-
-    def add(self, states: Sequence[str]) -> None:
-        for state in states:
-            if state:
-                self._any = True
-                self._digest.update(f"{state}\0".encode("utf-8", "backslashreplace"))
-
-    def digest(self) -> str:
-        """Return the hex digest; "" if no file is named."""
-        return self._digest.hexdigest() if self._any else ""
+    record: Record
+    key: str | None = None
+    names_itself: bool = False
+    media: Sequence[NamedMedia] = ()
+    error: str | None = None
+    is_left_out: bool = False
 
 
 class _Probed(NamedTuple):
-    """The result of probing one image or clip."""
+    """The result of probing one image or clip; `state` of its files says when they change."""
 
     size: int = 0
     stamp: int = 0
@@ -381,52 +321,61 @@ class _Probed(NamedTuple):
     state: str = ""
 
 
-class _Read(NamedTuple):
-    """A parsed record."""
+class _Scan(Rows):
+    """One pass over a file of records: its facts.
 
-    record: Record
-    key: str | None = None
-    names_itself: bool = False
-    size: int = 0
-    media: Sequence[NamedMedia] = ()
-    error: str | None = None
-    is_left_out: bool = False
+    Attributes:
+        lost_bytes: that could not be read.
+        left_out: how many records the user's function leaves out.
+        end: the offset of the record after the first ones; None: there is none.
+    """
 
-    @staticmethod
-    def of(record: Record, reader: RecordReader, limits: Limits, number: int | None = None) -> _Read:
-        """Read one record. Its number serves to check the user's function with the first ones; None: only its media are
-        wanted.
+    def __init__(self, records: Records, folder: Folder | None, limits: Limits) -> None:
+        super().__init__(limits)
+        self.lost_bytes = self.left_out = 0
+        self.end: int | None = None
+        self._records = records
+        self._folder = folder
+        self._states: hashlib.blake2b | None = None
+
+    def fail(self, reason: str, lost_bytes: int) -> None:
+        """The file as a whole is none that can be used."""
+        self.table, self.lost_bytes, self.left_out, self._states = shard_failure(reason), lost_bytes, 0, None
+
+    def media_state(self) -> str:
+        """Return a digest over the named files in order: whether each exists, its size and its modification time; "" if
+        none is named.
         """
-        if record.error is not None:
-            return _Read(record, error=record.error)
-        key = None
-        try:
-            value = reader.value(record.data, counts=number is not None)
-            key = reader.key(value)
-            names_itself = isinstance(value, dict) and "__key__" in value
-            if number is not None:
-                reader.check_function(record.data, number)
-            media = reader.media(reader.made(value))
-        except LeftOut:
-            return _Read(record, key, is_left_out=True)
-        except DecodeError as error:
-            return _Read(record, key, error=error.reason)
-        count = sum(len(one.parts()) for one in media)
-        if count > limits.sample_parts:
-            reason = f"it names {count} files, above Limits.sample_parts={limits.sample_parts}"
-            return _Read(record, key, error=reason)
-        return _Read(record, key, names_itself, len(record.data), media)
+        return "" if self._states is None else self._states.hexdigest()
 
+    def run(self, most: int | None = None) -> None:
+        """Scan the file, or its first `most` records. Bad records and media become rows with an error."""
 
-def _batches(items: Iterator[Item], length: int) -> Iterator[list[Item]]:
-    while batch := list(islice(items, length)):
-        yield batch
+        def records() -> Iterator[Record]:
+            for number, record in enumerate(self._records.all()):
+                if number == most:
+                    self.end = record.offset
+                    return
+                yield record
 
+        number = 0
+        for read, probed in self.probed(records()):
+            left = iter(probed)
+            for each in read:
+                self._add(number, each, [next(left) for _ in each.media])
+                number += 1
+            if len(self.table) > self.limits.shard_rows:
+                if most is not None:
+                    break  # the whole file has more
+                self.fail(f"more than {self.limits.shard_rows} fields, above Limits.shard_rows", 1)
+                return
+        if not len(self.table) and not self.left_out and self.end is None:
+            self.fail("no samples: the file has no records", 0)
 
-def _probed(
-    reader: RecordReader, all_records: Iterator[Record], limits: Limits
-) -> Iterator[tuple[list[_Read], list[_Probed]]]:
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="orchdata-media") as pool:
+    def probed(
+        self, all_records: Iterator[Record], *, is_look: bool = False
+    ) -> Iterator[tuple[list[_Read], list[_Probed]]]:
+        """Yield some records at a time, with all media that they name. A look finds the states of the files alone."""
         current, number = here(), 0
         shard = current.shard
 
@@ -434,148 +383,114 @@ def _probed(
             mine = here()  # of the thread that probes
             mine.shard, mine.key = shard, one[0]
             try:
-                return _probe(one[1], reader.folder, limits)
+                return self._probe(one[1], is_look)
             except MemoryError as error:
-                raise measured_at(error, reader.url, one[0], one[1].field) from error
+                raise measured_at(error, self._records.url, one[0], one[1].field) from error
             finally:
                 mine.key = None
 
-        for records in _batches(all_records, _CHUNK):
-            read = []
-            current.fraction = SCANNING * records[0].offset / max(1, reader.size)
-            for record in records:
-                current.key = f"record {number}"
-                read.append(_Read.of(record, reader, limits, number))
-                number += 1
-            current.key = None
-            first = number - len(read)
-            media = [(each.key or f"record {first + at}", one) for at, each in enumerate(read) for one in each.media]
-            _prepare(reader.folder, [each.path for _, one in media for each in one.parts()])
-            yield read, mapped(pool, probe, media)
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="orchdata-media") as pool:
+            while records := list(islice(all_records, _CHUNK)):
+                read = []
+                current.fraction = SCANNING * records[0].offset / max(1, self._records.size)
+                for record in records:
+                    current.key = f"record {number}"
+                    read.append(self._read(record, number, is_look))
+                    number += 1
+                current.key = None
+                first = number - len(read)
+                media = [
+                    (each.key or f"record {first + at}", one) for at, each in enumerate(read) for one in each.media
+                ]
+                if self._folder is not None:
+                    paths = [each.path for _, one in media for each in one.parts()]
+                    self._folder.prepare([path for path in paths if path is not None])
+                probed = mapped(pool, probe, media)
+                for each in probed:
+                    if each.state:
+                        self._states = self._states or hashlib.blake2b(digest_size=16)
+                        self._states.update(f"{each.state}\0".encode("utf-8", "backslashreplace"))
+                yield read, probed
 
+    def _read(self, record: Record, number: int, is_look: bool) -> _Read:
+        """Read one record; its number serves to check the user's function with the first ones."""
+        if record.error is not None:
+            return _Read(record, error=record.error)
+        key, records = None, self._records
+        try:
+            value = records.value(record.data, counts=not is_look)
+            key = records.key(value)
+            names_itself = isinstance(value, dict) and "__key__" in value
+            if not is_look:
+                records.check_function(record.data, number)
+            media = records.media(records.made(value))
+        except LeftOut:
+            return _Read(record, key, is_left_out=True)
+        except DecodeError as error:
+            return _Read(record, key, error=error.reason)
+        count = sum(len(one.parts()) for one in media)
+        if count > self.limits.sample_parts:
+            reason = f"it names {count} files, above Limits.sample_parts={self.limits.sample_parts}"
+            return _Read(record, key, error=reason)
+        return _Read(record, key, names_itself, media)
 
-def _prepare(folder: Folder | None, paths: Sequence[str | None]) -> None:
-    if folder is not None:
-        folder.prepare([path for path in paths if path is not None])
+    def _probe(self, media: NamedMedia, is_look: bool) -> _Probed:
+        if not media.files:
+            return self._probe_one(media, is_look)
+        files = [self._probe_one(one, is_look) for one in media.files]
+        size, stamp = sum(one.size for one in files), joined_stamp([one.stamp for one in files])
+        bad = (f"file {at} of its list: {one.error}" for at, one in enumerate(files) if one.error is not None)
+        error = next(bad, None) or self.limits.size_error(size, is_text=False)
+        return _Probed(size, stamp, error=error, state="\0".join(one.state for one in files if one.state))
 
-
-def mapped(pool: Executor, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Call a function for each item: the first few here; the others in the pool if those mostly waited."""
-    began, worked = time.perf_counter(), time.thread_time()
-    results = [function(item) for item in items[:_TIMED]]
-    worked = time.thread_time() - worked
-    is_waiting = time.perf_counter() - began > 2 * worked
-    return [*results, *(pool.map if is_waiting else map)(function, items[_TIMED:])]
-
-
-def _state(path: str | None, folder: Folder | None) -> str:
-    """Return a path with size and stamp of its file, by which a change is noticed; the reason if it cannot be read."""
-    if path is None or folder is None:
-        return ""
-    try:
-        with folder.open(path) as file:
-            return f"{path}\0{file.size} {file.stamp}"
-    except DecodeError as error:
-        return f"{path}\0{error.reason}"
-
-
-def _probe(media: NamedMedia, folder: Folder | None, limits: Limits) -> _Probed:
-    if not media.files:
-        return _probe_one(media, folder, limits)
-    files = [_probe_one(one, folder, limits) for one in media.files]
-    size, stamp = sum(one.size for one in files), joined_stamp([one.stamp for one in files])
-    error = next((f"file {at} of its list: {one.error}" for at, one in enumerate(files) if one.error is not None), None)
-    error = error or limits.size_error(size, is_text=False)
-    state = "\0".join(one.state for one in files if one.state)
-    return _Probed(size, stamp, error=error, state=state)
-
-
-def _probe_one(media: NamedMedia, folder: Folder | None, limits: Limits) -> _Probed:
-    modality = None if media.kind == OTHER else BUILTINS[KINDS[media.kind]]
-    size = stamp = 0
-    header = NO_HEADER
-    state = ""
-    try:
-        # Encoded in the record, or a file.
-        if media.error is not None:
-            raise DecodeError(media.error)
-        if media.path is None:
-            data = media.decoded(limits)
-            size = len(data)
-            if modality is not None:
-                header = read_header(modality, size, lambda count: data[:count], limits)
-        else:
-            if folder is None:
+    def _probe_one(self, media: NamedMedia, is_look: bool) -> _Probed:
+        size, stamp, header, state = 0, 0, NO_HEADER, ""
+        has_header = media.kind != OTHER and not is_look
+        try:
+            if media.error is not None:
+                raise DecodeError(media.error)
+            if media.path is None:  # encoded in the record
+                data = b"" if is_look else media.decoded(self.limits)
+                size = len(data)
+                header = header_of(media.kind, size, lambda count: data[:count], self.limits) if has_header else header
+            elif self._folder is None:
                 raise DecodeError(no_root(media.path))
-            with folder.open(media.path) as file:
-                size, stamp = file.size, file.stamp
-                state = f"{media.path}\0{file.size} {file.stamp}"
-                reason = limits.size_error(size, is_text=False)
-                if reason is not None:
-                    raise DecodeError(reason)
-                if modality is not None:
-                    header = read_header(modality, size, file.read, limits)
-    except DecodeError as error:
-        if not state and media.path is not None and folder is not None:
-            state = f"{media.path}\0{error.reason}"
-        return _Probed(size, stamp, error=error.reason, state=state)
-    return _Probed(size, stamp, (*header, *NO_HEADER[len(header) :]), state=state)
+            else:
+                with self._folder.open(media.path) as file:
+                    size, stamp = file.size, file.stamp
+                    state = f"{media.path}\0{file.size} {file.stamp}"
+                    reason = self.limits.size_error(size, is_text=False)
+                    if reason is not None:
+                        raise DecodeError(reason)
+                    header = header_of(media.kind, size, file.read, self.limits) if has_header else header
+        except DecodeError as error:
+            if not state and media.path is not None and self._folder is not None:
+                state = f"{media.path}\0{error.reason}"
+            return _Probed(size, stamp, error=error.reason, state=state)
+        return _Probed(size, stamp, header, state=state)
 
-
-def no_root(path: str) -> str:
-    shown = shown_name(path)
-    return f"the record names {shown}, but its folder is unknown: pass media_root= (on the command line --media-root)"
-
-
-class _Scan:
-    """Collects the rows of the facts."""
-
-    def __init__(self, reader: RecordReader, limits: Limits) -> None:
-        self.table = FactsTable()
-        self.lost_bytes = 0
-        self.left_out = 0
-        self._field = reader.field
-        self._limits = limits
-        self._encoding = reader.encoding
-        self._number = 0
-        self._first_row = RowsOfKeys(self.table.key)
-
-    def add(self, read: Sequence[_Read], probed: Sequence[_Probed]) -> None:
-        """Add records; `probed` are the media of all of them, in order."""
-        left = iter(probed)
-        for each in read:
-            self._add(each, left)
-            self._number += 1
-
-    def _add(self, read: _Read, probed: Iterator[_Probed]) -> None:
-        table, number = self.table, self._number
-        offset = read.record.offset
-        key = str(number) if read.key is None else printable(read.key)
-        error = read.error or self._limits.name_error("key", key)
+    def _add(self, number: int, read: _Read, probed: Sequence[_Probed]) -> None:
+        """Add the rows of a record."""
+        table, offset, field = self.table, read.record.offset, self._records.field
         self.lost_bytes += read.record.lost_bytes
         if read.is_left_out:
             self.left_out += 1
             return
 
         # A bad record is one row, without its media.
-        if error is not None:
-            for _ in read.media:
-                next(probed)
-            key = key if self._limits.name_error("key", key) is None else shortened(key)
-            table.append(number, key, self._field, kind=OTHER, error=error)
+        key = str(number) if read.key is None else printable(read.key)
+        too_long = self.limits.name_error("key", key)
+        if (error := read.error or too_long) is not None:
+            table.append(number, key if too_long is None else shortened(key), field, error=error)
             return
-        if not read.names_itself:
-            while key in self._first_row:  # every record is a sample, also if its id comes twice
-                key = f"{key}#{number}"
+        key = key if read.names_itself else self.distinct(key, number)  # each is a sample, also if its id comes twice
 
         # The record, then its media.
-        first = len(table)
-        reason = self._limits.size_error(read.size, is_text=True)
-        table.append(
-            number, key, self._field, kind=TEXT, offset=offset, size=read.size, encoding=self._encoding, error=reason
-        )
-        for media in read.media:
-            one = next(probed)
+        first, size = len(table), len(read.record.data)
+        reason = self.limits.size_error(size, is_text=True)
+        encoding = self._records.encoding
+        table.append(number, key, field, kind=TEXT, offset=offset, size=size, encoding=encoding, error=reason)
+        for media, one in zip(read.media, probed, strict=True):
             table.append(
                 number,
                 key,
@@ -587,10 +502,18 @@ class _Scan:
                 header=one.header,
                 error=one.error,
             )
-        earlier = self._first_row.setdefault(key, first)
-        if earlier != first:
-            reason = (
-                f"records {table.sample[earlier]} and {number} both have the key {key!r}: give each a different key"
-            )
-            table.fail_structure(earlier, reason)
-            table.fail_structure(first, reason)
+        self.end_sample(key, first, "records {} and {} both have the key {!r}: give each a different key")
+
+
+def mapped(pool: Executor, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Call a function for each item: the first few here; the others in the pool if those mostly waited."""
+    began, worked = time.perf_counter(), time.thread_time()
+    results = [function(item) for item in items[:_TIMED]]
+    worked = time.thread_time() - worked
+    is_waiting = time.perf_counter() - began > 2 * worked
+    return [*results, *(pool.map if is_waiting else map)(function, items[_TIMED:])]
+
+
+def no_root(path: str) -> str:
+    shown = shown_name(path)
+    return f"the record names {shown}, but its folder is unknown: pass media_root= (on the command line --media-root)"

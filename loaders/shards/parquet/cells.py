@@ -9,17 +9,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
-from orchdata.loaders.errors import NOT_DATA, FieldError, ShardError, one_line, pass_trouble
 from orchdata.loaders.field_names import EMPTY, FILE_KEYS, NULL, VALUE, is_kept_as
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import BUILTINS, OTHER, TEXT
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules, classify, listed_modality, names_content
 from orchdata.loaders.shards.jsonl.stretch import is_edge
-from orchdata.loaders.storage.storage import Storage
+from orchdata.loaders.text.chat_keys import HARMLESS, is_chat_context
 from orchdata.loaders.text.conversation import WORDS_SUFFIX, names_words
 from orchdata.loaders.text.messages import CHAT_KEYS, HARMLESS, is_chat_context
 
@@ -87,25 +84,27 @@ class Column:
             raise ValueError(excess)
         if self.form == "turns":
             return dict(enumerate(self.media(scalar))).get(number)
-        if not self.listed:
-            return self.cell(scalar)
-        if not scalar.is_valid or number >= len(scalar.values):
-            return None
-        return self.cell(scalar.values[number])
-
-    def cell(self, scalar: pa.Scalar) -> bytes | None:
-        """Return the bytes of a cell (of an item of a list), None for null. Raises PathOnly."""
+        if self.listed:
+            if not scalar.is_valid or number >= len(scalar.values):
+                return None
+            scalar = scalar.values[number]
         data = self.content(scalar)
         return None if data is None else bytes(data)
 
     def content(self, scalar: pa.Scalar) -> bytes | memoryview | None:
-        """Return the same as `cell`, without a copy if the bytes are stored unchanged."""
+        """Return the bytes of a cell, or of an item of a list, without a copy if they are stored unchanged; None for
+        null. Raises PathOnly.
+        """
         if not scalar.is_valid:
             return None
         if self.form == "text":
             return text_bytes(scalar)
         if self.is_json:
-            return json.dumps(_plain(scalar.as_py()), ensure_ascii=False, default=_stand_in).encode()
+            return json.dumps(
+                _plain(scalar.as_py()),
+                ensure_ascii=False,
+                default=lambda other: None if isinstance(other, bytes) else str(other),
+            ).encode()
         if self.form == "label":
             return self._label(scalar.as_py())
         content = scalar if self.form == "binary" else _plain_scalar(scalar)["bytes"]
@@ -176,40 +175,6 @@ class Columns(list[Column]):
         return {column.name: column for column in self}
 
 
-def read_cell(cell: Callable[[int, str], bytes | None], file: Storage, row: int, size: int, field: str) -> bytes:
-    """Return `cell(row, field)`, and check that it has the size in the index. Raises FieldError if it cannot be read;
-    ShardError if the file cannot be read at all; StaleIndexError if it changed.
-    """
-    if not size and field.endswith((NULL, EMPTY)):
-        return b""
-    try:
-        data = cell(row, field)
-        if data is None or len(data) != size:
-            now = "nothing" if data is None else f"{len(data)} bytes"
-            raise FieldError(field, f"row {row} has {now}, {size} bytes were indexed: index the shard again")
-        return data
-    except NOT_DATA:
-        raise
-    except Exception as error:
-        pass_trouble(error)
-        file.check_unchanged()  # a change of the file can look like damage
-        if isinstance(error, ShardError | FieldError):
-            raise
-        reason = str(error) if isinstance(error, PathOnly) else f"cannot be read: {one_line(error)}"
-        raise FieldError(field, reason) from error
-
-
-def locate_cell(columns: Columns, starts: NDArray[np.int64], row: int, field: str) -> tuple[Column, int, int, int]:
-    """Return the column of a cell, the item in its list, its row group, and its row in the group; `starts` as of a
-    RowReader. Raises FieldError.
-    """
-    column_item = column_of(columns, field)
-    if column_item is None or not 0 <= row < starts[-1]:
-        raise FieldError(field, f"the file has no such cell (row {row}): index the shard again")
-    group = int(np.searchsorted(starts, row, side="right")) - 1
-    return *column_item, group, row - int(starts[group])
-
-
 def text_bytes(scalar: pa.Scalar) -> memoryview:
     """Return the stored bytes of a string; they may not be UTF-8, for which only their sample fails."""
     return memoryview(_plain_scalar(scalar).as_buffer())
@@ -276,12 +241,19 @@ def plan_columns(schema: pa.Schema, rules: ColumnRules = ALL_AS_NAMED) -> tuple[
             if column is None and not has_text and field.name not in HARMLESS and _holds(field.type, is_text):
                 column = Column(field.name, "words", False, TEXT)  # perhaps the only words of its rows
         if rules.all and field.name not in ("__key__", "__url__"):
-            column = _with_nulls(column, field.name, field.type)
+            # For a function of the user's: with nulls, and as JSON unless it is text or media.
+            if column is None and is_text(field.type):  # a column that names its rows
+                column = Column(field.name, "text", False, TEXT)
+            if column is None or column.form in ("chat", "words"):
+                column = Column(field.name, "words", False, TEXT)
+            column = replace(column, has_nulls=True)
         if column is None and any(is_kept_as(field.name, name) for name in rules.kept):
             column = Column(field.name, "value", False, OTHER)
         if column is None:
             if field.name != key:
-                ignored.append(field.name + WORDS_SUFFIX if _holds_text(field.type) else field.name)
+                # Structs without names of words are metadata, and strings, or lists of them, may be text.
+                has_strings = is_text(field.type.value_type if _is_list(field.type) else field.type)
+                ignored.append(field.name + WORDS_SUFFIX if has_strings else field.name)
         else:
             used.append(column)
             item = field.type.value_type if column.listed else field.type
@@ -294,15 +266,6 @@ def plan_columns(schema: pa.Schema, rules: ColumnRules = ALL_AS_NAMED) -> tuple[
         used += [Column(name, "value", False, OTHER) for name in edges]
         ignored = [name for name in ignored if name not in edges]
     return used, ignored, key
-
-
-def _with_nulls(column: Column | None, name: str, type_: pa.DataType) -> Column | None:
-    """Return how a column is read for a function of the user's: with nulls, and as JSON unless it is text or media."""
-    if column is None and is_text(type_):  # a column that names its rows
-        column = Column(name, "text", False, TEXT)
-    if column is None or column.form in ("chat", "words"):
-        column = Column(name, "words", False, TEXT)
-    return replace(column, has_nulls=True)
 
 
 def field_clash(columns: Columns) -> str | None:
@@ -340,7 +303,7 @@ def sniff(data: bytes | memoryview) -> int:
 
 
 def _plan_column(name: str, type_: pa.DataType, feature: object) -> Column | None:
-    if _is_turns(type_) or _is_chat_struct(type_):
+    if _is_turns(type_) or any(_is_turns(type_.field(chat).type) for chat in _CHATS if chat in _field_names(type_)):
         return Column(name, "chat", False, TEXT)
     labels = _labels(feature)
     if labels and pa.types.is_integer(type_):
@@ -379,11 +342,6 @@ def _bytes_in(value: object) -> list[bytes]:
         return [value]
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     return [each for item in items for each in _bytes_in(item)]
-
-
-def _holds_text(type_: pa.DataType) -> bool:
-    """Return whether cells are strings, or lists of strings. Structs without names of words are metadata."""
-    return is_text(type_.value_type if _is_list(type_) else type_)
 
 
 def _holds_words(name: str, type_: pa.DataType) -> bool:
@@ -457,10 +415,6 @@ def _is_turns(type_: pa.DataType) -> bool:
     return all(_is_list(type_.field(i).type) for i in range(type_.num_fields))
 
 
-def _is_chat_struct(type_: pa.DataType) -> bool:
-    return any(_is_turns(type_.field(name).type) for name in _CHATS if name in _field_names(type_))
-
-
 def _plain(value: object) -> object:
     """Drop the nulls that a common struct type forces on every dict; turn structs of lists into lists of dicts."""
     if isinstance(value, Mapping):
@@ -471,7 +425,3 @@ def _plain(value: object) -> object:
                 return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         return items
     return [_plain(item) for item in value] if isinstance(value, list) else value
-
-
-def _stand_in(value: object) -> str | None:
-    return None if isinstance(value, bytes) else str(value)

@@ -4,41 +4,77 @@
     file --measure()--> a child, which wants blocks; the parent reads them into memory that both map --> facts, or why
                         there are none, and the checksum of the file's content
 
-A child that dies is replaced. A file that ends two children has failed; a child that was killed from outside says
-nothing about the file. A file that takes far too long ends the build, and is not marked bad. What a child sends is
-JSON, and the facts: nothing in them is executed. `child.py` is its own side.
+A child opens no file, so the errors of a storage stay in the parent. One that dies is replaced. A file that ends two
+children has failed; a child that was killed from outside says nothing about the file. A file that takes far too long
+ends the build, and is not marked bad. What a child sends is JSON, and the facts: nothing in them is executed.
 """
 
 from __future__ import annotations
 
 import errno
+import importlib
 import json
+import math
 import mmap
 import os
+import resource
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final, NoReturn
 
 import numpy as np
 import pyarrow as pa
 
-from orchdata.loaders.child_process import begun, open_channel
-from orchdata.loaders.errors import PackageError, StorageError
+from orchdata.loaders.child_process import Channel, begin, begun, lower_limit, open_channel
+from orchdata.loaders.environment import failed_import
+from orchdata.loaders.errors import PackageError, StorageError, one_line, package_error
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.memory import UnmeasuredError, is_limited_below, measured_at
 from orchdata.loaders.shards.fields import ColumnRules
-from orchdata.loaders.shards.parquet.child import cpu_seconds, memory_bytes
-from orchdata.loaders.shards.parquet.file import RowReader
+from orchdata.loaders.shards.parquet.file import Refused, RowReader, scan
 from orchdata.loaders.shards.shard import SCHEMA, FactsTable, shard_failure
-from orchdata.loaders.storage.content_digest import BLOCK_BYTES, ContentDigest
-from orchdata.loaders.storage.storage import Storage
+from orchdata.loaders.storage.storage import BLOCK_BYTES, ContentDigest, Storage
+
+CPU_SECONDS = 60.0
+_START_SECONDS = 300.0
+_SILENT_SECONDS = 600.0
+_KEPT_BLOCKS: Final = 48
+_CRASH_SIGNALS: Final = tuple(map(signal.Signals.__getitem__, "SIGSEGV SIGABRT SIGILL SIGFPE SIGSYS SIGTRAP".split()))
+"""Signals that a process causes itself. Others come from outside, as SIGBUS of a full or lost disk does."""
+_NOT_STARTED: Final = "the process that measures shards cannot be started"
+_PROGRAM = (
+    "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given['path']; "
+    "from orchdata.loaders.shards.parquet.children import main; main(given['end'])"
+)
+# One thread, and an allocator that returns memory to the system: the limits of the child count its private memory.
+_ENVIRONMENT: Final = {
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "ARROW_IO_THREADS": "1",
+}
+
+Scanned = tuple[FactsTable, dict[str, int], dict[str, int]]
+"""Facts, ignored columns with their rows, and the names of `rules` that were met."""
+
+
+def cpu_seconds(size: int, rows: int) -> float:
+    """Return the processor time after which a file ends the build: a hundred times what files of its size take."""
+    return CPU_SECONDS + size / (1 << 20) + rows / 1000
+
+
+def memory_bytes(limits: Limits) -> int:
+    """Return the memory that a file may take: some copies of its largest cell."""
+    return (2 << 30) + 4 * limits.member_bytes
 
 
 @contextmanager
@@ -67,12 +103,13 @@ def measure(
             raises the errors of `file`.
     """
     digest, library = ContentDigest(file), f"the {reader.kind.split()[0]} library"
+    scanned: Scanned | str = ""
     for attempt in (1, 2):
         child = _pool.take(file.url, fresh=attempt == 2)
         try:
             scanned = child.measure(file, limits, rules, reader, digest)
+            break
         except Died as death:
-            _pool.discard(child)
             if child.unwanted:
                 raise StorageError(file.url, "was not measured to the end: the build ended") from None
             if death.external and attempt == 2:
@@ -85,22 +122,11 @@ def measure(
                 raise StorageError(file.url, reason, errno.ETIME) from None
             if attempt == 2 and not death.of_the_file and is_limited_below(memory_bytes(limits)):
                 raise measured_at(MemoryError(f"the process that measures it {death}"), file.url) from None
-            if attempt == 2 and not death.external:
-                return _measured(f"{library} {death}", child.promised_rows, file, digest)
-        except BaseException:
-            _pool.discard(child)  # it still waits for an answer
-            raise
-        else:
+            scanned = f"{library} {death}"
+        finally:
             _pool.give_back(child)
-            return _measured(scanned, child.promised_rows, file, digest)
-    raise AssertionError("the second attempt returns or raises")
-
-
-def _measured(
-    scanned: Scanned | str, promised_rows: int, file: Storage, digest: ContentDigest
-) -> tuple[FactsTable, dict[str, Any]]:
     if isinstance(scanned, str):
-        lost = {"lost_samples": promised_rows, "lost_bytes": max(1, file.size)}
+        lost = {"lost_samples": child.promised_rows, "lost_bytes": max(1, file.size)}
         return shard_failure(scanned), {"checksum": digest.hexdigest()} | lost
     table, ignored, met = scanned
     return table, {"checksum": digest.hexdigest(), "ignored": ignored, "met": met}
@@ -130,12 +156,16 @@ class _Pool:
         for child in idle:
             child.close()
 
-    def take(self, url: str, *, fresh: bool = False) -> MeasuringProcess:
-        with self._lock:
-            child = self._idle.pop() if self._idle and not fresh else None
-        if child is not None and not child.alive:
-            child.close()
-            return self.take(url)
+    def take(self, url: str, *, fresh: bool) -> MeasuringProcess:
+        child = None
+        while child is None and not fresh:
+            with self._lock:
+                if not self._idle:
+                    break
+                child = self._idle.pop()
+            if not child.is_alive:
+                child.close()
+                child = None
         child = child or MeasuringProcess(url)
         with self._lock:
             if self._users:  # otherwise only the caller knows it
@@ -143,18 +173,14 @@ class _Pool:
         return child
 
     def give_back(self, child: MeasuringProcess) -> None:
+        """Keep a child that has answered; end any other."""
         with self._lock:
             self._busy.discard(child)
-            kept = self._users > 0 and not child.unwanted
-            if kept:
+            is_kept = self._users > 0 and child.has_answered and not child.unwanted
+            if is_kept:
                 self._idle.append(child)
-        if not kept:
+        if not is_kept:
             child.close()
-
-    def discard(self, child: MeasuringProcess) -> None:
-        with self._lock:
-            self._busy.discard(child)
-        child.close()
 
 
 _pool = _Pool()
@@ -167,25 +193,6 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
-
-Scanned = tuple[FactsTable, dict[str, int], dict[str, int]]
-
-_START_SECONDS = 300.0
-_SILENT_SECONDS = 600.0
-_CRASH_SIGNALS = tuple(map(signal.Signals.__getitem__, "SIGSEGV SIGABRT SIGILL SIGFPE SIGSYS SIGTRAP".split()))
-"""Signals that a process causes itself. Others come from outside, as SIGBUS of a full or lost disk does."""
-_NOT_STARTED = "the process that measures shards cannot be started"
-_PROGRAM = (
-    "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given['path']; "
-    "from orchdata.loaders.shards.parquet.child import main; main(given['end'])"
-)
-# One thread, and an allocator that returns memory to the system: the limits of the child count its private memory.
-_ENVIRONMENT = {
-    "ARROW_DEFAULT_MEMORY_POOL": "system",
-    "OPENBLAS_NUM_THREADS": "1",
-    "OMP_NUM_THREADS": "1",
-    "ARROW_IO_THREADS": "1",
-}
 
 
 class Died(Exception):
@@ -209,23 +216,22 @@ class MeasuringProcess:
 
     Attributes:
         unwanted: whether it was ended because it is no longer needed.
+        has_answered: whether it waits for another file.
         promised_rows: rows in the footer of its last file; 0 if it could not be read.
     """
 
     def __init__(self, url: str) -> None:
         """Start it. Raises StorageError."""
-        self.unwanted = False
+        self.unwanted = self.has_answered = False
         self.promised_rows = 0
         with ExitStack() as resources:
             try:
                 self._start(resources)
+                self._receive(_START_SECONDS)
             except OSError as error:
                 raise StorageError(url, f"{_NOT_STARTED}: {error.strerror}", error.errno) from error
-            try:
-                self._receive(_START_SECONDS)
             except Died:
-                self._errors.seek(0)
-                lines = self._errors.read().decode(errors="replace").strip().splitlines() or ["it ends immediately"]
+                lines = self._said().decode(errors="replace").strip().splitlines() or ["it ends immediately"]
                 raise StorageError(url, f"{_NOT_STARTED}: {lines[-1][:300]}") from None
             self._resources = resources.pop_all()
 
@@ -273,40 +279,36 @@ class MeasuringProcess:
             raise self._death() from None
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return self._process.poll() is None
 
     def measure(
         self, file: Storage, limits: Limits, rules: ColumnRules, reader: type[RowReader], digest: ContentDigest
     ) -> Scanned | str:
-        """Return facts, ignored columns, the names of `rules` that were met and media names that are not read, or the
-        reason why there are none.
-
-        Raises Died, PackageError, MemoryError, and the errors of `file`.
+        """Return what is known of a file, or the reason why nothing is. Raises Died, PackageError, MemoryError, and the
+        errors of `file`.
         """
-        self.promised_rows = 0
+        self.promised_rows, self.has_answered = 0, False
         by = reader.__module__, reader.__qualname__
         self._send({"size": file.size, "limits": asdict(limits), "reader": by, **rules._asdict()})
         while True:
             patience = _SILENT_SECONDS + 10 * cpu_seconds(file.size, min(self.promised_rows, limits.shard_rows))
             try:
-                kind, value = next(iter(json.loads(self._receive(patience)).items()))
-            except (ValueError, AttributeError, StopIteration):
+                kind, value = json.loads(self._receive(patience))
+            except (ValueError, TypeError):
                 raise Died("sent what is no message") from None
-            if kind == "block" and isinstance(value, int):
+            if kind == "block":
                 self._send_block(file, value, digest)
-            elif kind == "rows" and isinstance(value, int):
+            elif kind == "rows":
                 self.promised_rows = value
-            elif kind == "broken" and isinstance(value, list):
-                raise PackageError(*map(str, value))
-            elif kind == "short" and isinstance(value, list):
-                raise measured_at(UnmeasuredError(*map(str, value)), file.url)
-            elif kind == "failure" and isinstance(value, str):
-                return value
-            elif kind == "facts" and isinstance(value, dict):
-                return _checked(self._receive(patience)), _counts(value["ignored"]), _counts(value["met"])
+            elif kind == "broken":
+                raise PackageError(*value)
+            elif kind == "short":
+                raise measured_at(UnmeasuredError(*value), file.url)
             else:
-                raise Died(f"sent an unknown message {kind!r}")
+                answer = value if kind == "failure" else (_checked(self._receive(patience)), *value)
+                self.has_answered = True
+                return answer
 
     def _send_block(self, file: Storage, block: int, digest: ContentDigest) -> None:
         with memoryview(self._window) as view:
@@ -326,13 +328,14 @@ class MeasuringProcess:
             return Died("took too much processor time (SIGXCPU)", slow=True)
         name = next((each.name for each in signal.Signals if each == number), f"signal {number}")
         if number in _CRASH_SIGNALS:
-            self._errors.seek(0)
-            said = self._errors.read()[-2000:]
-            return Died(
-                f"ended the process with {name}",
-                of_the_file=b"throwing an instance of 'parquet::" in said and b"bad_alloc" not in said,
-            )
+            said = self._said()[-2000:]
+            of_the_file = b"throwing an instance of 'parquet::" in said and b"bad_alloc" not in said
+            return Died(f"ended the process with {name}", of_the_file=of_the_file)
         return Died(f"was killed ({name})", external=True)
+
+    def _said(self) -> bytes:
+        self._errors.seek(0)
+        return self._errors.read()
 
     def kill(self) -> None:
         """End it. A thread that is waiting for it then closes it."""
@@ -344,20 +347,136 @@ class MeasuringProcess:
         self._resources.close()
 
 
-def _counts(value: dict[str, Any]) -> dict[str, int]:
-    return {str(name): int(count) for name, count in value.items()}
-
-
 def _checked(data: bytes) -> FactsTable:
-    """Parse and check the facts that a child sent. Raises Died if they are malformed."""
+    """Parse the facts that a child sent. Raises Died if they are malformed."""
     try:
         table = pa.ipc.open_stream(data).read_all()
         table.validate(full=True)
-    except pa.ArrowException as error:
+        samples = table.column("sample").to_numpy()
+        is_whole = table.schema == SCHEMA and samples[0] == 0 and np.isin(np.diff(samples), (0, 1)).all()
+    except (pa.ArrowException, LookupError) as error:
         raise Died("sent facts that cannot be read") from error
-    if table.schema != SCHEMA or not len(table):
-        raise Died("sent facts with another schema")
-    samples = table.column("sample").to_numpy()
-    if samples[0] != 0 or not np.isin(np.diff(samples), (0, 1)).all():
-        raise Died("sent facts out of order")
+    if not is_whole:
+        raise Died("sent facts with another schema, or out of order")
     return FactsTable.of_arrow(table.combine_chunks())
+
+
+def main(end: int) -> None:
+    """Serve requests in a child until the parent closes its end of this channel, which ends the child."""
+    begin(socket.socket(fileno=end), _serve_all)
+
+
+def _serve_all(channel: Channel, fds: list[int]) -> None:
+    lower_limit(resource.RLIMIT_CORE, 0)
+    os.dup2(2, 1)  # printed text is not a message
+    parent = _Parent(channel, mmap.mmap(fds[0], BLOCK_BYTES, access=mmap.ACCESS_READ))
+    parent.send("ready")
+    while True:
+        _serve(parent.receive(), parent)
+
+
+class _Parent:
+    """The parent, as its child sees it. The child ends with the channel."""
+
+    def __init__(self, channel: Channel, shared: mmap.mmap) -> None:
+        self.shared = shared
+        self._channel = channel
+        self._sending = threading.Lock()
+
+    def send(self, kind: str, value: Any = None, *contents: memoryview) -> None:
+        """Send a message, and what follows it. Threads send one after another."""
+        try:
+            with self._sending:
+                self._channel.send(json.dumps([kind, value]).encode())
+                for content in contents:
+                    self._channel.send(content)
+        except OSError:
+            _end()
+
+    def receive(self) -> dict[str, Any]:
+        received = self._channel.receive()
+        message: dict[str, Any] = json.loads(received[0]) if received is not None else _end()
+        return message
+
+
+def _end() -> NoReturn:
+    os._exit(0)
+
+
+def _serve(request: dict[str, Any], parent: _Parent) -> None:
+    limits = Limits(**request["limits"])
+    size = int(request["size"])
+    lower_limit(resource.RLIMIT_DATA, memory_bytes(limits))
+    _allow_cpu(cpu_seconds(size, 0))
+    module, name = request["reader"]
+    reading = getattr(importlib.import_module(module), name)  # a RowReader
+    # Scan the file; a failure is an answer too.
+    try:
+        names = tuple((old, new) for old, new in request["names"])
+        rules = ColumnRules(names, bool(request["all"]), tuple(request["kept"]), tuple(request["only"]))
+        reader = reading(_ParentFile(size, parent), limits, rules)
+        parent.send("rows", reader.plausible_rows())
+        _allow_cpu(cpu_seconds(size, min(reader.plausible_rows(), limits.shard_rows)))
+        table, ignored = scan(reader, limits)
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, SCHEMA) as writer:
+            writer.write_table(table.arrow())
+        parent.send("facts", [ignored, reader.met], memoryview(sink.getvalue()))
+    except MemoryError as error:
+        if is_limited_below(memory_bytes(limits)):
+            parent.send("short", measured_at(error, "").args)
+        else:
+            reason = (
+                f"takes more than {memory_bytes(limits)} bytes of memory to read "
+                f"(four times Limits.member_bytes={limits.member_bytes} and 2 GiB)"
+            )
+            parent.send("failure", reason)
+        _end()  # this process may have little memory left
+    except Refused as error:
+        parent.send("failure", str(error))
+    except Exception as error:  # noqa: BLE001 - pyarrow raises many kinds for damaged files
+        broken = failed_import(error)
+        if broken is None:
+            parent.send("failure", f"not a readable {reading.kind}: {one_line(error)}")
+        else:
+            doing = f"reading {reading.kind.split()[0]}"
+            parent.send("broken", package_error(broken.cause, doing, broken.package).args)
+
+
+class _ParentFile(Storage):
+    """A file whose bytes the parent reads, and checks for changes."""
+
+    url, version = "", ""
+
+    def __init__(self, size: int, parent: _Parent) -> None:
+        self.size = size
+        self._parent = parent
+        self._blocks: OrderedDict[int, bytes] = OrderedDict()
+
+    def read(self, offset: int, size: int) -> bytes:
+        stop = min(offset + size, self.size)
+        pieces = []
+        while offset < stop:
+            block, start = divmod(offset, BLOCK_BYTES)
+            piece = self._block(block)[start : start + stop - offset]
+            if not piece:
+                break
+            pieces.append(piece)
+            offset += len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _block(self, number: int) -> bytes:
+        block = self._blocks.get(number)
+        if block is None:
+            self._parent.send("block", number)
+            block = self._parent.shared[: int(self._parent.receive()["got"])]
+            self._blocks[number] = block
+            if len(self._blocks) > _KEPT_BLOCKS:
+                self._blocks.popitem(last=False)
+        self._blocks.move_to_end(number)
+        return block
+
+
+def _allow_cpu(seconds: float) -> None:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    lower_limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + seconds))

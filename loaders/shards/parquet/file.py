@@ -1,6 +1,6 @@
-"""An open Parquet file: its checked footer, and its columns in batches of bounded size.
+"""An open Parquet file: its checked footer, and its columns in batches of bounded size; one pass over such a file.
 
-    storage --> footer --check against file and limits--> row groups --batches--> columns
+    storage --> footer --check against file and limits--> row groups --batches--> columns --scan--> rows of the facts
 
 Both measuring and reading use this reader, so that a file is decoded the same way each time. An exception of the
 storage during a call of pyarrow is raised unchanged, even if pyarrow hides or replaces it.
@@ -10,19 +10,36 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple, cast
+from itertools import accumulate
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from orchdata.loaders.errors import NOT_DATA
-from orchdata.loaders.limits import Limits
-from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules, Met
-from orchdata.loaders.shards.parquet.cells import field_clash, plan_columns, renamed
+from orchdata.loaders.errors import NOT_DATA, DecodeError, one_line, pass_trouble
+from orchdata.loaders.field_names import NULL
+from orchdata.loaders.limits import Limits, shortened
+from orchdata.loaders.memory import measured_at
+from orchdata.loaders.modalities.builtin import OTHER, TEXT
+from orchdata.loaders.modalities.modality import Header
+from orchdata.loaders.shards.fields import ALL_AS_NAMED, PARQUET, ColumnRules, Met
+from orchdata.loaders.shards.parquet.cells import (
+    Column,
+    PathOnly,
+    field_clash,
+    is_text,
+    plan_columns,
+    renamed,
+    sniff,
+    text_bytes,
+)
+from orchdata.loaders.shards.shard import NO_HEADER, FactsTable, Rows, header_of
 from orchdata.loaders.storage.storage import Storage, StorageFile
+from orchdata.loaders.text.conversation import WORDS_SUFFIX
+from orchdata.loaders.watch import here
 
 _STREAM_BYTES = 1 << 20
 _SCAN_ROWS = 64
@@ -61,7 +78,10 @@ class RowReader(ABC):
         self.schema = renamed(stored, rules)
         self._stored_names = {new: old for old, new in rules.names if old in stored.names}
         self.columns, self.ignored, self.key = plan_columns(self.schema, rules)
-        self.starts = np.array([0, *_running_sums(counts)], np.int64)
+        ends = [0, *accumulate(counts)]  # in Python's integers: a footer can claim more rows than fit in an int64
+        if ends[-1] > np.iinfo(np.int64).max:
+            raise Refused(f"its groups of rows claim {ends[-1]} rows")
+        self.starts = np.array(ends, np.int64)
         self.promised_rows = int(self.starts[-1])
         met = Met(rules.names)
         met.add(stored.names, rows)
@@ -123,7 +143,10 @@ class ParquetReader(RowReader):
         self._leaves: dict[str, list[int]] = {}
         names, new_names = set(stored.names), dict(rules.names)
         for leaf in range(metadata.num_columns):
-            name = _column_of(metadata.schema.column(leaf).path, names)
+            # Names of columns may have dots: the longest beginning of the path that is one.
+            parts = metadata.schema.column(leaf).path.split(".")
+            paths = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+            name = next((path for path in paths if path in names), parts[0])
             name = new_names.get(name, name)
             self._leaves.setdefault(name, []).append(leaf)
             if (path := re.sub(r"\.list\.(element|item)", "[]", metadata.schema.column(leaf).path)) != name:
@@ -140,23 +163,14 @@ class ParquetReader(RowReader):
             )
         super().check()
         self._check_density("rows", rows)
-        for group in range(len(self.starts) - 1):
+        groups = [self._metadata.row_group(group) for group in range(len(self.starts) - 1)]
+        for number, group in enumerate(groups):
             for column in self.columns:
-                self._check_group(group, column.name)
-        for column in self.columns:
-            self._check_values(column.name)
-
-    def _check_group(self, group: int, name: str) -> None:
-        chunks = [self._metadata.row_group(group).column(leaf) for leaf in self._leaves.get(name, ())]
-        decoded = sum(max(0, chunk.total_uncompressed_size) for chunk in chunks)
-        if decoded > self._most_decoded:
-            raise Refused(self._unfolds(group, name, decoded))
-
-    def _check_values(self, name: str) -> None:
-        """Check the number of values over all row groups: many small groups could each be below `_FREE_ROWS`."""
-        groups = range(len(self.starts) - 1)
-        for leaf in self._leaves.get(name, ()):
-            values = sum(max(0, self._metadata.row_group(group).column(leaf).num_values) for group in groups)
+                chunks = [group.column(leaf) for leaf in self._leaves.get(column.name, ())]
+                self._check_decoded(number, column.name, sum(max(0, each.total_uncompressed_size) for each in chunks))
+        # Values are counted over all row groups: many small groups could each be below `_FREE_ROWS`.
+        for leaf in (leaf for column in self.columns for leaf in self._leaves.get(column.name, ())):
+            values = sum(max(0, group.column(leaf).num_values) for group in groups)
             self._check_density(f"values in column {self._metadata.schema.column(leaf).path!r}", values)
 
     def _check_density(self, what: str, count: int) -> None:
@@ -167,17 +181,14 @@ class ParquetReader(RowReader):
                 f"at {INDEX_BYTES_OF_A_ROW} bytes of memory each"
             )
 
-    @property
-    def _most_decoded(self) -> float:
-        return max(self._limits.column_bytes, self._limits.decompression_ratio * self._size)
-
-    def _unfolds(self, group: int, name: str, decoded: int) -> str:
+    def _check_decoded(self, group: int, name: str, decoded: int) -> None:
         limits = self._limits
-        return (
-            f"row group {group}, column {name!r} decompresses to {decoded} bytes or more in a file of {self._size}, "
-            f"above Limits.column_bytes={limits.column_bytes} and "
-            f"Limits.decompression_ratio={limits.decompression_ratio:g}: write smaller row groups, or raise one"
-        )
+        if decoded > max(limits.column_bytes, limits.decompression_ratio * self._size):
+            raise Refused(
+                f"row group {group}, column {name!r} decompresses to {decoded} bytes or more in a file of "
+                f"{self._size}, above Limits.column_bytes={limits.column_bytes} and "
+                f"Limits.decompression_ratio={limits.decompression_ratio:g}: write smaller row groups, or raise one"
+            )
 
     def nulls(self, name: str) -> int:
         if nulls := super().nulls(name):
@@ -222,8 +233,7 @@ class ParquetReader(RowReader):
             seen += batch.num_rows
             for name in names:
                 decoded[name] += _plain_bytes(batch.column(name))
-                if decoded[name] > self._most_decoded:
-                    raise Refused(self._unfolds(group, name, decoded[name]))
+                self._check_decoded(group, name, decoded[name])
             if seen > rows:
                 break
             yield batch
@@ -258,24 +268,6 @@ def _plain_bytes(array: pa.Array) -> int:
     return int(array.indices.nbytes) + (pc.sum(lengths.take(array.indices)).as_py() or 0)
 
 
-def _column_of(leaf: str, columns: Collection[str]) -> str:
-    """Return the column of a leaf by its path; names of columns may have dots."""
-    parts = leaf.split(".")
-    paths = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((path for path in paths if path in columns), parts[0])
-
-
-def _running_sums(counts: Sequence[int]) -> list[int]:
-    """Sum in Python's integers: a footer can claim more rows than fit in an int64."""
-    total, sums = 0, []
-    for count in counts:
-        total += count
-        sums.append(total)
-    if total > np.iinfo(np.int64).max:
-        raise Refused(f"its groups of rows claim {total} rows")
-    return sums
-
-
 class _Stream(StorageFile):
     """A file as pyarrow reads it."""
 
@@ -300,11 +292,149 @@ class _Stream(StorageFile):
             raise
 
 
-class ColumnValues(NamedTuple):
-    """Columns of a file: keys of its rows (empty without columns), name -> values of all rows, and name -> names of the
-    classes that a column has the numbers of.
-    """
+# A date or time outside of Python's range is an ArithmeticError.
+_CELL_ERRORS = (pa.ArrowException, ArithmeticError, ValueError, TypeError, LookupError, RecursionError)
+_NUMBER = (1, *NO_HEADER[1:])  # header of a number that is no longer than an empty list
 
-    keys: list[str]
-    columns: Mapping[str, pa.ChunkedArray]
-    labels: Mapping[str, tuple[str, ...]]
+
+def scan(reader: RowReader, limits: Limits) -> tuple[FactsTable, dict[str, int]]:
+    """Return the facts of a file, and the number of rows of each ignored column that have a value, as far as that is
+    known. Bad cells are rows with an error. Raises Refused: the file as a whole cannot be a shard, or is above the
+    limits. It runs in a child process, because the first decoding of a file may crash the library.
+    """
+    if not reader.columns and reader.promised_rows:
+        raise Refused(f"no column has text or media (columns: {', '.join(map(str, reader.schema.names))[:200]})")
+    reader.check()
+    for column in reader.columns:
+        too_long = limits.name_error("column's name", column.name)
+        if too_long is not None:
+            raise Refused(f"{shortened(column.name)!r}: {too_long}")
+    rows = _Scan(limits)
+    rows.run(reader)
+    ignored = {name: reader.promised_rows - reader.nulls(name.removesuffix(WORDS_SUFFIX)) for name in reader.ignored}
+    return rows.table, ignored
+
+
+class _Scan(Rows):
+    """One pass over a file: cells to rows of the facts, with the headers of media."""
+
+    def run(self, reader: RowReader) -> None:
+        key = reader.key
+        names = list(dict.fromkeys([*(column.name for column in reader.columns), *([] if key is None else [key])]))
+        columns = [] if reader.columns.are_whole else reader.columns
+        number = 0
+        current = here()
+        for group in range(len(reader.starts) - 1):
+            current.key = f"row {number}"
+            for batch in reader.batches(group, names, scan=True):
+                cells = [batch.column(column.name) for column in columns]
+                keys = batch.column(key) if key is not None else None
+                for i in range(batch.num_rows):
+                    given = _key(keys[i]) if keys is not None else None
+                    current.key = name = str(number) if given is None else given
+                    self._add_row(number, name, columns, [cell[i] for cell in cells], is_id=key != "__key__")
+                    number += 1
+                current.key = f"row {number}"  # its batch is decoded next
+                if len(self.table) > self.limits.shard_rows:
+                    raise Refused(f"more than {self.limits.shard_rows} fields, above Limits.shard_rows")
+        current.key = None
+
+    def _add_row(self, number: int, key: str, columns: list[Column], scalars: list[pa.Scalar], *, is_id: bool) -> None:
+        first = len(self.table)
+        too_long = self.limits.name_error("key", key)
+        if too_long is not None:
+            self._append(number, shortened(key), "", error=too_long)
+            return
+        key = self.distinct(key, number) if is_id else key
+        for column, scalar in zip(columns, scalars, strict=True):
+            try:
+                self._add_cells(number, key, column, scalar)
+            except NOT_DATA:
+                raise
+            except _CELL_ERRORS as error:  # the other cells may be readable
+                pass_trouble(error)
+                self._append(number, key, column.name, column.kind, error=f"cannot be read: {one_line(error)}")
+        if len(self.table) == first:
+            self._append(number, key, "")
+        reason = "rows {} and {} both have the key {!r}: give each row a different __key__, or drop that column, "
+        self.end_sample(key, first, reason + "so that rows are named by id or number")
+
+    def _add_cells(self, number: int, key: str, column: Column, scalar: pa.Scalar) -> None:
+        excess = column.excess(scalar, self.limits)
+        if excess is not None:
+            self._append(number, key, column.name, column.kind, error=excess)
+            return
+        missing = column.missing(scalar)
+        if missing is not None:
+            self._append(number, key, missing, TEXT)
+            return
+        if not column.listed:
+            self._add_cell(number, key, column.field, column, scalar)
+        elif scalar.is_valid:
+            for i, item in enumerate(scalar.values):
+                self._add_cell(number, key, f"{column.name}.{i}", column, item)
+        for at, data in enumerate(column.media(scalar)):
+            error = self.limits.size_error(len(data), is_text=False)
+            self._add_content(number, key, f"{column.name}.{at}", sniff(data), data, error)
+
+    def _add_cell(self, number: int, key: str, field: str, column: Column, scalar: pa.Scalar) -> None:
+        error: str | None
+        try:
+            data = column.content(scalar)
+            path = column.path(scalar)
+        except (PathOnly, UnicodeDecodeError) as problem:
+            error = str(problem)
+            if isinstance(problem, UnicodeDecodeError):
+                error = f"contains a string that is not valid UTF-8: {problem.reason}"
+            self._append(number, key, field, column.kind, error=error)
+            return
+        if data is None:
+            if column.has_nulls and column.listed:  # the other items keep their numbers
+                self._append(number, key, field + NULL, TEXT)
+            return
+        kind, is_json = column.kind_of(data, path), column.is_json
+        is_read = kind != OTHER or is_json
+        error = self.limits.size_error(len(data), is_text=kind == TEXT or is_json) if is_read else None
+        is_number = column.form == "words" and len(data) <= 2 and data not in (b"[]", b"{}")
+        self._add_content(number, key, field, kind, data, error, _NUMBER if is_number else NO_HEADER)
+
+    def _add_content(
+        self,
+        number: int,
+        key: str,
+        field: str,
+        kind: int,
+        data: bytes | memoryview,
+        error: str | None,
+        header: Header = NO_HEADER,
+    ) -> None:
+        if error is None and kind not in (TEXT, OTHER):
+            try:
+                header = header_of(kind, len(data), lambda count: bytes(data[:count]), self.limits)
+            except DecodeError as problem:
+                header, error = NO_HEADER, problem.reason
+            except MemoryError as problem:
+                raise measured_at(problem, "", key, field) from problem
+        self._append(number, key, field, kind, len(data), error, header)
+
+    def _append(
+        self,
+        number: int,
+        key: str,
+        field: str,
+        kind: int = OTHER,
+        size: int = 0,
+        error: str | None = None,
+        header: Header = NO_HEADER,
+    ) -> None:
+        self.table.append(
+            number, key, field, kind=kind, offset=number, size=size, encoding=PARQUET, header=header, error=error
+        )
+
+
+def _key(scalar: pa.Scalar) -> str | None:
+    """Return a key as text, None for null; bytes that are not UTF-8 become escapes."""
+    if not scalar.is_valid:
+        return None
+    type_ = scalar.type.value_type if isinstance(scalar, pa.DictionaryScalar) else scalar.type
+    return bytes(text_bytes(scalar)).decode("utf-8", "backslashreplace") if is_text(type_) else str(scalar.as_py())

@@ -8,22 +8,33 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from orchdata.loaders.errors import ShardError, as_failure
+from orchdata.loaders.errors import NOT_DATA, FieldError, ShardError, as_failure, one_line, pass_trouble
+from orchdata.loaders.failures import as_failure
+from orchdata.loaders.field_names import EMPTY, NULL
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules
-from orchdata.loaders.shards.parquet.cells import column_of, locate_cell, read_cell
+from orchdata.loaders.shards.parquet.cells import PathOnly, column_of
 from orchdata.loaders.shards.parquet.children import measure
-from orchdata.loaders.shards.parquet.file import ColumnValues, ParquetReader
+from orchdata.loaders.shards.parquet.file import ParquetReader
 from orchdata.loaders.shards.shard import Facts, Member, Recent, Shard, facts_of, shard_failure
-from orchdata.loaders.storage.content_digest import ContentDigest
-from orchdata.loaders.storage.storage import Storage
+from orchdata.loaders.storage.storage import ContentDigest, Storage
+
+
+class ColumnValues(NamedTuple):
+    """Columns of a file: keys of its rows (empty without columns), name -> values of all rows, and name -> names of the
+    classes that a column has the numbers of.
+    """
+
+    keys: list[str]
+    columns: Mapping[str, pa.ChunkedArray]
+    labels: Mapping[str, tuple[str, ...]]
 
 
 class DecodedColumn:
@@ -80,10 +91,29 @@ class ColumnShard(Shard):
         return facts_of(self, table, **found)
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
-        """Read `field` ("images.0": an item of a list) of row `offset`. Raises FieldError; ShardError for the file."""
+        """Read `field` ("images.0": an item of a list) of row `offset`, and check that it has the size in the index.
+        Raises FieldError if it cannot be read; ShardError if the file cannot be read at all; StaleIndexError if it
+        changed.
+        """
         if self._closed:
             raise ValueError(f"{self.url}: read after close")
-        return read_cell(self._cell, self._file, offset, size, field)
+        if not size and field.endswith((NULL, EMPTY)):
+            return b""
+        try:
+            data = self._cell(offset, field)
+            if data is None or len(data) != size:
+                now = "nothing" if data is None else f"{len(data)} bytes"
+                raise FieldError(field, f"row {offset} has {now}, {size} bytes were indexed: index the shard again")
+            return data
+        except NOT_DATA:
+            raise
+        except Exception as error:
+            pass_trouble(error)
+            self._file.check_unchanged()  # a change of the file can look like damage
+            if isinstance(error, ShardError | FieldError):
+                raise
+            reason = str(error) if isinstance(error, PathOnly) else f"cannot be read: {one_line(error)}"
+            raise FieldError(field, reason) from error
 
     def read_many(self, members: Sequence[Member]) -> list[bytes | memoryview]:
         """Read cells of one sample. Raises as `read` does."""
@@ -133,8 +163,14 @@ class ColumnShard(Shard):
 
     def _cell(self, row: int, field: str) -> bytes | None:
         reader = self._open()
-        column, item, group, group_row = locate_cell(reader.columns, reader.starts, row, field)
-        return column.item(self._scalar(reader, group, column.name, group_row), item, self._limits)
+        found = column_of(reader.columns, field)
+        if found is None or not 0 <= row < reader.starts[-1]:
+            raise FieldError(field, f"the file has no such cell (row {row}): index the shard again")
+        column, item = found
+        group = int(np.searchsorted(reader.starts, row, side="right")) - 1
+        return column.item(
+            self._scalar(reader, group, column.name, row - int(reader.starts[group])), item, self._limits
+        )
 
     def _open(self) -> Any:
         with self._lock:

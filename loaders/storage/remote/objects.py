@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.memory import room
 from orchdata.loaders.storage.remote import requests, urls
-from orchdata.loaders.storage.remote.of_obstore import SCHEMES, ObstoreClient
+from orchdata.loaders.storage.remote.clients import SCHEMES, FsspecClient, HubClient, ObstoreClient, is_filesystem
 from orchdata.loaders.storage.remote.requests import (
     RETRY_SECONDS,
     Answer,
@@ -182,36 +182,29 @@ class Objects:
         num_bytes: int = 0,
     ) -> Request[T]:
         counts = requests.HERE.counts if reads is None else reads.requests
-
-        def counted() -> T:
-            counts.add(kind)
-            return call()
-
         how: dict[str, Any] = {"retry_seconds": self._retry_seconds, "counts": counts, "refresh": client.refresh}
-        return Request(call=counted, url=url, doing=doing, num_bytes=num_bytes, **how)
+        return Request(call=call, url=url, doing=doing, kind=kind, num_bytes=num_bytes, **how)
 
     def _run(self, wanted: ObjectRange, reads: ReadBytes | None) -> _Run:
         """Begin to read a range, in pieces."""
         url, file, first, last = wanted
+        client, key = self._client_of(url)
+
+        def get(piece: ObjectRange) -> Buffer:
+            _check_room(piece)
+            answer = client.get(key, piece.start, piece.stop, file.version)
+            if reads is not None:
+                reads.storage.add(len(answer.data))
+            check(answer, piece)
+            return answer.data
+
         pieces = []
         for start in range(first, last, PIECE_BYTES):
             piece = ObjectRange(url, file, start, min(last, start + PIECE_BYTES))
-            pieces.append((start, requests.HERE.begin(self._piece(piece, reads))))
+            doing, num_bytes = f"cannot be read at {start}", piece.stop - start
+            request = self._request(url, doing, "get", client, partial(get, piece), reads, num_bytes)
+            pieces.append((start, requests.HERE.begin(request)))
         return _Run(wanted, pieces)
-
-    def _piece(self, wanted: ObjectRange, reads: ReadBytes | None) -> Request[Buffer]:
-        client, key = self._client_of(wanted.url)
-
-        def get() -> Buffer:
-            _check_room(wanted)
-            answer = client.get(key, wanted.start, wanted.stop, wanted.file.version)
-            if reads is not None:
-                reads.storage.add(len(answer.data))
-            check(answer, wanted)
-            return answer.data
-
-        doing, num_bytes = f"cannot be read at {wanted.start}", wanted.stop - wanted.start
-        return self._request(wanted.url, doing, "get", client, get, reads, num_bytes)
 
     def _client_of(self, url: str) -> tuple[Client, str]:
         """Return the client of an object, and its key. Raises StorageError in a process where no client works."""
@@ -230,8 +223,6 @@ class Objects:
         return client, parts.key
 
     def _opened(self, parts: urls.ObjectUrl) -> Client:
-        from orchdata.loaders.storage.remote.of_fsspec import FsspecClient, HubClient, is_filesystem
-
         if self._store is None and parts.scheme in SCHEMES:
             return ObstoreClient(parts, self._options)
         if parts.scheme == "hf" and (self._store is None or hasattr(self._store, "resolve_path")):

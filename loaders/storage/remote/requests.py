@@ -69,8 +69,9 @@ class Request(Generic[T]):
     Attributes:
         call: one attempt. Raises Trouble.
         url, doing: for errors: the object, without secrets, and what failed.
+        kind: under which `counts` counts it.
         retry_seconds: for how long after the first failure it is made again.
-        counts: gets the attempts after the first.
+        counts: gets each attempt, and those after the first.
         refresh: reads credentials again; called once.
         num_bytes: memory that the result takes.
     """
@@ -81,6 +82,7 @@ class Request(Generic[T]):
     retry_seconds: float
     counts: RequestCounts
     refresh: Callable[[], bool]
+    kind: str = ""
     num_bytes: int = 0
 
 
@@ -159,6 +161,7 @@ class Requests:
         """
         pause, attempts, num_odd, is_refreshed, until = _FIRST_PAUSE, 1, 0, False, None
         while True:
+            request.counts.add(request.kind)
             try:
                 result = request.call()
             except Trouble as raised:

@@ -16,7 +16,6 @@ import platform
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from hashlib import blake2b
@@ -31,7 +30,6 @@ from numpy.typing import NDArray
 from orchdata.building.contents import IndexedShards, shard_loader
 from orchdata.engines.engine import explain_pickling, pickles
 from orchdata.engines.work import WorkerSpec
-from orchdata.loaders.claims import Claims
 from orchdata.loaders.environment import OWN, distribution_of
 from orchdata.loaders.errors import DataError, OrchdataError, ShardError, StaleIndexError, StorageError, one_line
 from orchdata.loaders.generators import Pass
@@ -89,7 +87,7 @@ def open_index(file: NodeFile, fetch: Callable[[], Index] | None, place: Place |
     """
     cache = CacheFolder()
     # The first actor of a node fetches a file, and verifies a large one; the others find it, and the note about it.
-    with _claimed(cache, f"{file.digest}.opened"):
+    with cache.lock("from-trainer", f"{file.digest}.opened"):
         path, failed = _there(file), None
         if path is None and fetch is not None:
             try:
@@ -122,20 +120,13 @@ def _there(file: NodeFile) -> Path | None:
 def copied(file: NodeFile, cache: CacheFolder) -> Path:
     """Return the path of the copy in a cache folder, which is fetched by the first process that asks."""
     path = cache.file(file.kind, f"{file.digest}{Path(file.path).suffix}")
-    with _claimed(cache, str(path)):
+    with cache.lock("from-trainer", str(path)):
         if not _is_same(file, path):
             with replaced(path) as fd:
                 _fetch(file, lambda data, start: write_at(fd, data.data, start))
             if not _is_same(file, path):
                 raise StorageError(file.path, "has changed on the trainer's node while it was copied: try again")
     return path
-
-
-@contextmanager
-def _claimed(cache: CacheFolder, name: str) -> Iterator[None]:
-    """Let one process of a node at a time work on what has this name."""
-    with closing(Claims(cache.file("locks", "from-trainer"))) as claims, claims.claim(name, go_on=lambda: True):
-        yield
 
 
 def _is_same(file: NodeFile, path: Path) -> bool:

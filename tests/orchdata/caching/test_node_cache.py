@@ -250,7 +250,7 @@ def test_a_full_disk_costs_one_warning_and_leaves_no_half_file(
             raise OSError(28, "No space left on device")
         return int(self._file.write(data))
 
-    monkeypatch.setattr("orchdata.loaders.storage.entries._Summed.write", write)
+    monkeypatch.setattr("orchdata.loaders.storage.cache._Summed.write", write)
     cache = od.Cache(tmp_path / "nvme", max_bytes=1 << 30)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -10,8 +10,7 @@ from typing import IO, Any
 import pytest
 
 import orchdata as od
-from orchdata.loaders.storage.cache import CacheFolder, kept_files, prune
-from orchdata.loaders.storage.entries import copy_name
+from orchdata.loaders.storage.cache import CacheFolder, copy_name, kept_files, prune
 from orchdata.loaders.storage.node import FOLDER, Copies
 from orchdata.loaders.storage.storage import FileVersion
 
