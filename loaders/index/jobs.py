@@ -26,8 +26,6 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final, Protocol
 
 from orchdata.loaders.child_process import Channel, Child, leave_out_what_is_loaded
-from orchdata.loaders.claims import Claims
-from orchdata.loaders.collector import leave_out_what_is_loaded
 from orchdata.loaders.errors import OrchdataError, ProcessError
 from orchdata.loaders.index.measuring import Chunk, Progress, Result, measure_chunk
 from orchdata.loaders.recipe import Recipe

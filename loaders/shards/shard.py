@@ -32,8 +32,7 @@ from numpy.typing import NDArray
 from orchdata.loaders.compact import Names, RowsOfKeys, Strings
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, NUM_FACTS, OTHER
-from orchdata.loaders.modalities.checks import read_header
-from orchdata.loaders.modalities.modality import Header
+from orchdata.loaders.modalities.modality import Header, read_header
 from orchdata.loaders.shards.fields import RAW
 from orchdata.loaders.storage.remote.urls import is_remote
 

@@ -24,7 +24,6 @@ from orchdata.loaders.shards.fields import NO_RULES, RAW, TABLE_ROW, FieldRules,
 from orchdata.loaders.shards.jsonl.named_media import NamedMedia, media_of
 from orchdata.loaders.storage.paths import is_media_table, suffix_of
 from orchdata.loaders.storage.storage import BLOCK_BYTES, Storage
-from orchdata.loaders.text.chat_keys import Repeating
 from orchdata.loaders.text.conversation import parse_json
 from orchdata.loaders.text.messages import Repeating
 from orchdata.loaders.text.preprocessor import decode_utf8

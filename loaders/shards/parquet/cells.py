@@ -16,7 +16,6 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import BUILTINS, OTHER, TEXT
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules, classify, listed_modality, names_content
 from orchdata.loaders.shards.jsonl.stretch import is_edge
-from orchdata.loaders.text.chat_keys import HARMLESS, is_chat_context
 from orchdata.loaders.text.conversation import WORDS_SUFFIX, names_words
 from orchdata.loaders.text.messages import CHAT_KEYS, HARMLESS, is_chat_context
 

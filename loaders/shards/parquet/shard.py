@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 
 from orchdata.loaders.errors import NOT_DATA, FieldError, ShardError, as_failure, one_line, pass_trouble
-from orchdata.loaders.failures import as_failure
 from orchdata.loaders.field_names import EMPTY, NULL
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules
