@@ -29,7 +29,7 @@ from orchdata.building.spec import BuildSpec
 from orchdata.building.step import BuiltStep
 from orchdata.dataset.index_costs import IndexCosts
 from orchdata.engines.engine import Workers
-from orchdata.engines.on_ray.cluster import RayEngine
+from orchdata.engines.on_ray import RayEngine
 from orchdata.engines.processes.engine import ProcessEngine
 from orchdata.engines.supervisor import WorkerEngine
 from orchdata.engines.threads import passed_on

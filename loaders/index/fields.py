@@ -204,12 +204,8 @@ def with_fields(
 ) -> Index:
     """Return the index with the user's own columns; they are read from the shards if no such index is kept.
 
-    Of several processes one reads them, and the others wait.
-
-    Args:
-        may_build: whether to read shards.
-        force: read all shards again.
-        progress: called with the shards that are done, and the number of all.
+    Of several processes one reads them, and the others wait; `may_build` says whether to read shards, `force` to read
+    all again. `progress` is called with the shards that are done, and the number of all.
 
     Raises ValueError for values that the index does not keep, columns of several types, or a name that no sample has;
     MissingIndexError if they are not kept, and `may_build` is false; StaleIndexError if a shard changed since it was

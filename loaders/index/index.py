@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -78,40 +79,17 @@ class Place(NamedTuple):
 class Index(Columns):
     """A mapped index; pickles as its path, and as the open file: what a prune has removed is there for workers too.
 
-    n rows in the order of their shards, p parts, m members; every array is a read-only view of the file. A sample is
-    one row or, if it is split, one row per piece, in order. Bad samples have a row too: no tokens, parts or members,
-    but an error.
+    The rows of its n samples, or pieces of samples, are in the order of their shards; every column is a read-only view
+    of the file. Bad samples have a row too: no tokens, parts or members, but an error.
 
     Attributes:
-        path: the file.
         fingerprint: identity of the content: recipe, and name, size and header checksum of every shard. Directories
             do not count, so that a state resumes after the data has moved.
         build_id: identity of the tables it was merged from; changes whenever a shard was measured again.
-        num_rows: n.
-        num_samples: number of samples, bad ones included.
+        num_rows, num_samples: n; and the number of samples, bad ones included.
+        is_split: whether any sample has several rows.
         shards: in order; the samples of one are the rows shard_rows[s] to shard_rows[s + 1].
-        shard: shard of each row, int32 (n,).
-        llm_tokens: merged media tokens plus text, int32 (n,).
-        loss_tokens: labels other than -100, int32 (n,).
-        piece: number of the piece in its sample, from 0; 0 if the sample is not split, int32 (n,).
-        cut_tokens: LLM tokens that its sample lost by truncation, int32 (n,).
-        text_start: start of the text of a piece, encoded by `overflow.packed`; below 0 if it cannot be tokenized
-            without the rest of its sample; 0 if the sample is not split, int32 (n,).
-        part_offsets: the parts of row i are [part_offsets[i], part_offsets[i + 1]), int64 (n + 1,).
-        modalities: names by their codes in this index, text first.
-        part_modality: uint8 (p,), a code; text has no parts.
-        part_member: index of the sample's member, int32 (p,).
-        part_positions: positions entering the encoder, int32 (p,).
-        part_tokens: merged tokens, int32 (p,).
-        part_rows: rows of its arrays, int32 (p,).
-        part_extent: `PartSize.extent`, int32 (p, E); filled with zeros for modalities that have fewer.
-        member_offsets: as part_offsets, for the members that the sample uses, int64 (n + 1,).
-        member_field: index into `fields`, int32 (m,).
-        member_kind: code of a modality, or a code for a member of none, uint8 (m,).
-        member_encoding: as in the facts, uint8 (m,).
-        member_offset, member_size: location of the bytes, int64 (m,).
-        member_header: result of the modality's probe, int64 (m, H); filled with zeros if it has fewer numbers.
-        fields: names of all fields in use.
+        modalities, fields: names by their codes in this index, text first; of all fields in use.
         own: the user's own columns, with a value for each row; None if it was not built with any.
         totals: see `table.summarize`.
         recipe: `Recipe.describe()` of the recipe that the costs belong to.
@@ -132,7 +110,10 @@ class Index(Columns):
         """
         self.path = Path(path)
         try:
-            metadata, columns, self.own, self._fd, self._opened = self._mapped(lent)
+            mapped = tried(str(self.path), "cannot be read", partial(_map, self.path, lent))
+            if mapped is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
+            metadata, columns, self.own, self._fd, self._opened = mapped
         except (ValueError, LookupError, TypeError, AttributeError, pa.ArrowException) as error:
             raise self.damaged(str(error)) from error
         weakref.finalize(self, os.close, self._fd)
@@ -155,6 +136,7 @@ class Index(Columns):
             setattr(self, name, getattr(columns, name))
         self.num_rows = columns.shard.size
         self.num_samples: int = self.totals["samples"]
+        self.is_split = self.num_rows > self.num_samples
 
     def check_urls(self, urls: Sequence[str]) -> None:
         """Raise DamagedIndexError if it is not the index of these shards, which its file name promises."""
@@ -176,18 +158,6 @@ class Index(Columns):
             self._used = time.monotonic()
             for path in filter(None, (self.path, self.base)):
                 still_used(path)
-
-    def _mapped(self, lent: Lent | None) -> _Mapped:
-        def map_if_there() -> _Mapped | None:
-            try:
-                return _map(self.path, lent)
-            except FileNotFoundError:
-                return None
-
-        mapped = tried(str(self.path), "cannot be read", map_if_there)
-        if mapped is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
-        return mapped
 
     def __len__(self) -> int:
         return self.num_samples
@@ -223,11 +193,6 @@ class Index(Columns):
         """Return the name of a row for messages: its sample, and the piece if the sample is split."""
         name, rows = f"sample {self.key(row)!r}", self.rows_of_sample(row)
         return name if len(rows) == 1 else f"piece {row - rows.start} of {len(rows)} of {name}"
-
-    @property
-    def is_split(self) -> bool:
-        """Whether any sample has several rows."""
-        return self.num_rows > self.num_samples
 
     def sample_rows(self) -> NDArray[np.int64]:
         """Return the first row of each sample, ascending, int64 (num_samples,)."""
@@ -390,21 +355,21 @@ class Index(Columns):
 
     def read_spec(self, row: int) -> list[tuple[int, int, int, str]]:
         """Return (offset, size, encoding, field) of each member, the arguments of `Shard.read_many`."""
-        mine = self._member_slice(row)
+        mine, fields = self._members_of(row)
         offsets, sizes = self.member_offset[mine].tolist(), self.member_size[mine].tolist()
         for numbers in (offsets, sizes):
             if numbers and not 0 <= min(numbers) <= max(numbers) < MOST_BYTES:
                 raise self.damaged(f"members of row {row} are said to be at {offsets!r:.80} with {sizes!r:.80} bytes")
         encodings = self.member_encoding[mine].tolist()
-        names = [outer_of(name)[0] for name in self._field_names(row, mine)]
-        return list(zip(offsets, sizes, encodings, names, strict=True))
+        return list(zip(offsets, sizes, encodings, [outer_of(name)[0] for name in fields], strict=True))
 
     def members(self, row: int) -> list[Member]:
         """Return the members that a sample uses, as arguments of `compose`."""
-        mine = self._member_slice(row)
-        kinds, names = self.member_kind[mine].tolist(), self._field_names(row, mine)
-        headers, sizes = self.member_header[mine].tolist(), self.member_size[mine].tolist()
-        return list(map(Member, names, kinds, map(tuple, headers), sizes))
+        mine, fields = self._members_of(row)
+        kinds, headers, sizes = (
+            column[mine].tolist() for column in (self.member_kind, self.member_header, self.member_size)
+        )
+        return list(map(Member, fields, kinds, map(tuple, headers), sizes))
 
     def find(self, shard: str, key: str) -> int | None:
         """Return the first row of `find_all`, or None."""
@@ -474,15 +439,14 @@ class Index(Columns):
             raise self.damaged(f"the {kind}s of row {row} are said to be {start} to {stop} of {length}")
         return range(start, stop)
 
-    def _member_slice(self, row: int) -> slice:
-        mine = self._range("member", row, self.member_field.size)
-        return slice(mine.start, mine.stop)
-
-    def _field_names(self, row: int, members: slice) -> list[str]:
-        numbers = self.member_field[members].tolist()
+    def _members_of(self, row: int) -> tuple[slice, list[str]]:
+        """Return where the members of a row are, and the names of their fields."""
+        members = self._range("member", row, self.member_field.size)
+        mine = slice(members.start, members.stop)
+        numbers = self.member_field[mine].tolist()
         if numbers and not 0 <= min(numbers) <= max(numbers) < len(self.fields):
             raise self.damaged(f"row {row} is said to have fields {numbers}, of {len(self.fields)}")
-        return [self.fields[number] for number in numbers]
+        return mine, [self.fields[number] for number in numbers]
 
     def _part_spans(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the first part and the number of parts of each of `rows`."""
@@ -507,9 +471,11 @@ def _opened_again(path: Path, lent: Lent, place: Place | None) -> Index:
 _Mapped = tuple[dict[str, Any], Columns, "pa.RecordBatch | None", int, os.stat_result]
 
 
-def _map(path: Path, lent: Lent | None) -> _Mapped:
-    """Return verified head, mapped columns and the user's own columns of an index, a descriptor, its status."""
-    with opened_lent(path, lent) as fd:
+def _map(path: Path, lent: Lent | None) -> _Mapped | None:
+    """Return verified head, mapped columns and the user's own columns of an index, a descriptor, its status; None if
+    there is no file.
+    """
+    with suppress(FileNotFoundError), opened_lent(path, lent) as fd:
         status = os.fstat(fd)
         head = head_of(fd, KIND, TABLE_FORMAT)
         noted, values = is_noted(path, status), head.values
@@ -530,6 +496,7 @@ def _map(path: Path, lent: Lent | None) -> _Mapped:
         ):
             note(path, status)
         return values, columns, own, os.dup(fd), status
+    return None
 
 
 def _check_names(values: dict[str, Any]) -> None:
@@ -540,16 +507,11 @@ def _check_names(values: dict[str, Any]) -> None:
             raise ValueError(f"the shard {name!r:.200} is not named by a path below the common folder")
 
 
-def absolute(url: str) -> str:
-    """Return the name of a shard in indexes: its absolute path, or its URL without secrets."""
-    return identity(url)
-
-
 def _as_given(path: str) -> frozenset[str]:
     """Return the shards of a path as data sets take it: relative, a folder, or a pattern of local files."""
     with suppress(OSError, ValueError, StorageError):
         if not needs_listing(path):
-            return frozenset(map(absolute, expand_paths(path)))
+            return frozenset(map(identity, expand_paths(path)))
     return frozenset()
 
 

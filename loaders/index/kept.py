@@ -72,24 +72,17 @@ sample out."""
 
 @dataclass(slots=True)
 class ShardSample:
-    """One sample of the facts: its members are the rows from `start` on, those in `wanted` are read.
-
-    Attributes:
-        layout: digest of the names and kinds of its members: the text of another layout is another text.
-        names: digest of their names alone.
-        error: of the whole sample.
-        kept, sizes: what is kept of its text, if that can be used, and of its parts.
-    """
+    """One sample of the facts: its members are the rows from `start` on, those in `wanted` are read."""
 
     key: str
     start: int
     members: Sequence[Member]
     wanted: Sequence[int] = ()
-    layout: str = ""
-    names: str = ""
-    error: FieldError | None = None
-    kept: Text | None = None
-    sizes: Sizes = field(default_factory=dict)
+    layout: str = ""  # digest of the names and kinds of its members: the text of another layout is another text
+    names: str = ""  # digest of their names alone
+    error: FieldError | None = None  # of the whole sample
+    kept: Text | None = None  # of its text, if that can be used
+    sizes: Sizes = field(default_factory=dict)  # that are kept of its parts
 
 
 class SampleLists:

@@ -76,6 +76,7 @@ class StoredSample:
         self._index = index
         self._shards = shards
         self._name = (index.fingerprint, index.build_id, self._rows.start)
+        self._is_undivided = whole or len(self._rows) == 1
         self._window = None if self._is_undivided else self._find_window()
         needs_whole_text = not self._is_undivided and self._window is None
         self._made_sample: MadeSample | None = None
@@ -89,10 +90,6 @@ class StoredSample:
         start, skipped = unpacked(int(begins[self.row]))
         stop = None if self.row + 1 == self._rows.stop else unpacked(int(begins[self.row + 1]))[0]
         return Window(start, stop, skipped, int(self._index.llm_tokens[self.row]))
-
-    @property
-    def _is_undivided(self) -> bool:
-        return self._whole or len(self._rows) == 1
 
     @property
     def piece(self) -> int:

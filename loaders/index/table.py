@@ -110,33 +110,32 @@ class TableSize:
 
 @dataclass(slots=True, eq=False)
 class Columns:
-    """All columns as arrays, one-dimensional but for part_extent and member_header.
+    """All columns as arrays: of n rows, p parts, m members. One-dimensional but for part_extent and member_header."""
 
-    Strings are offsets and bytes: `<string>_offsets` int64, `<string>_bytes` uint8 (UTF-8).
-    Errors are those of the rows `bad_row`, ascending, int64.
-    """
-
-    shard: NDArray[np.int32]
-    llm_tokens: NDArray[np.int32]
-    loss_tokens: NDArray[np.int32]
-    piece: NDArray[np.int32]
-    cut_tokens: NDArray[np.int32]
+    shard: NDArray[np.int32]  # of each row
+    llm_tokens: NDArray[np.int32]  # merged media tokens plus text
+    loss_tokens: NDArray[np.int32]  # labels other than -100
+    piece: NDArray[np.int32]  # number of the piece in its sample, from 0; 0 if the sample is not split
+    cut_tokens: NDArray[np.int32]  # LLM tokens that its sample lost by truncation
+    # Start of the text of a piece, encoded by `overflow.packed`; below 0 if it cannot be tokenized without the rest of
+    # its sample; 0 if the sample is not split.
     text_start: NDArray[np.int32]
-    part_offsets: NDArray[np.int64]
-    part_modality: NDArray[np.uint8]
-    part_member: NDArray[np.int32]
-    part_positions: NDArray[np.int32]
-    part_tokens: NDArray[np.int32]
-    part_rows: NDArray[np.int32]
-    part_extent: NDArray[np.int32]
-    member_offsets: NDArray[np.int64]
-    member_field: NDArray[np.int32]
-    member_kind: NDArray[np.uint8]
-    member_encoding: NDArray[np.uint8]
-    member_offset: NDArray[np.int64]
+    part_offsets: NDArray[np.int64]  # (n + 1,); the parts of row i are [part_offsets[i], part_offsets[i + 1])
+    part_modality: NDArray[np.uint8]  # a code; text has no parts
+    part_member: NDArray[np.int32]  # index of the sample's member
+    part_positions: NDArray[np.int32]  # positions entering the encoder
+    part_tokens: NDArray[np.int32]  # merged tokens
+    part_rows: NDArray[np.int32]  # rows of its arrays
+    part_extent: NDArray[np.int32]  # (p, E), `PartSize.extent`, filled with zeros
+    member_offsets: NDArray[np.int64]  # (n + 1,), for the members that the sample uses
+    member_field: NDArray[np.int32]  # index into `fields`
+    member_kind: NDArray[np.uint8]  # code of a modality, or a code for a member of none
+    member_encoding: NDArray[np.uint8]  # as in the facts
+    member_offset: NDArray[np.int64]  # where its bytes are
     member_size: NDArray[np.int64]
-    member_header: NDArray[np.int64]
-    bad_row: NDArray[np.int64]
+    member_header: NDArray[np.int64]  # (m, H), result of the modality's probe, filled with zeros
+    bad_row: NDArray[np.int64]  # ascending
+    # Strings are offsets and bytes (UTF-8); errors are those of the bad rows.
     key_offsets: NDArray[np.int64]
     key_bytes: NDArray[np.uint8]
     error_field_offsets: NDArray[np.int64]
@@ -275,12 +274,8 @@ def summarize(
     """Count the samples of a table.
 
     Every number is a sum, but those called `max_...`. A split sample counts once, for any number of pieces.
-
-    Args:
-        columns: of a table without unused members.
-        modalities: their names by code, text first.
-        ignored_fields: field -> number of members that the recipe does not use.
-        unread: as `UnreadNames.totals`.
+    `modalities` are their names by code, text first; `ignored_fields` says how many members of a field the recipe does
+    not use; `unread` is as `UnreadNames.totals`.
 
     Returns:
         samples (bad ones included), bad, bytes and members (of the usable samples), llm_tokens, loss_tokens,

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,37 +102,29 @@ def _end(children: list[subprocess.Popen[bytes]]) -> None:
 def _is_stored(family: str) -> bool:
     """Return whether the family's head was compiled after the last change of any kernel's source, by numba's index."""
     head = _head(family)
-    # This process may not need numba: it imports numba only if the kernel is not where it usually is.
-    usual = _usual_folder(Path(head.py_func.__code__.co_filename))
-    if os.access(usual, os.W_OK) and _is_in(usual, head):
-        return True
-    folder = _cache_folder(head)
-    return folder is None or _is_in(folder, head)  # without a folder no process can compile for another
-
-
-def _is_in(folder: Path, head: Any) -> bool:
     source = Path(head.py_func.__code__.co_filename)
     written = max(changed for _, _, changed in sources_stamp())
-    indexes = folder.glob(f"{source.stem}.{head.py_func.__name__}-*.nbi")
-    return any(index.stat().st_mtime_ns >= written for index in indexes)
+
+    def is_in(folder: Path) -> bool:
+        indexes = folder.glob(f"{source.stem}.{head.py_func.__name__}-*.nbi")
+        return any(index.stat().st_mtime_ns >= written for index in indexes)
+
+    # Where numba stores kernels of a file if it can write there (UserProvidedCacheLocator and InTreeCacheLocator): this
+    # process may not need numba, and imports it only if the kernel is not there.
+    usual = source.parent / "__pycache__"
+    if chosen := os.environ.get("NUMBA_CACHE_DIR"):
+        parent = os.path.dirname(os.path.abspath(source))
+        hashed = hashlib.sha1(parent.encode(), usedforsecurity=False).hexdigest()  # names a folder, protects nothing
+        usual = Path(chosen, f"{os.path.basename(parent)}_{hashed}")
+    if os.access(usual, os.W_OK) and is_in(usual):
+        return True
+    folder = _cache_folder(head)
+    return folder is None or is_in(folder)  # without a folder no process can compile for another
 
 
 def _head(family: str) -> Any:
-    module, _, name = FAMILIES[family].head.partition(":")
+    module, _, name = FAMILIES[family][0].partition(":")
     return getattr(import_module(f"orchdata.native.{module}"), name)
-
-
-def _usual_folder(source: Path) -> Path:
-    """Return where numba stores compiled kernels of a file, if it can write there.
-
-    See UserProvidedCacheLocator and InTreeCacheLocator in numba.
-    """
-    if not (chosen := os.environ.get("NUMBA_CACHE_DIR")):
-        return source.parent / "__pycache__"
-    folder = os.path.dirname(os.path.abspath(source))
-    # The hash names a folder, and protects nothing.
-    hashed = hashlib.sha1(folder.encode(), usedforsecurity=False).hexdigest()
-    return Path(chosen, f"{os.path.basename(folder)}_{hashed}")
 
 
 def stored_in() -> list[str]:
@@ -165,25 +157,13 @@ def main(names: Sequence[str]) -> None:
     die_with_parent(0)  # the parent keeps the other end of stdin open, and writes nothing
     for name in names:
         with _taking_turns(name):
-            FAMILIES[name].call()
+            FAMILIES[name][1]()
 
 
 Ints = NDArray[np.int64]
 
 _COSTS = np.tile(np.array([9, 7, 5, 4, 3, 2, 2, 1]), 4)
 _RANKS, _CAP = 4, 24
-
-
-class _Family(NamedTuple):
-    """Kernels that one process compiles, one after another.
-
-    Attributes:
-        head: "module:name" of a slow one, which shows whether the family is stored on disk.
-        call: calls all of them that plans and batches call.
-    """
-
-    head: str
-    call: Callable[[], object]
 
 
 def kernel_families(
@@ -196,14 +176,9 @@ def kernel_families(
     accumulates: bool = False,
     decodes: bool = True,
 ) -> list[str]:
-    """Return the names of the families that a loader's steps call, the slowest first.
-
-    Args:
-        phases: the balanced ones.
-        padded: whether LLM batches are padded to their longest sample.
-        fixed: whether LLM batches are padded to a length.
-        accumulates: whether steps have a given number of micro-steps.
-        decodes: whether samples are decoded, too.
+    """Return the names of the families that a loader's steps call, the slowest first: with these balanced phases, LLM
+    batches `padded` to their longest sample, or to a `fixed` length; and whether steps have a given number of
+    micro-steps, and samples are decoded, too.
     """
     balanced = num_ranks > 1 and balance.scope != "none"
     wanted = {
@@ -418,17 +393,19 @@ def _patches(dtypes: set[str] = frozenset({"bfloat16", "float32", "uint8"})) -> 
         patchify(np.zeros((2, 2, 3), np.uint8), 1, 2, table, np.empty((4, 3), table.dtype))
 
 
-FAMILIES: Final = {
-    "teams": _Family("assign.teams:solve_teams", _teams),
-    "phases": _Family("assign.phases:solve_joint", _phases),
-    "moves": _Family("move.minimal_move:solve_from", _moves),
-    "packed": _Family("assign.packed:solve", _packed),
-    "microbatches": _Family("microbatches.microbatch:split", _microbatches),
-    "swaps": _Family("microbatches.microbatch:lower_all_peaks", _swaps),
-    "bins": _Family("bins.pack:pack", _bins),
-    "padded": _Family("assign.padded:solve_padded", _padded),
-    "pipeline": _Family("microbatches.pipeline:search", _pipeline),
-    "patches": _Family("decoding:_patchify", _patches),
+# Kernels that one process compiles, one after another: "module:name" of a slow one, which shows whether they are stored
+# on disk, and a call of all that plans and batches call.
+FAMILIES: Final[dict[str, tuple[str, Callable[[], object]]]] = {
+    "teams": ("assign.teams:solve_teams", _teams),
+    "phases": ("assign.phases:solve_joint", _phases),
+    "moves": ("move.minimal_move:solve_from", _moves),
+    "packed": ("assign.packed:solve", _packed),
+    "microbatches": ("microbatches.microbatch:split", _microbatches),
+    "swaps": ("microbatches.microbatch:lower_all_peaks", _swaps),
+    "bins": ("bins.pack:pack", _bins),
+    "padded": ("assign.padded:solve_padded", _padded),
+    "pipeline": ("microbatches.pipeline:search", _pipeline),
+    "patches": ("decoding:_patchify", _patches),
 }
 
 

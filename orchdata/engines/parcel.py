@@ -52,19 +52,13 @@ _INDEX: Final = "index"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeFile:
-    """A file on the trainer's node.
-
-    Attributes:
-        kind: folder of the cache folder.
-        digest: of an index that of its head, which has the checksums of its body; of an array that of its bytes.
-        node: Ray's id of the trainer's node.
-    """
+    """A file on the trainer's node."""
 
     path: str
-    kind: str
+    kind: str  # folder of the cache folder
     size: int
-    digest: str
-    node: str
+    digest: str  # of an index that of its head, which has the checksums of its body; of an array that of its bytes
+    node: str  # Ray's id of the trainer's node
 
 
 def file_of_index(index: Index, node: str) -> NodeFile:
@@ -81,11 +75,8 @@ def file_of_array(array: MappedArray, node: str) -> NodeFile:
 
 
 def open_index(file: NodeFile, fetch: Callable[[], Index] | None, place: Place | None) -> Index:
-    """Return the index on this node. Raises what opening it raises, and StorageError if it cannot be fetched.
-
-    Args:
-        fetch, place: of the index: `fetch` makes a copy for this node from the file that the user named. The trainer's
-            node is asked if there is none, or if it fails.
+    """Return the index on this node: `fetch` makes a copy from the file that the user named; the trainer's node is
+    asked if there is none, or if it fails. Raises what opening it raises, and StorageError if it cannot be fetched.
     """
     cache = CacheFolder()
     # The first actor of a node fetches a file, and verifies a large one; the others find it, and the note about it.
@@ -104,12 +95,7 @@ def open_index(file: NodeFile, fetch: Callable[[], Index] | None, place: Place |
 
 def open_array(file: NodeFile) -> MappedArray:
     """Return the array on this node. Raises as `open_index`."""
-    return mapped_array._mapped(str(found(file)), file.digest)
-
-
-def found(file: NodeFile) -> Path:
-    """Return the path of a file on this node; it is fetched if no file here has its name and digest."""
-    return _there(file) or copied(file, CacheFolder())
+    return mapped_array._mapped(str(_there(file) or copied(file, CacheFolder())), file.digest)
 
 
 def _there(file: NodeFile) -> Path | None:
@@ -259,17 +245,11 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What the trainer has.
+    """What the trainer has."""
 
-    Attributes:
-        versions: package, or "Python", -> its version, without the local part.
-        recipes: fingerprints.
-        samples: row -> what its parts decode to, see `_decoded`.
-    """
-
-    versions: Mapping[str, str]
-    recipes: tuple[str, ...]
-    samples: Mapping[int, Facts]
+    versions: Mapping[str, str]  # of packages and "Python", without the local part
+    recipes: tuple[str, ...]  # fingerprints
+    samples: Mapping[int, Facts]  # row -> what its parts decode to, see `_decoded`
 
 
 _known: dict[tuple[str, tuple[str, ...]], Mapping[int, Facts]] = {}
