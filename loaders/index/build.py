@@ -161,7 +161,7 @@ def build_index(
     before = stamp()
     if recipe.record is not None and not force:
         with contextlib.suppress(FileNotFoundError, DamagedIndexError):
-            check_function_of(Index(path), recipe)
+            check_function_of(Index(path).recipe, recipe)
     builder = patience.keep_trying(lambda: Builder(recipe, fingerprint, cache, reading, force), StorageError)
     paths = [identity(url) for url in urls]
     refuse_repeats(paths, num_threads=workers)
@@ -169,13 +169,12 @@ def build_index(
         open_builder = functools.partial(Builder, recipe, fingerprint, reading=reading, force=force)
         builder.jobs = Jobs(jobs, Given(open_builder, cache, recipe, jobs), paths, reading.files)
 
-    with closing(builder), ExitStack() as claimed:
+    crew = _Crew(builder, workers, patience, progress, under_way)
+    with closing(builder), closing(crew.spread), ExitStack() as claimed:
         # Measure the shards.
-        measured: Callable[[Sequence[str]], dict[str, CostTable]]
-        measured = functools.partial(in_parallel, builder, workers, progress, under_way, patience)
         if not first:
             begin = len(paths) * share[0] // share[1]
-            table_of = measured(paths[begin:] + paths[:begin])
+            table_of = crew.measured(paths[begin:] + paths[:begin])
             tables = [table_of[url] for url in paths]
         else:
             claimed.enter_context(builder.claims.claim(str(path), go_on=lambda: True))
@@ -183,7 +182,7 @@ def build_index(
                 with contextlib.suppress(DamagedIndexError):  # another process has built it meanwhile
                     if (index := open_index(urls, recipe, cache=cache, reading=reading, first=first)) is not None:
                         return index
-            tables = _first_tables(builder, paths, first, measured, patience)
+            tables = crew.first(paths, first)
             if len(tables) == len(paths) and not tables[-1].shard.reach:  # these are all samples
                 path, first = index_path(urls, fingerprint, cache, reading), 0
         builder.missing_media.check()
@@ -222,70 +221,90 @@ def refuse_repeats(urls: Sequence[str], *, num_threads: int) -> None:
         same_number.append(url)
 
 
-def in_parallel(
-    builder: Builder,
-    workers: int,
-    progress: Callable[[BuildProgress], None] | None,
-    under_way: Callable[[float, int], None] | None,
-    patience: Patience,
-    urls: Sequence[str],
-) -> dict[str, CostTable]:
-    """Measure shards in threads, each by one or more, and return their tables by path."""
-    # A task per small shard would take a fifth of the time of measuring it.
-    length = max(1, min(_CHUNK_SHARDS, len(urls) // (64 * workers)))
-    chunks = [urls[start : start + length] for start in range(0, len(urls), length)]
-    tables: dict[str, CostTable] = {}
-    shown = 0.0
-    crew = _Crew(builder, workers, patience)
-    # After an error or Ctrl-C, it waits for the shards that are being measured, then for the threads that helped.
-    with closing(crew.spread), ThreadPoolExecutor(workers, thread_name_prefix="orchdata-index") as pool, measuring():
-        try:
-            while chunks:  # shards that other processes are measuring are checked again, and waited for
-                results: SimpleQueue[Future[list[tuple[str, CostTable, bool]]]] = SimpleQueue()
-                for chunk in chunks:
-                    pool.submit(crew.measure, chunk).add_done_callback(results.put)
-                left = len(chunks)
-                while left:
-                    future = None
-                    with contextlib.suppress(Empty):
-                        future = results.get(timeout=None if under_way is None else _TICK_SECONDS)
-                        left -= 1
-                    for url, table, measured in () if future is None else future.result():
-                        tables[url] = table
-                        if progress is not None:
-                            counts = {"samples": table.totals["samples"], "bad": table.totals["bad"]}
-                            counts |= {"done": len(tables), "total": len(urls)}
-                            progress(BuildProgress(url=url, measured=measured, **counts))
-                    if under_way is not None:
-                        # A shard that a child has just measured may still count as under way: never less than before.
-                        shown = min(len(urls), max(shown, len(tables) + shards_under_way()))
-                        under_way(shown, len(urls))
-                chunks = [[url] for url in crew.others]
-                crew.others, crew.waits = [], True
-        except BaseException:  # cancel the shards that have not begun, and all retries
-            crew.end()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return tables
-
-
 class _Crew:
-    """The threads of a build: how many may work, and which shards are retried.
+    """The threads of a build: how many may work, and which shards are retried."""
 
-    Attributes:
-        others: shards that other processes are measuring; if it `waits`, it waits for these.
-    """
-
-    def __init__(self, builder: Builder, workers: int, patience: Patience) -> None:
+    def __init__(
+        self,
+        builder: Builder,
+        workers: int,
+        patience: Patience,
+        progress: Callable[[BuildProgress], None] | None,
+        under_way: Callable[[float, int], None] | None,
+    ) -> None:
         self._builder = builder
+        self._workers = workers
         self._patience = patience
+        self._progress, self._under_way = progress, under_way
         self._turns = Turns(workers, paced=builder.jobs is None)
         self.spread = Spread(self._turns, workers)
-        self.others: list[str] = []
-        self.waits = False
+        self._others: list[str] = []  # shards that other processes are measuring
+        self._waits = False  # for these
 
-    def measure(self, urls: Sequence[str]) -> list[tuple[str, CostTable, bool]]:
-        """Return (url, costs, whether they were measured now) of these shards; fewer after `end`."""
+    def first(self, paths: Sequence[str], count: int) -> list[CostTable]:
+        """Return the tables of the first shards, at least to the `count`-th good sample; the last may be cut there."""
+        tables: list[CostTable] = []
+        while len(tables) < len(paths) and (left := count - sum(map(_num_good, tables))) > 0:
+            # The next shards that are likely to have fewer samples together than are left,
+            room = _SURE * left * sum(table.shard.size for table in tables) / max(1, count - left)
+            inside: list[str] = []
+            for path in paths[len(tables) :] if left < count else ():
+                room -= self._builder.files.size_of(path)
+                if room < 0:
+                    break
+                inside.append(path)
+
+            # or part of the next one.
+            if not inside:
+                inside = [paths[len(tables)]]
+                cut = functools.partial(self._builder.cut, inside[0], left)
+                if (table := self._patience.keep_trying(cut, StorageError, StaleIndexError)) is not None:
+                    return [*tables, table]
+            table_of = self.measured(inside)
+            tables += [table_of[each] for each in inside]
+        return tables
+
+    def measured(self, urls: Sequence[str]) -> dict[str, CostTable]:
+        """Measure shards in threads, each by one or more, and return their tables by path."""
+        # A task per small shard would take a fifth of the time of measuring it.
+        length = max(1, min(_CHUNK_SHARDS, len(urls) // (64 * self._workers)))
+        chunks = [urls[start : start + length] for start in range(0, len(urls), length)]
+        tables: dict[str, CostTable] = {}
+        shown, self._waits = 0.0, False
+        # After an error or Ctrl-C, it waits for the shards that are being measured.
+        with ThreadPoolExecutor(self._workers, thread_name_prefix="orchdata-index") as pool, measuring():
+            try:
+                while chunks:  # shards that other processes are measuring are checked again, and waited for
+                    results: SimpleQueue[Future[list[tuple[str, CostTable, bool]]]] = SimpleQueue()
+                    for chunk in chunks:
+                        pool.submit(self._measure, chunk).add_done_callback(results.put)
+                    left = len(chunks)
+                    while left:
+                        future = None
+                        with contextlib.suppress(Empty):
+                            future = results.get(timeout=None if self._under_way is None else _TICK_SECONDS)
+                            left -= 1
+                        for url, table, measured in () if future is None else future.result():
+                            tables[url] = table
+                            if self._progress is not None:
+                                counts = {"samples": table.totals["samples"], "bad": table.totals["bad"]}
+                                counts |= {"done": len(tables), "total": len(urls)}
+                                self._progress(BuildProgress(url=url, measured=measured, **counts))
+                        if self._under_way is not None:
+                            # A shard that a child has just measured may still count: never show less than before.
+                            shown = min(len(urls), max(shown, len(tables) + shards_under_way()))
+                            self._under_way(shown, len(urls))
+                    chunks = [[url] for url in self._others]
+                    self._others, self._waits = [], True
+            except BaseException:  # cancel the shards that have not begun, and all retries
+                self._patience.end()
+                self._turns.end()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return tables
+
+    def _measure(self, urls: Sequence[str]) -> list[tuple[str, CostTable, bool]]:
+        """Return (url, costs, whether they were measured now) of these shards; fewer at the end."""
         here().ended = lambda: self._turns.ended
         done: list[tuple[str, CostTable, bool]] = []
         failed: list[tuple[str, StorageError | StaleIndexError]] = []
@@ -295,7 +314,7 @@ class _Crew:
                 if self._turns.ended:
                     return done
                 try:
-                    costs = self._builder.costs(url, lambda: self.waits and not self._turns.ended, self.spread)
+                    costs = self._builder.costs(url, lambda: self._waits and not self._turns.ended, self.spread)
                 except (StorageError, StaleIndexError) as error:
                     failed.append((url, error))
                     continue
@@ -303,7 +322,7 @@ class _Crew:
                     short.append(url)
                     continue
                 if costs is None:
-                    self.others.append(url)
+                    self._others.append(url)
                 else:
                     done.append((url, *costs))
                     report_work(_SHARD_WORK + costs[0].size.rows if costs[1] else 1)
@@ -341,10 +360,6 @@ class _Crew:
             if costs is None:
                 raise error
             return costs
-
-    def end(self) -> None:
-        self._patience.end()
-        self._turns.end()
 
 
 class Builder:
@@ -529,36 +544,6 @@ def _existing_index(path: Path, urls: Sequence[str]) -> Index | None:
     except DamagedIndexError as error:
         warnings.warn(f"the index {path} is damaged: {error.reason}; it is built again", RuntimeWarning, stacklevel=3)
         return None
-
-
-def _first_tables(
-    builder: Builder,
-    paths: Sequence[str],
-    count: int,
-    measured: Callable[[Sequence[str]], dict[str, CostTable]],
-    patience: Patience,
-) -> list[CostTable]:
-    """Return the tables of the first shards, at least to the `count`-th good sample; the last one may be cut there."""
-    tables: list[CostTable] = []
-    while len(tables) < len(paths) and (left := count - sum(map(_num_good, tables))) > 0:
-        # The next shards that are likely to have fewer samples together than are left,
-        room = _SURE * left * sum(table.shard.size for table in tables) / max(1, count - left)
-        inside: list[str] = []
-        for path in paths[len(tables) :] if left < count else ():
-            room -= builder.files.size_of(path)
-            if room < 0:
-                break
-            inside.append(path)
-
-        # or part of the next one.
-        if not inside:
-            inside = [paths[len(tables)]]
-            cut = functools.partial(builder.cut, inside[0], left)
-            if (table := patience.keep_trying(cut, StorageError, StaleIndexError)) is not None:
-                return [*tables, table]
-        table_of = measured(inside)
-        tables += [table_of[each] for each in inside]
-    return tables
 
 
 def _num_good(table: CostTable) -> int:

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from orchdata.loaders import versions
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import DamagedIndexError, DataError, MissingIndexError, StorageError
-from orchdata.loaders.index.table import MOST_BYTES, Columns, TableSize, Totals, views
+from orchdata.loaders.index.table import MOST_BYTES, OFFSETS, Columns, TableSize, Totals, views
 from orchdata.loaders.modalities.modality import PartSize, outer_of
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.shards.jsonl.media_files import MISSING
@@ -229,10 +229,6 @@ class Index(Columns):
             raise self.damaged(f"part {part} is said to be member {member} of {num_members}")
         return member
 
-    def code(self, modality: str) -> int:
-        """Return the code of a modality in this index. Raises ValueError if the recipe did not have it."""
-        return self.modalities.index(modality)
-
     def modality_of(self, part: int) -> str:
         """Return the modality of a part."""
         code = int(self.part_modality[part])
@@ -260,7 +256,7 @@ class Index(Columns):
         """Return the parts of one modality in `rows`, in order, and the position of each in `rows`: int64, int64."""
         first, counts = self._part_spans(rows)
         parts = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
-        mine = self.part_modality[parts] == self.code(modality)
+        mine = self.part_modality[parts] == self.modalities.index(modality)
         return parts[mine], np.repeat(np.arange(len(rows)), counts)[mine]
 
     @property
@@ -485,7 +481,13 @@ def _map(path: Path, lent: Lent | None) -> _Mapped | None:
         body = memoryview(mmap.mmap(fd, status.st_size, access=mmap.ACCESS_READ))[head.start :]
         end, own = len(body) - values.get("own", 0), None
         columns = views(body[:end], TableSize(**values["size"]))
-        columns.check_ends()
+        # The first and last of all offsets, and the order of bad rows, without a full pass.
+        for name, target in OFFSETS.items():
+            first, last = getattr(columns, name)[[0, -1]].tolist()
+            if (first, last) != (0, length := getattr(columns, target).size):
+                raise ValueError(f"{name} run from {first} to {last}, and {target} has {length}")
+        if (np.diff(np.concatenate([[-1], columns.bad_row, [columns.shard.size]])) < 1).any():
+            raise ValueError(f"bad rows are not in order, or outside of {columns.shard.size} rows")
         if end < len(body):
             own = pa.ipc.open_stream(pa.py_buffer(body[end:])).read_next_batch()
             if own.num_rows != columns.shard.size:

@@ -269,7 +269,7 @@ def _pieces(file: IndexFile, files: Files) -> Iterator[Buffer]:
             yield source.read(start, min(_READ_BYTES, file.size - start))
 
 
-_SOURCE = "record_source"
+SOURCE: Final = "record_source"
 
 
 def open_index(
@@ -285,25 +285,21 @@ def open_index(
     except FileNotFoundError:
         return None
     index.check_urls([identity(url) for url in (urls[: len(index.shards)] if first else urls)])
-    check_function_of(index, recipe)
+    check_function_of(index.recipe, recipe)
     return index
 
 
 def stored_description(recipe: Recipe) -> dict[str, Any]:
     """Return what an index stores of its recipe: its description, and a digest of its function's source text."""
-    source = {} if recipe.record is None else {_SOURCE: recipe.record.digest}
+    source = {} if recipe.record is None else {SOURCE: recipe.record.digest}
     return recipe.describe() | source
 
 
-def check_function_of(index: Index, recipe: Recipe) -> None:
-    """Raise FunctionError if the index was made with another function that had the same id."""
-    refuse_other_source(str(index.recipe.get(_SOURCE) or ""), recipe)
-
-
-def refuse_other_source(before: str, recipe: Recipe) -> None:
-    """Raise FunctionError if the function of a recipe has another source text than `before`, the digest of that of one
-    with its id ("": it had none).
+def check_function_of(recorded: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise FunctionError if the function of a recipe has another source text than that of the same id in the recorded
+    description of a recipe.
     """
+    before = recorded.get(SOURCE)
     if recipe.record is not None and before and recipe.record.digest and before != recipe.record.digest:
         raise recipe.record.unfit(
             f"has the record_id {recipe.record.id!r} of the function that these shards were indexed with, and another "

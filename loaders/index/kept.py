@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from orchdata.loaders import versions
 from orchdata.loaders.errors import FieldError
-from orchdata.loaders.index.index_file import refuse_other_source
+from orchdata.loaders.index.index_file import SOURCE, check_function_of
 from orchdata.loaders.limits import OF_MEDIA, scan_limits
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import Recipe, plain_fields
@@ -164,7 +164,7 @@ class KeptCounts:
             return
         values, limits, now = found[0], found[0]["limits"], self._now[name]
         if name == _TEXTS:
-            refuse_other_source(values["source"], self._recipe)
+            check_function_of({SOURCE: values["source"]}, self._recipe)
             self._values = values
             values["failed"] = {number: FieldError(*error) for number, *error in values["failed"]}
             values["names"] = {number: unread for unread, number in values["names"].items()}

@@ -148,19 +148,6 @@ class Columns:
         counts = {of: len(getattr(self, name)) - more for name, (_, of, more) in LAYOUT.items()}
         return TableSize(**counts, **{width: getattr(self, name).shape[1] for name, width in WIDTHS.items()})
 
-    def check_ends(self) -> None:
-        """Check the first and last of all offsets, and the order of bad rows, without a full pass.
-
-        Raises ValueError, naming the column.
-        """
-        for name, target in OFFSETS.items():
-            first, last = getattr(self, name)[[0, -1]].tolist()
-            if (first, last) != (0, getattr(self, target).size):
-                raise ValueError(f"{name} run from {first} to {last}, and {target} has {getattr(self, target).size}")
-        ends = np.concatenate([[-1], self.bad_row, [self.shard.size]])
-        if (np.diff(ends) < 1).any():
-            raise ValueError(f"bad rows are not in order, or outside of {self.shard.size} rows")
-
 
 def pack(columns: Columns) -> bytes:
     """Return the body of a table that fits in memory."""

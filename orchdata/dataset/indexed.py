@@ -231,7 +231,7 @@ class NamedFile:
             )
         place = Place(root_of(self.paths), self.reading.media_root)
         index = opened_copy(file, self.reading.files, place)
-        check_function_of(index, self.recipe)
+        check_function_of(index.recipe, self.recipe)
         for shard in index.shards:
             if not _is_read_so(shard, self.reading):
                 raise self._unfit(

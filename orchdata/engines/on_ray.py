@@ -263,18 +263,23 @@ class Actors:
         self._were_ready = False
 
     def start(self, number: int, *, alone: bool = False, fresh: bool = False) -> Actor:
+        import ray
+
         options = self.options | {"max_restarts": 0, "max_task_retries": 0}
-        if alone and self._avoid and self._chooses_node and (other := _other_node(self._avoid)) is not None:
+        if alone and self._avoid and self._chooses_node:
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-            there = NodeAffinitySchedulingStrategy(other, soft=True, _spill_on_unavailable=True)
-            options["scheduling_strategy"] = there
+            nodes = (each["NodeID"] for each in ray.nodes() if each["Alive"] and each["Resources"].get("CPU"))
+            if (other := next((str(node) for node in nodes if node != self._avoid), None)) is not None:
+                there = NodeAffinitySchedulingStrategy(other, soft=True, _spill_on_unavailable=True)
+                options["scheduling_strategy"] = there
         if not alone:
             options["max_concurrency"] = self._workers.prefetch_factor if self._workers.num_threads else 1
             if self._begun is None:
                 self._begun = time.monotonic()
-                self._look_at = self._begun + (min(_SETTLE_SECONDS, self.start_timeout) if self._fits() else 0.0)
-        import ray
+                total, count = ray.cluster_resources(), self._workers.num_workers
+                fits = all(amount * count <= total.get(name, 0) for name, amount in self._needs().items())
+                self._look_at = self._begun + (min(_SETTLE_SECONDS, self.start_timeout) if fits else 0.0)
 
         # With a group of its own for questions, an actor does not run the others in its main thread.
         remote: Any = ray.remote  # its types do not know all options
@@ -387,12 +392,6 @@ class Actors:
         needs = {"CPU": self.options.get("num_cpus") or 0, "GPU": self.options.get("num_gpus") or 0}
         return {name: each for name, each in (needs | (self.options.get("resources") or {})).items() if each}
 
-    def _fits(self) -> bool:
-        import ray
-
-        total = ray.cluster_resources()
-        return all(amount * self._workers.num_workers <= total.get(name, 0) for name, amount in self._needs().items())
-
     def _missing(self) -> str:
         """Return the sum of what the actors need, and what the cluster has, as text."""
         import ray
@@ -476,13 +475,6 @@ def _rows_of(spec: BuildSpec, task: StepTask) -> set[int]:
         for microbatch in range(plan.num_microbatches):
             rows.update(plan.row[parts.sample[plan.encoded(phase, rank, microbatch, spec.peer)]].tolist())
     return rows
-
-
-def _other_node(avoid: str) -> str | None:
-    import ray
-
-    nodes = (each["NodeID"] for each in ray.nodes() if each["Alive"] and each["Resources"].get("CPU"))
-    return next((str(node) for node in nodes if node != avoid), None)
 
 
 def _waits_for_room(handle: Any) -> bool:

@@ -293,9 +293,10 @@ def check_same(spec: Any, expected: Expected, address: str) -> None:
                 "under the same paths or URLs, and the credentials for them"
             ) from error
         wrong += [
-            f"{shards.name_of(row)}: {what}"
+            f"{shards.name_of(row)}: {name} are others"
             for row, there in expected.samples.items()
-            for what in _differences(here[row], there)
+            for name in sorted(here[row].keys() | there.keys())
+            if not _is_same_value(here[row].get(name), there.get(name))
         ]
     if wrong:
         raise RuntimeError(
@@ -339,7 +340,7 @@ def _rows(index: Index, shards: IndexedShards) -> list[int]:
 def _first_with(index: Index, modality: str, bad: set[int]) -> Iterator[int]:
     if modality not in index.modalities:
         return
-    code = index.code(modality)
+    code = index.modalities.index(modality)
     for start in range(0, index.part_modality.size, 1 << 16):
         for part in np.flatnonzero(index.part_modality[start : start + (1 << 16)] == code)[:64].tolist():
             row = int(np.searchsorted(index.part_offsets, start + part, side="right")) - 1
@@ -394,16 +395,10 @@ def _digest(*arrays: np.ndarray[Any, Any]) -> str:
     return digest.hexdigest()
 
 
-def _differences(here: Facts, there: Facts) -> Iterator[str]:
-    for name in sorted(here.keys() | there.keys()):
-        one, other = here.get(name), there.get(name)
-        if isinstance(one, float) and isinstance(other, float):
-            if abs(one - other) > _NEAR * max(abs(one), abs(other)):
-                yield f"{name} are others (of mean size {one:g} here, {other:g} there)"
-        elif type(one) is type(other) and one != other:
-            yield f"{name} {'are others' if name.endswith('values') else 'differs'}"
-        elif (one is None) != (other is None):
-            yield f"{name} is only {'here' if other is None else 'there'}"
+def _is_same_value(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return not abs(one - other) > _NEAR * max(abs(one), abs(other))  # NaN is NaN
+    return bool(one == other)
 
 
 @cache

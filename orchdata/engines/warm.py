@@ -105,10 +105,6 @@ def _is_stored(family: str) -> bool:
     source = Path(head.py_func.__code__.co_filename)
     written = max(changed for _, _, changed in sources_stamp())
 
-    def is_in(folder: Path) -> bool:
-        indexes = folder.glob(f"{source.stem}.{head.py_func.__name__}-*.nbi")
-        return any(index.stat().st_mtime_ns >= written for index in indexes)
-
     # Where numba stores kernels of a file if it can write there (UserProvidedCacheLocator and InTreeCacheLocator): this
     # process may not need numba, and imports it only if the kernel is not there.
     usual = source.parent / "__pycache__"
@@ -116,10 +112,15 @@ def _is_stored(family: str) -> bool:
         parent = os.path.dirname(os.path.abspath(source))
         hashed = hashlib.sha1(parent.encode(), usedforsecurity=False).hexdigest()  # names a folder, protects nothing
         usual = Path(chosen, f"{os.path.basename(parent)}_{hashed}")
-    if os.access(usual, os.W_OK) and is_in(usual):
-        return True
-    folder = _cache_folder(head)
-    return folder is None or is_in(folder)  # without a folder no process can compile for another
+    for is_usual in (True, False):
+        folder = usual if is_usual else _cache_folder(head)
+        if folder is None:
+            return True  # no process can compile for another
+        if not is_usual or os.access(folder, os.W_OK):
+            indexes = folder.glob(f"{source.stem}.{head.py_func.__name__}-*.nbi")
+            if any(index.stat().st_mtime_ns >= written for index in indexes):
+                return True
+    return False
 
 
 def _head(family: str) -> Any:
@@ -222,7 +223,14 @@ def _warm_plans(spec: PlanSpec) -> None:
             if spec.balance.assignment == "per_phase" and phase != "llm":
                 spec.costs.parts(phase, first)
     num_ranks = min(spec.num_ranks, _RANKS)
-    balance = _synthetic_balance(spec.balance, num_ranks)
+    given = spec.balance
+    balance = replace(
+        given,
+        max_tokens=dict.fromkeys(given.caps, _CAP) or None,
+        max_samples=None if given.max_samples is None else len(_COSTS),
+        group_size=None if given.group_size is None else max(1, num_ranks // 2),
+        oversize="own",
+    )
     if spec.accumulate > 1:  # Few ranks have more than a cap in a micro-step.
         balance = replace(balance, max_tokens=dict.fromkeys(balance.caps, int(_COSTS.sum())) or None)
     costs = _SyntheticCosts(spec.costs.phases, spec.costs.balanced, spec.costs.padded)
@@ -250,16 +258,6 @@ def _warm_plans(spec: PlanSpec) -> None:
         plan.loads(phase)
         plan.loads_unbalanced(phase)
         plan.lower_bound(phase)
-
-
-def _synthetic_balance(balance: Balance, num_ranks: int) -> Balance:
-    return replace(
-        balance,
-        max_tokens=dict.fromkeys(balance.caps, _CAP) or None,
-        max_samples=None if balance.max_samples is None else len(_COSTS),
-        group_size=None if balance.group_size is None else max(1, num_ranks // 2),
-        oversize="own",
-    )
 
 
 @dataclass(frozen=True)
