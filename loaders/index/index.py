@@ -476,7 +476,11 @@ def _map(path: Path, lent: Lent | None) -> _Mapped | None:
         head = head_of(fd, KIND, TABLE_FORMAT)
         noted, values = is_noted(path, status), head.values
         if not noted:
-            _check_names(values)
+            for name, *_, media_root in (shard[:7] for shard in values["shards"] if "root" in values):
+                # Of a file that a user names no shard is outside of the folder that he names.
+                is_outside = "://" in name or "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/"))
+                if is_outside or media_root not in ("", "."):
+                    raise ValueError(f"the shard {name!r:.200} is not named by a path below the common folder")
             verify_body(fd, head)
         body = memoryview(mmap.mmap(fd, status.st_size, access=mmap.ACCESS_READ))[head.start :]
         end, own = len(body) - values.get("own", 0), None
@@ -499,14 +503,6 @@ def _map(path: Path, lent: Lent | None) -> _Mapped | None:
             note(path, status)
         return values, columns, own, os.dup(fd), status
     return None
-
-
-def _check_names(values: dict[str, Any]) -> None:
-    """Raise ValueError if a file that a user names has a shard outside of the folder that he names."""
-    for name, *_, media_root in (shard[:7] for shard in values["shards"] if "root" in values):
-        is_outside = "://" in name or "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/"))
-        if is_outside or media_root not in ("", "."):
-            raise ValueError(f"the shard {name!r:.200} is not named by a path below the common folder")
 
 
 def _as_given(path: str) -> frozenset[str]:

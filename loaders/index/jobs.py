@@ -23,6 +23,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import chain
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
 
@@ -182,7 +183,7 @@ class Jobs:
             os._exit(_UNGUARDED)
         if multiprocessing.current_process().daemon:
             raise ValueError("this process is daemonic and can have no children: index with jobs=1")
-        self._count = count
+        self.count = count
         try:
             self._given = bytes(ForkingPickler.dumps(given))
         except Exception as error:  # pickling a user's object may raise anything
@@ -197,11 +198,11 @@ class Jobs:
         self._free: queue.LifoQueue[ChildProcess | None] = queue.LifoQueue()  # None: one may be started
         for _ in range(count):
             self._free.put(None)
-        self._pool = ThreadPoolExecutor(count, thread_name_prefix="orchdata-chunks")
+        self.pool = ThreadPoolExecutor(count, thread_name_prefix="orchdata-chunks")
 
     def close(self) -> None:
         """End the children."""
-        self._pool.shutdown(cancel_futures=True)
+        self.pool.shutdown(cancel_futures=True)
         while self._all:
             self._all.pop().close()
 
@@ -218,9 +219,9 @@ class Jobs:
 
     def spread(self, url: str, num_members: int) -> Spread:
         """Return what shares the chunks of a shard with so many members."""
-        return _ChunkSpread(partial(self._run_chunk, url), self._pool, self._count, num_members)
+        return _ChunkSpread(self, url, num_members)
 
-    def _run_chunk(self, url: str, chunk: Chunk, ended: Callable[[], bool]) -> list[Result]:
+    def run_chunk(self, url: str, chunk: Chunk, ended: Callable[[], bool]) -> list[Result]:
         shown = ThreadProgress()
         shown.ended, shown.shard = ended, url
         texts: dict[int, Any] = {
@@ -259,19 +260,10 @@ class Jobs:
 
 
 class _ChunkSpread(Spread):
-    """Shares the chunks of one shard among children, as `Spread` shares them among threads."""
+    """Shares the chunks of one shard, with so many members, among children, as `Spread` shares them among threads."""
 
-    def __init__(
-        self,
-        run: Callable[[Chunk, Callable[[], bool]], list[Result]],
-        pool: ThreadPoolExecutor,
-        count: int,
-        num_members: int,
-    ) -> None:
-        self._run = run
-        self._pool = pool
-        self._count = count
-        self._num_members = num_members
+    def __init__(self, jobs: Jobs, url: str, num_members: int) -> None:
+        self._jobs, self._url, self._num_members = jobs, url, num_members
 
     def in_order(self, function: object, items: Iterable[Any]) -> Generator[Any]:
         """Yield each chunk without its texts, and its outcomes; the error of a chunk is raised in its place."""
@@ -285,19 +277,15 @@ class _ChunkSpread(Spread):
 
         under_way: deque[tuple[Chunk, Future[list[Result]]]] = deque()
         try:
-            for chunk in items:
-                future = self._pool.submit(self._run, chunk, is_over)
-                under_way.append((replace(chunk, texts={}), future))
-                while under_way and (len(under_way) > self._count or under_way[0][1].done()):
-                    yield _shown(*under_way.popleft(), progress)
-            while under_way:
-                yield _shown(*under_way.popleft(), progress)
+            for chunk in chain(items, [None]):
+                if chunk is not None:
+                    future = self._jobs.pool.submit(self._jobs.run_chunk, self._url, chunk, is_over)
+                    under_way.append((replace(chunk, texts={}), future))
+                while under_way and (chunk is None or len(under_way) > self._jobs.count or under_way[0][1].done()):
+                    first, outcomes = under_way.popleft()
+                    result = first, outcomes.result()
+                    progress.add(sum(len(sample.members) for sample in first.samples))
+                    yield result
         finally:
             given_up.set()
             wait([future for _, future in under_way])
-
-
-def _shown(chunk: Chunk, outcomes: Future[list[Result]], progress: Progress) -> tuple[Chunk, list[Result]]:
-    result = chunk, outcomes.result()
-    progress.add(sum(len(sample.members) for sample in chunk.samples))
-    return result

@@ -281,8 +281,16 @@ def summarize(
     with_text = int(np.count_nonzero(text_tokens[is_first]))
     by_modality: Totals = {"text": {"samples": with_text, "tokens": _sum(text_tokens)}}
     for code, name in enumerate(modalities[1:], 1):
-        mine = (columns.part_modality == code).nonzero()[0]
-        by_modality[name] = _summarize_parts(mine, columns) if mine.size else dict(_NO_PARTS)
+        parts = (columns.part_modality == code).nonzero()[0]
+        rows = np.searchsorted(columns.part_offsets, parts, side="right")
+        positions = columns.part_positions[parts]
+        by_modality[name] = {
+            "samples": int(np.count_nonzero(np.diff(rows, prepend=0))),  # of row r that is r + 1
+            "parts": parts.size,
+            "positions": _sum(positions),
+            "tokens": _sum(columns.part_tokens[parts]),
+            "max_positions": int(np.maximum.reduce(positions, initial=0)),
+        }
     return {
         "samples": loss_tokens.size,
         "bad": columns.bad_row.size,
@@ -310,21 +318,6 @@ def overflow_of(piece: NDArray[np.int32], cut_tokens: NDArray[np.int32]) -> dict
         "cut_tokens": _sum(cut_tokens),
         "split": split,
         "pieces": split + int(np.count_nonzero(continued)),
-    }
-
-
-_NO_PARTS = {"samples": 0, "parts": 0, "positions": 0, "tokens": 0, "max_positions": 0}
-
-
-def _summarize_parts(parts: NDArray[np.int64], columns: Columns) -> dict[str, int]:
-    rows = np.searchsorted(columns.part_offsets, parts, side="right")
-    positions = columns.part_positions[parts]
-    return {
-        "samples": 1 + int(np.count_nonzero(rows[1:] != rows[:-1])),
-        "parts": parts.size,
-        "positions": _sum(positions),
-        "tokens": _sum(columns.part_tokens[parts]),
-        "max_positions": int(np.maximum.reduce(positions)),
     }
 
 

@@ -145,7 +145,7 @@ class Process:
                 arrays[slab][start : start + size] if size else np.empty(0, np.uint8)
                 for slab, start, size in message["unit"]
             )
-            message["unit"] = Unit(header.tobytes(), buffers)
+            message["unit"] = Unit(header, buffers)
             self._slabs.drop(message["dropped"])
         match message["kind"]:
             case "ready":

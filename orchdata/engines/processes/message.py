@@ -43,7 +43,7 @@ _KNOWN = {kind: frozenset(names) for kind, names in _FIELDS.items()}
 class Unit(NamedTuple):
     """One value: a pickle, and its buffers in the pickle's order."""
 
-    header: bytes
+    header: Bytes
     buffers: Sequence[Bytes]
 
 
@@ -115,14 +115,15 @@ def read_value(unit: Unit) -> Any:
     """Return the value that a unit was made of; its arrays are views of the buffers. Only for units from this process's
     own workers.
     """
-    return pickle.loads(unit.header, buffers=unit.buffers)  # noqa: S301
+    return pickle.loads(unit.header.data, buffers=unit.buffers)  # noqa: S301
 
 
 def _pickled(value: Any) -> Unit:
     buffers: list[pickle.PickleBuffer] = []
     out = io.BytesIO()
     _Pickler(out, protocol=5, buffer_callback=buffers.append).dump(value)
-    return Unit(out.getvalue(), [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers])
+    header = np.frombuffer(out.getbuffer(), np.uint8)  # large `bytes` are in it: no copy
+    return Unit(header, [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers])
 
 
 def _unsent(batch: Any, dump: Callable[[Any], Any], error: Exception) -> RuntimeError:
@@ -145,7 +146,9 @@ class _Pickler(pickle.Pickler):
             raise RuntimeError("it requires grad, and its autograd graph cannot be sent: call detach() on it")
         if kind is torch.UntypedStorage and value.device.type == "cpu":
             return torch.Tensor.untyped_storage, (torch.empty(0, dtype=torch.uint8).set_(value),)
-        if kind is not torch.Tensor or not _is_simple(value):
+        if kind is not torch.Tensor or value.device.type != "cpu" or value.layout != torch.strided or vars(value):
+            return NotImplemented
+        if value.requires_grad or value.is_nested or value.is_conj() or value.is_neg() or value.is_quantized:
             return NotImplemented
         strides = value.stride()
         order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
@@ -158,15 +161,6 @@ class _Pickler(pickle.Pickler):
 
 def _made(kind: type[Any], values: Sequence[Any]) -> Any:
     return kind(**dict(zip(_FIELDS[kind], values, strict=True)))
-
-
-def _is_simple(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.device.type == "cpu"
-        and tensor.layout == torch.strided
-        and not (tensor.requires_grad or tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
-        and not vars(tensor)
-    )
 
 
 def _tensor_of(flat: Any, dtype: torch.dtype, shape: tuple[int, ...], order: list[int]) -> torch.Tensor:

@@ -168,10 +168,7 @@ class WorkerLoop:
         """Send a message; its unit is written to shared memory, and the locations of that are sent."""
         fds: list[int] = []
         if unit is not None and memory is not None:
-            message["unit"] = [
-                memory.location_of(np.frombuffer(unit.header, np.uint8)),
-                *map(memory.location_of, unit.buffers),
-            ]
+            message["unit"] = [*map(memory.location_of, (unit.header, *unit.buffers))]
             message["slabs"] = list(zip((slab.number for slab in memory.slabs), memory.used, strict=True))
         with self._lock:
             if memory is not None:
