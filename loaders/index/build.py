@@ -5,9 +5,8 @@
 Every layer is written atomically, and records what it was made from, so builders may run at the same time, and after a
 killed one the next only repeats unfinished work. Cached files are verified before use, damaged ones are built again.
 
-The index of the first samples alone has the first rows of the full one, to the bit, under a name of its own. Shards
-that lie inside are measured as for the full index, and kept for it; the one in which the last sample lies is measured
-up to there, and not kept. `ShardInfo.reach` says which shard was cut: only tars and files of lines are.
+The index of the first samples has the first rows of the full one, to the bit. The shard in which the last of them lies
+is measured up to there, and not kept (`ShardInfo.reach`): only tars and files of lines are cut.
 """
 
 from __future__ import annotations

@@ -92,6 +92,8 @@ def describe_step(built: BuiltStep) -> Unit:
     """Return a step as a unit. Raises as `describe_value`, for one of its batches."""
     try:
         return _pickled(built)
+    except MemoryError:
+        raise
     except Exception:
         for batch in built.batches:
             describe_value(batch)
