@@ -14,7 +14,7 @@ import mmap
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -251,9 +251,11 @@ def _make(file: IndexFile, files: Files, cache: CacheFolder, path: Path) -> None
         with replaced(path) as fd:
             at = 0
             try:
-                for data in _pieces(file, files):
-                    write_at(fd, data, at)
-                    at += len(data)
+                opened_now = files.open(file.url, FileVersion(file.size, file.version))
+                with closing(in_order(opened_now, COPIED_AHEAD)) as source:
+                    while at < file.size and (data := source.read(at, min(_READ_BYTES, file.size - at))):
+                        write_at(fd, data, at)
+                        at += len(data)
                 is_same = at == file.size and head_of(fd, KIND, TABLE_FORMAT).digest == file.digest
             except (StaleIndexError, ValueError):
                 is_same = False
@@ -261,12 +263,6 @@ def _make(file: IndexFile, files: Files, cache: CacheFolder, path: Path) -> None
                 raise DamagedIndexError(
                     file.url, "it was replaced or cut since the first rank looked at it: start again"
                 )
-
-
-def _pieces(file: IndexFile, files: Files) -> Iterator[Buffer]:
-    with closing(in_order(files.open(file.url, FileVersion(file.size, file.version)), COPIED_AHEAD)) as source:
-        for start in range(0, file.size, _READ_BYTES):
-            yield source.read(start, min(_READ_BYTES, file.size - start))
 
 
 SOURCE: Final = "record_source"

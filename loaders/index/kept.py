@@ -136,9 +136,8 @@ class KeptCounts:
         self._encodings = facts.table.encoding
         self._of = facts.identity()
         self._paths = paths
-        self._now = {_TEXTS: scan_limits(recipe.limits)}
         limits_now = {name: float(most) for name, most in plain_fields(recipe.limits).items()}  # inf was a string
-        self._now |= dict.fromkeys(recipe.counted_from_bytes, limits_now)
+        self._now = {_TEXTS: scan_limits(recipe.limits), **dict.fromkeys(recipe.counted_from_bytes, limits_now)}
         self._values: dict[str, Any] = {}  # of the texts
         self._lists: dict[str, SampleLists] = {}
         for name in () if force else paths:
@@ -149,10 +148,9 @@ class KeptCounts:
         # Counts hold under other verdicts, refusals do not.
         judged, counted = (a == b for a, b in zip(self._values.get("rules", (0, 0)), versions.rules(), strict=True))
         self._valid = {_TEXT: counted, _CHAT: counted, _LEFT_OUT: judged and counted, _FAILED: judged and counted}
-        self._read_kinds = {recipe.kinds.index(name) for name in recipe.counted_from_bytes}
-
         self._new = {name: SampleLists() for name in paths}
         self._codes = {name: code for code, name in enumerate(recipe.kinds)}
+        self._read_kinds = {self._codes[name] for name in recipe.counted_from_bytes}
         self._names = UnreadNames()
         self._failed: list[tuple[int, str, str]] = []
         self._num_new = 0

@@ -180,7 +180,8 @@ class StoredSample:
     def _places(self, recipe: Recipe, *, text: bool, parts: Iterable[int] | None, kept: bool) -> dict[int, Spec]:
         """Return where the members to read are."""
         before: tuple[int, ...] = ()
-        wanted = {self.member_of(part) for part in (self.parts if parts is None else parts)}
+        count = len(self.members)
+        wanted = {self._index.member_of(part, count) for part in (self.parts if parts is None else parts)}
         if kept:
             uses = uses_of(self.members, recipe)
             wanted.update(uses.kept, uses.records, uses.made)

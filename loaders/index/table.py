@@ -162,10 +162,9 @@ def pack(columns: Columns) -> bytes:
 
 def views(body: Buffer, size: TableSize) -> Columns:
     """Return the columns of a body, read-only if the body is. Raises ValueError if it has another length."""
-    view = memoryview(body)
-    if view.nbytes != size.num_bytes:
-        raise ValueError(f"a table of {size} has {size.num_bytes} bytes, there are {view.nbytes}")
-    places = size.places()
+    view, places = memoryview(body), size.places()
+    if view.nbytes != places[""].stop:
+        raise ValueError(f"a table of {size} has {places[''].stop} bytes, there are {view.nbytes}")
     arrays = {name: np.frombuffer(view[places[name]], dtype) for name, (dtype, _, _) in LAYOUT.items()}
     for name, width in WIDTHS.items():
         arrays[name] = arrays[name].reshape(getattr(size, LAYOUT[name][1]), getattr(size, width))

@@ -117,7 +117,7 @@ class RayEngine:
             )
         options, code = split_code(self.ray_options)
         connect(self.address, num_ranks=workers.num_ranks, code=code)
-        first = WorkerSpec(spec=spec, number=0, workers=workers.sent, base_seed=workers.base_seed, environ={})
+        first = WorkerSpec(spec=spec, workers=workers.sent)
         return WorkerEngine(Actors(first, options, float(self.start_timeout), workers), workers)
 
 

@@ -12,7 +12,7 @@ import resource
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -39,10 +39,10 @@ class WorkerSpec:
     """Everything a worker needs apart from its jobs: a value that is sent once."""
 
     spec: BuildSpec
-    number: int
     workers: Workers
-    base_seed: int  # torch's seed of an iteration; the worker's seed is `base_seed + number`
-    environ: Mapping[str, str]  # that it sets: those of the training process, if it runs on the same machine
+    number: int = 0
+    # Variables that it sets: those of the training process, if it runs on the same machine.
+    environ: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_loading_threads(self) -> int:
@@ -69,7 +69,7 @@ class Work:
             load_numba()  # before memory is limited, and by one thread
         if worker.workers.worker_memory is not None:
             lower_limit(resource.RLIMIT_DATA, taken_bytes() + worker.workers.worker_memory)
-        seed = seed_process(worker.base_seed, worker.number)
+        seed = seed_process(worker.workers.base_seed, worker.number)
         torch_worker._worker_info = torch_worker.WorkerInfo(
             id=worker.number, num_workers=worker.workers.num_workers, seed=seed, dataset=worker.workers.dataset
         )

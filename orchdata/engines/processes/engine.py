@@ -208,8 +208,8 @@ class Processes:
         if alone:
             worker = alone_of(worker)
         else:  # one that replaces another draws other random numbers
-            base_seed = worker.base_seed + self._starts[number] * worker.workers.num_workers
-            worker = replace(worker, number=number, base_seed=base_seed)
+            base_seed = worker.workers.base_seed + self._starts[number] * worker.workers.num_workers
+            worker = replace(worker, number=number, workers=replace(worker.workers, base_seed=base_seed))
             self._starts[number] += 1
         self.processes.append(process := Process(context, worker))
         return process
@@ -304,9 +304,7 @@ class ProcessEngine(WorkerEngine):
     def __init__(self, spec: Any, workers: Workers) -> None:
         assert workers.multiprocessing_context is not None
         start_server(workers.multiprocessing_context, getattr(getattr(spec, "content", None), "preloads", ()))
-        first = WorkerSpec(
-            spec=spec, number=0, workers=workers.sent, base_seed=workers.base_seed, environ=dict(os.environ)
-        )
+        first = WorkerSpec(spec=spec, workers=workers.sent, environ=dict(os.environ))
         transport = Processes(first, workers.multiprocessing_context)
         _transports.add(transport)
         try:

@@ -180,7 +180,7 @@ def test_a_module_that_nodes_lack_is_an_error_that_says_how_to_send_it(
 
 def test_a_function_of_the_main_program_is_sent_by_value() -> None:
     workers = replace(WORKERS, worker_init_fn=lambda number: number + 1)  # type: ignore[arg-type, return-value]
-    worker = WorkerSpec(spec=None, number=0, workers=workers, base_seed=0, environ={})  # type: ignore[arg-type]
+    worker = WorkerSpec(spec=None, workers=workers)  # type: ignore[arg-type]
     sent, _ = open_parcel(make_parcel(worker, expected_by(None)))
     assert sent.workers.worker_init_fn is not None and sent.workers.worker_init_fn(1) == 2  # type: ignore[func-returns-value]
 
