@@ -21,7 +21,7 @@ from .dataset.mixture import Mixture as Mixture
 from .dataset.mixture import Source as Source
 from .dataset.shard_dataset import ShardDataset as ShardDataset
 from .delivery.policy import ErrorPolicy as ErrorPolicy
-from .engines.on_ray.cluster import RayEngine as RayEngine
+from .engines.on_ray import RayEngine as RayEngine
 from .loaders.errors import ContainerError as ContainerError
 from .loaders.errors import DamagedIndexError as DamagedIndexError
 from .loaders.errors import DataError as DataError

@@ -28,7 +28,7 @@ from orchdata.building.pages import ShardContent
 from orchdata.building.step import Assembled, BuildSpec, BuiltStep, Share, Task
 from orchdata.dataset.index_costs import IndexCosts
 from orchdata.engines.engine import Workers
-from orchdata.engines.on_ray.cluster import RayEngine
+from orchdata.engines.on_ray import RayEngine
 from orchdata.engines.processes.engine import ProcessEngine
 from orchdata.engines.supervisor import WorkerEngine
 from orchdata.engines.threads import passed_on

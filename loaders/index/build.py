@@ -5,10 +5,8 @@
 Every layer is written atomically, and records what it was made from, so builders may run at the same time, and after a
 killed one the next only repeats unfinished work. Cached files are verified before use, damaged ones are built again.
 
-    shards --chunks--> threads --Builder.costs--> tables
-                          |--> measured by another process: checked again, and waited for
-                          |--> a read failed: tried again, outside of the thread's turn
-                          '--> too little memory: measured again, while no other shard is
+The index of the first samples has the first rows of the full one, to the bit. The shard in which the last of them lies
+is measured up to there, and not kept (`ShardInfo.reach`): only tars and files of lines are cut.
 """
 
 from __future__ import annotations
@@ -17,11 +15,12 @@ import contextlib
 import errno
 import functools
 import gc
+import hashlib
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -31,10 +30,17 @@ from orchdata.loaders import versions
 from orchdata.loaders.errors import DamagedIndexError, StaleIndexError, StorageError, pass_trouble
 from orchdata.loaders.index.costs import CostTable, ShardCosts, cost_shard
 from orchdata.loaders.index.facts import Probes, is_fresh, load_facts
-from orchdata.loaders.index.index import Index, absolute, content_fingerprint, digest
-from orchdata.loaders.index.index_file import check_function_of, index_path, merge_tables, stored_description
+from orchdata.loaders.index.index import Index, content_fingerprint, digest
+from orchdata.loaders.index.index_file import (
+    check_function_of,
+    index_path,
+    merge_tables,
+    open_index,
+    stored_description,
+)
 from orchdata.loaders.index.jobs import Given, Jobs
 from orchdata.loaders.index.kept import KeptCounts
+from orchdata.loaders.index.table import pack
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.pace import Turns, threads_or_default
 from orchdata.loaders.recipe import Recipe
@@ -46,10 +52,12 @@ from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.reading import PLAIN, Reading
 from orchdata.loaders.shards.shard import Facts, Shard
+from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.spread import Spread
+from orchdata.loaders.storage.atomic import status_of
 from orchdata.loaders.storage.cache import CacheFolder, Claims, remove_leftovers
 from orchdata.loaders.storage.files import PLAIN_FILES
-from orchdata.loaders.storage.remote.urls import is_remote
+from orchdata.loaders.storage.remote.urls import identity, is_remote
 from orchdata.loaders.storage.retries import BUILD_SECONDS, Patience
 from orchdata.loaders.versions import KEPT_FORMAT
 from orchdata.loaders.watch import here, shards_under_way
@@ -59,6 +67,9 @@ _CHUNK_SHARDS: Final = 16
 """Shards that a thread takes together if there are very many; it retries those with errors at the end of the chunk."""
 _SHARD_WORK: Final = 5
 """Work of measuring a shard besides its samples, in samples; checking one with cached costs is 1."""
+_SURE: Final = 0.8
+"""Shards are measured whole as long as they have at most this part of the samples that are left, by their bytes."""
+_LEAST_MORE: Final = 16
 _IN_MEMORY_BYTES = 256 << 20
 """Cost tables up to this total size stay in memory until they are merged; the others are read again."""
 
@@ -90,6 +101,7 @@ def build_index(
     force: bool = False,
     share: tuple[int, int] = (0, 1),
     retry_seconds: float = BUILD_SECONDS,
+    first: int = 0,
 ) -> Index:
     """Build or refresh the index of shards under a recipe, and open it.
 
@@ -110,6 +122,8 @@ def build_index(
         share: (number, number of processes): each of the processes that build it begins at another shard.
         force: scan and measure every shard again, and merge again, without the cache.
         retry_seconds: the time for retries over the whole build. A shard that does not exist ends it immediately.
+        first: index only the first rows, at least to this good sample; 0 for all. Processes with one cache folder build
+            it one after another, and each uses what another one has just built. Columns to rename may be missing.
 
     Raises ValueError; ProcessError if a process of `jobs` ended, three times with one shard; StorageError if a shard
     cannot be read, or the cache not be written, or none of the files that records name below a media_root exists;
@@ -127,47 +141,57 @@ def build_index(
             raise ValueError(f"num_threads={num_threads} is for jobs=1: each of {jobs} processes has one thread")
         workers = jobs
 
+    def warn(error: Exception) -> None:
+        is_refused = isinstance(error, StorageError) and error.is_refused
+        how_long = "some seconds" if is_refused else f"up to {retry_seconds:g} s of waiting in this build"
+        warnings.warn(f"{error}; trying again for {how_long}", stacklevel=2)
+
     # Packages are imported, and the folder and duplicate paths checked, before any shard is read.
     load_for_scanning(recipe)
-    cache = cache or CacheFolder()
-    fingerprint = recipe.count_fingerprint()
-    patience = patient(retry_seconds)
-    reading = reading.looked_up(urls)
-    path = index_path(urls, fingerprint, cache, reading)
+    cache, patience = cache or CacheFolder(), Patience(retry_seconds, warn)
+    fingerprint, reading = recipe.count_fingerprint(), reading.looked_up(urls)
+    path = index_path(urls, fingerprint, cache, reading, first=first)
+
+    def stamp() -> tuple[int, int] | None:
+        status = status_of(path) if first else None
+        return None if status is None else (status.st_ino, status.st_mtime_ns)
+
+    before = stamp()
     if recipe.record is not None and not force:
         with contextlib.suppress(FileNotFoundError, DamagedIndexError):
-            check_function_of(Index(path), recipe)
+            check_function_of(Index(path).recipe, recipe)
     builder = patience.keep_trying(lambda: Builder(recipe, fingerprint, cache, reading, force), StorageError)
-    paths = [absolute(url) for url in urls]
+    paths = [identity(url) for url in urls]
     refuse_repeats(paths, num_threads=workers)
     if jobs > 1:
         open_builder = functools.partial(Builder, recipe, fingerprint, reading=reading, force=force)
-        given = Given(open_builder, cache, recipe, jobs)
-        builder.jobs = Jobs(jobs, given, paths, reading.files)
+        builder.jobs = Jobs(jobs, Given(open_builder, cache, recipe, jobs), paths, reading.files)
 
-    # Measure the shards, then merge their tables in the given order.
-    with closing(builder):
-        first = len(paths) * share[0] // share[1]
-        measured = in_parallel(builder, paths[first:] + paths[:first], workers, progress, under_way, patience)
+    crew = _Crew(builder, workers, patience, progress, under_way)
+    with closing(builder), closing(crew.spread), ExitStack() as claimed:
+        # Measure the shards.
+        if not first:
+            begin = len(paths) * share[0] // share[1]
+            table_of = crew.measured(paths[begin:] + paths[:begin])
+            tables = [table_of[url] for url in paths]
+        else:
+            claimed.enter_context(builder.claims.claim(str(path), go_on=lambda: True))
+            if stamp() != before:
+                with contextlib.suppress(DamagedIndexError):  # another process has built it meanwhile
+                    if (index := open_index(urls, recipe, cache=cache, reading=reading, first=first)) is not None:
+                        return index
+            tables = crew.first(paths, first)
+            if len(tables) == len(paths) and not tables[-1].shard.reach:  # these are all samples
+                path, first = index_path(urls, fingerprint, cache, reading), 0
         builder.missing_media.check()
-        tables = [measured[path] for path in paths]
-        if reading.columns:
+
+        # Merge their tables in the given order; another process may be merging the same index.
+        if not first:
             check_met(reading.columns, [table.meta.met for table in tables])
-        with builder.claims.claim(str(path), go_on=lambda: True):  # another process may be merging the same index
-            index = patience.keep_trying(lambda: builder.merged(path, tables), StorageError, FileNotFoundError)
+            claimed.enter_context(builder.claims.claim(str(path), go_on=lambda: True))
+        index = patience.keep_trying(lambda: builder.merged(path, tables), StorageError, FileNotFoundError)
     remove_leftovers(cache)
     return index
-
-
-def patient(seconds: float) -> Patience:
-    """Return the time for retries of a build, which warns when reads are tried again."""
-
-    def warn(error: Exception) -> None:
-        is_refused = isinstance(error, StorageError) and error.is_refused
-        how_long = "some seconds" if is_refused else f"up to {seconds:g} s of waiting in this build"
-        warnings.warn(f"{error}; trying again for {how_long}", stacklevel=2)
-
-    return Patience(seconds, warn)
 
 
 def refuse_repeats(urls: Sequence[str], *, num_threads: int) -> None:
@@ -195,89 +219,90 @@ def refuse_repeats(urls: Sequence[str], *, num_threads: int) -> None:
         same_number.append(url)
 
 
-def in_parallel(
-    builder: Builder,
-    urls: Sequence[str],
-    workers: int,
-    progress: Callable[[BuildProgress], None] | None,
-    under_way: Callable[[float, int], None] | None,
-    patience: Patience,
-) -> dict[str, CostTable]:
-    """Measure shards in threads, each by one or more, and return their tables by path."""
-    # A task per small shard would take a fifth of the time of measuring it.
-    length = max(1, min(_CHUNK_SHARDS, len(urls) // (64 * workers)))
-    tables: dict[str, CostTable] = {}
-    shown = 0.0
-    crew = _Crew(builder, workers, patience)
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="orchdata-index")
-    try:
-        with measuring(), _ended(crew, pool):
-            chunks = [urls[start : start + length] for start in range(0, len(urls), length)]
-            while chunks:  # shards that other processes are measuring are checked again, and waited for
-                futures = [pool.submit(crew.measure, chunk) for chunk in chunks]
-                for future in _completed(futures, None if under_way is None else _TICK_SECONDS):
-                    for url, table, measured in () if future is None else future.result():
-                        tables[url] = table
-                        if progress is not None:
-                            counts = {"samples": table.totals["samples"], "bad": table.totals["bad"]}
-                            counts |= {"done": len(tables), "total": len(urls)}
-                            progress(BuildProgress(url=url, measured=measured, **counts))
-                    if under_way is not None:
-                        # A shard that a child has just measured may still count as under way: never less than before.
-                        shown = min(len(urls), max(shown, len(tables) + shards_under_way()))
-                        under_way(shown, len(urls))
-                chunks = [[url] for url in crew.others]
-                crew.others, crew.waits = [], True
-    finally:
-        pool.shutdown()  # after an error or Ctrl-C, wait for the shards that are being measured
-        crew.close()
-    return tables
-
-
-@contextmanager
-def _ended(crew: _Crew, pool: ThreadPoolExecutor) -> Iterator[None]:
-    """After an error in the block, cancel the shards that have not begun, and all retries."""
-    try:
-        yield
-    except BaseException:
-        crew.end()
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
-
-
-def _completed(futures: Sequence[Future[Any]], tick_seconds: float | None) -> Iterator[Future[Any] | None]:
-    """Yield futures as they are done, and None in between. Its work does not grow with those that are not."""
-    done: SimpleQueue[Future[Any]] = SimpleQueue()
-    for future in futures:
-        future.add_done_callback(done.put)
-    left = len(futures)
-    while left:
-        try:
-            future = done.get(timeout=tick_seconds)
-        except Empty:
-            yield None
-        else:
-            left -= 1
-            yield future
-
-
 class _Crew:
-    """The threads of a build: how many may work, and which shards are retried.
+    """The threads of a build: how many may work, and which shards are retried."""
 
-    Attributes:
-        others: shards that other processes are measuring; if it `waits`, it waits for these.
-    """
-
-    def __init__(self, builder: Builder, workers: int, patience: Patience) -> None:
+    def __init__(
+        self,
+        builder: Builder,
+        workers: int,
+        patience: Patience,
+        progress: Callable[[BuildProgress], None] | None,
+        under_way: Callable[[float, int], None] | None,
+    ) -> None:
         self._builder = builder
+        self._workers = workers
         self._patience = patience
+        self._progress, self._under_way = progress, under_way
         self._turns = Turns(workers, paced=builder.jobs is None)
-        self._spread = Spread(self._turns, workers)
-        self.others: list[str] = []
-        self.waits = False
+        self.spread = Spread(self._turns, workers)
+        self._others: list[str] = []  # shards that other processes are measuring
+        self._waits = False  # for these
 
-    def measure(self, urls: Sequence[str]) -> list[tuple[str, CostTable, bool]]:
-        """Return (url, costs, whether they were measured now) of these shards; fewer after `end`."""
+    def first(self, paths: Sequence[str], count: int) -> list[CostTable]:
+        """Return the tables of the first shards, at least to the `count`-th good sample; the last may be cut there."""
+        tables: list[CostTable] = []
+        while len(tables) < len(paths) and (left := count - sum(map(_num_good, tables))) > 0:
+            # The next shards that are likely to have fewer samples together than are left,
+            room = _SURE * left * sum(table.shard.size for table in tables) / max(1, count - left)
+            inside: list[str] = []
+            for path in paths[len(tables) :] if left < count else ():
+                room -= self._builder.files.size_of(path)
+                if room < 0:
+                    break
+                inside.append(path)
+
+            # or part of the next one.
+            if not inside:
+                inside = [paths[len(tables)]]
+                cut = functools.partial(self._builder.cut, inside[0], left)
+                if (table := self._patience.keep_trying(cut, StorageError, StaleIndexError)) is not None:
+                    return [*tables, table]
+            table_of = self.measured(inside)
+            tables += [table_of[each] for each in inside]
+        return tables
+
+    def measured(self, urls: Sequence[str]) -> dict[str, CostTable]:
+        """Measure shards in threads, each by one or more, and return their tables by path."""
+        # A task per small shard would take a fifth of the time of measuring it.
+        length = max(1, min(_CHUNK_SHARDS, len(urls) // (64 * self._workers)))
+        chunks = [urls[start : start + length] for start in range(0, len(urls), length)]
+        tables: dict[str, CostTable] = {}
+        shown, self._waits = 0.0, False
+        # After an error or Ctrl-C, it waits for the shards that are being measured.
+        with ThreadPoolExecutor(self._workers, thread_name_prefix="orchdata-index") as pool, measuring():
+            try:
+                while chunks:  # shards that other processes are measuring are checked again, and waited for
+                    results: SimpleQueue[Future[list[tuple[str, CostTable, bool]]]] = SimpleQueue()
+                    for chunk in chunks:
+                        pool.submit(self._measure, chunk).add_done_callback(results.put)
+                    left = len(chunks)
+                    while left:
+                        future = None
+                        with contextlib.suppress(Empty):
+                            future = results.get(timeout=None if self._under_way is None else _TICK_SECONDS)
+                            left -= 1
+                        for url, table, measured in () if future is None else future.result():
+                            tables[url] = table
+                            if self._progress is not None:
+                                counts = {"samples": table.totals["samples"], "bad": table.totals["bad"]}
+                                counts |= {"done": len(tables), "total": len(urls)}
+                                self._progress(BuildProgress(url=url, measured=measured, **counts))
+                        if self._under_way is not None:
+                            # A shard that a child has just measured may still count: never show less than before.
+                            shown = min(len(urls), max(shown, len(tables) + shards_under_way()))
+                            self._under_way(shown, len(urls))
+                    chunks = [[url] for url in self._others]
+                    self._others, self._waits = [], True
+            except BaseException:  # cancel the shards that have not begun, and all retries
+                self._patience.end()
+                self._turns.end()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return tables
+
+    def _measure(self, urls: Sequence[str]) -> list[tuple[str, CostTable, bool]]:
+        """Return (url, costs, whether they were measured now) of these shards; fewer at the end."""
         here().ended = lambda: self._turns.ended
         done: list[tuple[str, CostTable, bool]] = []
         failed: list[tuple[str, StorageError | StaleIndexError]] = []
@@ -287,7 +312,7 @@ class _Crew:
                 if self._turns.ended:
                     return done
                 try:
-                    costs = self._builder.costs(url, lambda: self.waits and not self._turns.ended, self._spread)
+                    costs = self._builder.costs(url, lambda: self._waits and not self._turns.ended, self.spread)
                 except (StorageError, StaleIndexError) as error:
                     failed.append((url, error))
                     continue
@@ -295,14 +320,14 @@ class _Crew:
                     short.append(url)
                     continue
                 if costs is None:
-                    self.others.append(url)
+                    self._others.append(url)
                 else:
                     done.append((url, *costs))
                     report_work(_SHARD_WORK + costs[0].size.rows if costs[1] else 1)
 
         # Retries, outside of this thread's turn; then the shards that need more memory, one at a time.
         for url, first in failed:
-            again = functools.partial(self._again, url, first, self._turns.turn, self._spread)
+            again = functools.partial(self._again, url, first, self._turns.turn, self.spread)
             try:
                 tried = self._patience.keep_trying(again, StorageError, StaleIndexError, failed=first)
                 done.append((url, *tried))
@@ -333,14 +358,6 @@ class _Crew:
             if costs is None:
                 raise error
             return costs
-
-    def end(self) -> None:
-        self._patience.end()
-        self._turns.end()
-
-    def close(self) -> None:
-        """Wait for the threads that helped."""
-        self._spread.close()
 
 
 class Builder:
@@ -420,6 +437,33 @@ class Builder:
                 del facts  # a large shard's take as much memory as its costs
                 return self._kept_in_memory(costs.write(path, url, meta, root, rules)), True
 
+    def cut(self, url: str, left: int) -> CostTable | None:
+        """Measure a shard up to its `left`-th good sample; None if it has fewer, or has to be measured whole."""
+        most, rules = left, self._reading.rules(url, self._recipe)
+        root = self._reading.root_of(url, rules)
+        how: dict[str, Any] = {"limits": self._recipe.limits, "cache": self._cache, "media_root": root, "rules": rules}
+        try:
+            opened = open_shard(url, **how, files=self.files)
+            with here().at(url), measuring(), closing(opened) as shard:
+                while isinstance(shard, TarShard | JsonLinesShard):
+                    first = shard.begin(most)
+                    if first.is_whole:
+                        return None
+                    costs = cost_shard(first.facts, lambda: opened, self._recipe, Probes(self._recipe, None))
+                    good = costs.totals["samples"] - costs.totals["bad"]
+                    if good >= left:
+                        if isinstance(shard, JsonLinesShard) and shard.folder is not None:
+                            self.missing_media.add(shard.folder)
+                        # A table that is in no file.
+                        values, body = costs.values(url, first.facts.meta, root), pack(costs.columns)
+                        content = digest([values, first.reach, hashlib.blake2b(body, digest_size=16).hexdigest()])
+                        return CostTable.of("", values, content, body, rules, first.reach)
+                    most += max(left - good, most // 2, _LEAST_MORE)  # some are bad, or left out
+            return None
+        except Exception as error:  # noqa: BLE001 - it is measured whole, which records what is wrong with it
+            pass_trouble(error)
+            return None
+
     def merged(self, path: Path, tables: Sequence[CostTable]) -> Index:
         """Return the index of these tables: the existing one if it is valid, else a new one."""
         build_id = digest([table.digest for table in tables])
@@ -498,3 +542,7 @@ def _existing_index(path: Path, urls: Sequence[str]) -> Index | None:
     except DamagedIndexError as error:
         warnings.warn(f"the index {path} is damaged: {error.reason}; it is built again", RuntimeWarning, stacklevel=3)
         return None
+
+
+def _num_good(table: CostTable) -> int:
+    return int(table.totals["samples"] - table.totals["bad"])

@@ -10,9 +10,9 @@ import errno
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import index as as_int
-from typing import Final, NamedTuple
+from typing import Final
 
 import pyarrow as pa
 
@@ -59,12 +59,8 @@ def load_facts(
     force: bool = False,
     files: Files = PLAIN_FILES,
 ) -> Facts:
-    """Return the facts of a shard.
-
-    Args:
-        opened: opens the shard; called if it has to be scanned.
-        limits: applied while scanning. Facts that were scanned under others are fresh if these would give the same.
-        force: scan even if the cache has fresh facts.
+    """Return the facts of a shard, which `opened` opens if it has to be scanned; with `force`, always. Facts that were
+    scanned under other limits are fresh if these would give the same.
 
     Raises ValueError for an unknown suffix; StorageError if the file cannot be read, or the facts not be stored, now;
     StaleIndexError if it changes while it is read. Damage to the file is in the facts.
@@ -138,16 +134,6 @@ def _unopened(url: str, reason: str, files: Files) -> Facts:
     return Facts(shard_failure(reason), meta)
 
 
-class RecipeColumns(NamedTuple):
-    """Columns of a facts table under a recipe, one item per row: its kind, the header of the modality that it is read
-    as, and the errors by row.
-    """
-
-    kinds: array[int]
-    headers: Iterable[Header]
-    errors: dict[int, str]
-
-
 class Probes:
     """The facts of shards under a recipe; safe to use from several threads. Headers are kept in `cache`, if it is
     given.
@@ -158,12 +144,23 @@ class Probes:
         self._cache = cache
         self._force = force
         # By kind: the modalities with headers that are not in the facts, or that count from bytes and have no headers.
-        self._own = dict(_own(recipe))
+        self._own: dict[int, Modality] = {}
+        for kind, (name, modality) in enumerate(recipe.modalities.items(), TEXT + 1):
+            builtin = BUILTINS.get(name)
+            same = (
+                builtin is not None and keeps_headers_of(type(modality), builtin) and modality.fields == builtin.fields
+            )
+            if not same or not counts_from_header(modality) or modality.embedded_in:
+                self._own[kind] = modality
 
-    def under_recipe(self, facts: Facts, fields: Sequence[str], shard: Callable[[], Shard]) -> RecipeColumns:
-        """Return the columns of a shard's facts with these names of fields. Raises as `cost_shard`."""
+    def under_recipe(
+        self, facts: Facts, shard: Callable[[], Shard]
+    ) -> tuple[array[int], Iterable[Header], dict[int, str]]:
+        """Return for each row of a shard's facts its kind, and the header of the modality that it is read as; and the
+        errors by row. Raises as `cost_shard`.
+        """
         # The kind of each row under the recipe. An error of a whole sample stays, for any modality.
-        table, recipe = facts.table, self._recipe
+        table, recipe, fields = facts.table, self._recipe, facts.table.field
         known: dict[tuple[str, int], int] = {}
         kinds = array("i")
         for field_kind in zip(fields, table.kind, strict=True):
@@ -175,7 +172,7 @@ class Probes:
             if table.kind[row] == OTHER:
                 kinds[row] = OTHER
         if not self._own:
-            return RecipeColumns(kinds, stored, errors)
+            return kinds, stored, errors
 
         # Headers of the user's own modalities.
         headers: list[Header] = list(stored)
@@ -199,7 +196,7 @@ class Probes:
                     kinds[row] = UNUSED  # the member has no part of this modality
                 else:
                     headers[row] = header
-        return RecipeColumns(kinds, headers, errors)
+        return kinds, headers, errors
 
     def _headers(
         self, facts: Facts, modality: Modality, rows: Sequence[int], shard: Callable[[], Shard]
@@ -255,15 +252,6 @@ def with_inner(facts: Facts, recipe: Recipe) -> Facts:
         for name in inside if error is None else ():
             table.append(sample, key, inner_field(field, name), offset=offset, size=size, encoding=encoding)
     return facts._replace(table=table)
-
-
-def _own(recipe: Recipe) -> Iterator[tuple[int, Modality]]:
-    """Yield (kind, modality) of the modalities with headers that are not all in the facts."""
-    for kind, (name, modality) in enumerate(recipe.modalities.items(), TEXT + 1):
-        builtin = BUILTINS.get(name)
-        same = builtin is not None and keeps_headers_of(type(modality), builtin) and modality.fields == builtin.fields
-        if not same or not counts_from_header(modality) or modality.embedded_in:
-            yield kind, modality
 
 
 def _is_in_facts(modality: Modality, kind: int) -> bool:

@@ -203,12 +203,8 @@ def with_fields(
 ) -> Index:
     """Return the index with the user's own columns; they are read from the shards if no such index is kept.
 
-    Of several processes one reads them, and the others wait.
-
-    Args:
-        may_build: whether to read shards.
-        force: read all shards again.
-        progress: called with the shards that are done, and the number of all.
+    Of several processes one reads them, and the others wait; `may_build` says whether to read shards, `force` to read
+    all again. `progress` is called with the shards that are done, and the number of all.
 
     Raises ValueError for values that the index does not keep, columns of several types, or a name that no sample has;
     MissingIndexError if they are not kept, and `may_build` is false; StaleIndexError if a shard changed since it was
@@ -250,7 +246,10 @@ def _read_all(index: Index, read: Callable[[ShardInfo], _Read], progress: Any) -
     found: list[_Read] = []
 
     def read_one(number: int) -> _Read:
-        return read(index.shards[number]) if _is_readable(index, number) else _Read((), {})
+        # A shard that could not be indexed has one row, without a key.
+        start, stop = index.shard_rows[number : number + 2].tolist()
+        is_readable = stop > start + 1 or (stop == start + 1 and bool(index.key(start)))
+        return read(index.shards[number]) if is_readable else _Read((), {})
 
     workers = min(8, os.cpu_count() or 1, total)
     with measuring(), ThreadPoolExecutor(workers, thread_name_prefix="orchdata-fields") as pool:
@@ -263,17 +262,10 @@ def _read_all(index: Index, read: Callable[[ShardInfo], _Read], progress: Any) -
     return found
 
 
-def _is_readable(index: Index, number: int) -> bool:
-    """Return whether a shard could be indexed: one that cannot has one row, without a key."""
-    start, stop = index.shard_rows[number : number + 2].tolist()
-    return stop > start + 1 or (stop == start + 1 and bool(index.key(start)))
-
-
 def _columns(index: Index, names: Sequence[str], read: Sequence[_Read]) -> pa.RecordBatch:
     """Return the columns of all shards, in the order of the index. Pieces of a sample have the values of the sample."""
     bad = index.bad_rows()
     rows = [_rows_of(index, number, keys, bad) for number, (keys, _) in enumerate(read)]
-    is_any_readable = any(_is_readable(index, number) for number in range(len(read)))
     columns = []
     for name in names:
         pieces = [
@@ -281,7 +273,7 @@ def _columns(index: Index, names: Sequence[str], read: Sequence[_Read]) -> pa.Re
             for info, (keys, of_shard) in zip(index.shards, read, strict=True)
         ]
         arrays = joined(pieces, name)
-        if is_any_readable and not any(name in of_shard for _, of_shard in read):
+        if any(len(keys) for keys, _ in read) and not any(name in of_shard for _, of_shard in read):
             raise ValueError(f"index_fields names {name!r}, and no sample has a field of this name with a value")
         columns.append(pa.concat_arrays([array.take(mine) for array, mine in zip(arrays, rows, strict=True)]))
     return pa.RecordBatch.from_arrays(columns, names=list(names))

@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,7 +32,7 @@ from numpy.typing import NDArray
 from orchdata.loaders import versions
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import DamagedIndexError, DataError, MissingIndexError, StorageError
-from orchdata.loaders.index.table import MOST_BYTES, Columns, TableSize, Totals, views
+from orchdata.loaders.index.table import MOST_BYTES, OFFSETS, Columns, TableSize, Totals, views
 from orchdata.loaders.modalities.modality import PartSize, outer_of
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.shards.jsonl.media_files import MISSING
@@ -78,40 +79,17 @@ class Place(NamedTuple):
 class Index(Columns):
     """A mapped index; pickles as its path, and as the open file: what a prune has removed is there for workers too.
 
-    n rows in the order of their shards, p parts, m members; every array is a read-only view of the file. A sample is
-    one row or, if it is split, one row per piece, in order. Bad samples have a row too: no tokens, parts or members,
-    but an error.
+    The rows of its n samples, or pieces of samples, are in the order of their shards; every column is a read-only view
+    of the file. Bad samples have a row too: no tokens, parts or members, but an error.
 
     Attributes:
-        path: the file.
         fingerprint: identity of the content: recipe, and name, size and header checksum of every shard. Directories
             do not count, so that a state resumes after the data has moved.
         build_id: identity of the tables it was merged from; changes whenever a shard was measured again.
-        num_rows: n.
-        num_samples: number of samples, bad ones included.
+        num_rows, num_samples: n; and the number of samples, bad ones included.
+        is_split: whether any sample has several rows.
         shards: in order; the samples of one are the rows shard_rows[s] to shard_rows[s + 1].
-        shard: shard of each row, int32 (n,).
-        llm_tokens: merged media tokens plus text, int32 (n,).
-        loss_tokens: labels other than -100, int32 (n,).
-        piece: number of the piece in its sample, from 0; 0 if the sample is not split, int32 (n,).
-        cut_tokens: LLM tokens that its sample lost by truncation, int32 (n,).
-        text_start: start of the text of a piece, encoded by `overflow.packed`; below 0 if it cannot be tokenized
-            without the rest of its sample; 0 if the sample is not split, int32 (n,).
-        part_offsets: the parts of row i are [part_offsets[i], part_offsets[i + 1]), int64 (n + 1,).
-        modalities: names by their codes in this index, text first.
-        part_modality: uint8 (p,), a code; text has no parts.
-        part_member: index of the sample's member, int32 (p,).
-        part_positions: positions entering the encoder, int32 (p,).
-        part_tokens: merged tokens, int32 (p,).
-        part_rows: rows of its arrays, int32 (p,).
-        part_extent: `PartSize.extent`, int32 (p, E); filled with zeros for modalities that have fewer.
-        member_offsets: as part_offsets, for the members that the sample uses, int64 (n + 1,).
-        member_field: index into `fields`, int32 (m,).
-        member_kind: code of a modality, or a code for a member of none, uint8 (m,).
-        member_encoding: as in the facts, uint8 (m,).
-        member_offset, member_size: location of the bytes, int64 (m,).
-        member_header: result of the modality's probe, int64 (m, H); filled with zeros if it has fewer numbers.
-        fields: names of all fields in use.
+        modalities, fields: names by their codes in this index, text first; of all fields in use.
         own: the user's own columns, with a value for each row; None if it was not built with any.
         totals: see `table.summarize`.
         recipe: `Recipe.describe()` of the recipe that the costs belong to.
@@ -132,7 +110,10 @@ class Index(Columns):
         """
         self.path = Path(path)
         try:
-            metadata, columns, self.own, self._fd, self._opened = self._mapped(lent)
+            mapped = tried(str(self.path), "cannot be read", partial(_map, self.path, lent))
+            if mapped is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
+            metadata, columns, self.own, self._fd, self._opened = mapped
         except (ValueError, LookupError, TypeError, AttributeError, pa.ArrowException) as error:
             raise self.damaged(str(error)) from error
         weakref.finalize(self, os.close, self._fd)
@@ -155,6 +136,7 @@ class Index(Columns):
             setattr(self, name, getattr(columns, name))
         self.num_rows = columns.shard.size
         self.num_samples: int = self.totals["samples"]
+        self.is_split = self.num_rows > self.num_samples
 
     def check_urls(self, urls: Sequence[str]) -> None:
         """Raise DamagedIndexError if it is not the index of these shards, which its file name promises."""
@@ -176,18 +158,6 @@ class Index(Columns):
             self._used = time.monotonic()
             for path in filter(None, (self.path, self.base)):
                 still_used(path)
-
-    def _mapped(self, lent: Lent | None) -> _Mapped:
-        def map_if_there() -> _Mapped | None:
-            try:
-                return _map(self.path, lent)
-            except FileNotFoundError:
-                return None
-
-        mapped = tried(str(self.path), "cannot be read", map_if_there)
-        if mapped is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
-        return mapped
 
     def __len__(self) -> int:
         return self.num_samples
@@ -224,11 +194,6 @@ class Index(Columns):
         name, rows = f"sample {self.key(row)!r}", self.rows_of_sample(row)
         return name if len(rows) == 1 else f"piece {row - rows.start} of {len(rows)} of {name}"
 
-    @property
-    def is_split(self) -> bool:
-        """Whether any sample has several rows."""
-        return self.num_rows > self.num_samples
-
     def sample_rows(self) -> NDArray[np.int64]:
         """Return the first row of each sample, ascending, int64 (num_samples,)."""
         return np.flatnonzero(self.piece == 0) if self.is_split else np.arange(self.num_rows)
@@ -264,10 +229,6 @@ class Index(Columns):
             raise self.damaged(f"part {part} is said to be member {member} of {num_members}")
         return member
 
-    def code(self, modality: str) -> int:
-        """Return the code of a modality in this index. Raises ValueError if the recipe did not have it."""
-        return self.modalities.index(modality)
-
     def modality_of(self, part: int) -> str:
         """Return the modality of a part."""
         code = int(self.part_modality[part])
@@ -295,7 +256,7 @@ class Index(Columns):
         """Return the parts of one modality in `rows`, in order, and the position of each in `rows`: int64, int64."""
         first, counts = self._part_spans(rows)
         parts = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
-        mine = self.part_modality[parts] == self.code(modality)
+        mine = self.part_modality[parts] == self.modalities.index(modality)
         return parts[mine], np.repeat(np.arange(len(rows)), counts)[mine]
 
     @property
@@ -390,21 +351,21 @@ class Index(Columns):
 
     def read_spec(self, row: int) -> list[tuple[int, int, int, str]]:
         """Return (offset, size, encoding, field) of each member, the arguments of `Shard.read_many`."""
-        mine = self._member_slice(row)
+        mine, fields = self._members_of(row)
         offsets, sizes = self.member_offset[mine].tolist(), self.member_size[mine].tolist()
         for numbers in (offsets, sizes):
             if numbers and not 0 <= min(numbers) <= max(numbers) < MOST_BYTES:
                 raise self.damaged(f"members of row {row} are said to be at {offsets!r:.80} with {sizes!r:.80} bytes")
         encodings = self.member_encoding[mine].tolist()
-        names = [outer_of(name)[0] for name in self._field_names(row, mine)]
-        return list(zip(offsets, sizes, encodings, names, strict=True))
+        return list(zip(offsets, sizes, encodings, [outer_of(name)[0] for name in fields], strict=True))
 
     def members(self, row: int) -> list[Member]:
         """Return the members that a sample uses, as arguments of `compose`."""
-        mine = self._member_slice(row)
-        kinds, names = self.member_kind[mine].tolist(), self._field_names(row, mine)
-        headers, sizes = self.member_header[mine].tolist(), self.member_size[mine].tolist()
-        return list(map(Member, names, kinds, map(tuple, headers), sizes))
+        mine, fields = self._members_of(row)
+        kinds, headers, sizes = (
+            column[mine].tolist() for column in (self.member_kind, self.member_header, self.member_size)
+        )
+        return list(map(Member, fields, kinds, map(tuple, headers), sizes))
 
     def find(self, shard: str, key: str) -> int | None:
         """Return the first row of `find_all`, or None."""
@@ -474,15 +435,14 @@ class Index(Columns):
             raise self.damaged(f"the {kind}s of row {row} are said to be {start} to {stop} of {length}")
         return range(start, stop)
 
-    def _member_slice(self, row: int) -> slice:
-        mine = self._range("member", row, self.member_field.size)
-        return slice(mine.start, mine.stop)
-
-    def _field_names(self, row: int, members: slice) -> list[str]:
-        numbers = self.member_field[members].tolist()
+    def _members_of(self, row: int) -> tuple[slice, list[str]]:
+        """Return where the members of a row are, and the names of their fields."""
+        members = self._range("member", row, self.member_field.size)
+        mine = slice(members.start, members.stop)
+        numbers = self.member_field[mine].tolist()
         if numbers and not 0 <= min(numbers) <= max(numbers) < len(self.fields):
             raise self.damaged(f"row {row} is said to have fields {numbers}, of {len(self.fields)}")
-        return [self.fields[number] for number in numbers]
+        return mine, [self.fields[number] for number in numbers]
 
     def _part_spans(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the first part and the number of parts of each of `rows`."""
@@ -507,19 +467,31 @@ def _opened_again(path: Path, lent: Lent, place: Place | None) -> Index:
 _Mapped = tuple[dict[str, Any], Columns, "pa.RecordBatch | None", int, os.stat_result]
 
 
-def _map(path: Path, lent: Lent | None) -> _Mapped:
-    """Return verified head, mapped columns and the user's own columns of an index, a descriptor, its status."""
-    with opened_lent(path, lent) as fd:
+def _map(path: Path, lent: Lent | None) -> _Mapped | None:
+    """Return verified head, mapped columns and the user's own columns of an index, a descriptor, its status; None if
+    there is no file.
+    """
+    with suppress(FileNotFoundError), opened_lent(path, lent) as fd:
         status = os.fstat(fd)
         head = head_of(fd, KIND, TABLE_FORMAT)
         noted, values = is_noted(path, status), head.values
         if not noted:
-            _check_names(values)
+            for name, *_, media_root in (shard[:7] for shard in values["shards"] if "root" in values):
+                # Of a file that a user names no shard is outside of the folder that he names.
+                is_outside = "://" in name or "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/"))
+                if is_outside or media_root not in ("", "."):
+                    raise ValueError(f"the shard {name!r:.200} is not named by a path below the common folder")
             verify_body(fd, head)
         body = memoryview(mmap.mmap(fd, status.st_size, access=mmap.ACCESS_READ))[head.start :]
         end, own = len(body) - values.get("own", 0), None
         columns = views(body[:end], TableSize(**values["size"]))
-        columns.check_ends()
+        # The first and last of all offsets, and the order of bad rows, without a full pass.
+        for name, target in OFFSETS.items():
+            first, last = getattr(columns, name)[[0, -1]].tolist()
+            if (first, last) != (0, length := getattr(columns, target).size):
+                raise ValueError(f"{name} run from {first} to {last}, and {target} has {length}")
+        if (np.diff(np.concatenate([[-1], columns.bad_row, [columns.shard.size]])) < 1).any():
+            raise ValueError(f"bad rows are not in order, or outside of {columns.shard.size} rows")
         if end < len(body):
             own = pa.ipc.open_stream(pa.py_buffer(body[end:])).read_next_batch()
             if own.num_rows != columns.shard.size:
@@ -530,26 +502,14 @@ def _map(path: Path, lent: Lent | None) -> _Mapped:
         ):
             note(path, status)
         return values, columns, own, os.dup(fd), status
-
-
-def _check_names(values: dict[str, Any]) -> None:
-    """Raise ValueError if a file that a user names has a shard outside of the folder that he names."""
-    for name, *_, media_root in (shard[:7] for shard in values["shards"] if "root" in values):
-        is_outside = "://" in name or "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/"))
-        if is_outside or media_root not in ("", "."):
-            raise ValueError(f"the shard {name!r:.200} is not named by a path below the common folder")
-
-
-def absolute(url: str) -> str:
-    """Return the name of a shard in indexes: its absolute path, or its URL without secrets."""
-    return identity(url)
+    return None
 
 
 def _as_given(path: str) -> frozenset[str]:
     """Return the shards of a path as data sets take it: relative, a folder, or a pattern of local files."""
     with suppress(OSError, ValueError, StorageError):
         if not needs_listing(path):
-            return frozenset(map(absolute, expand_paths(path)))
+            return frozenset(map(identity, expand_paths(path)))
     return frozenset()
 
 

@@ -14,7 +14,7 @@ import mmap
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from orchdata.loaders import versions
 from orchdata.loaders.errors import DamagedIndexError, MissingIndexError, StaleIndexError
-from orchdata.loaders.index.index import KIND, Index, Place, absolute, content_fingerprint, digest
+from orchdata.loaders.index.index import KIND, Index, Place, content_fingerprint, digest
 from orchdata.loaders.index.table import TableSize, TableWriter, Totals, sum_totals
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.reading import PLAIN, Reading
@@ -34,7 +34,7 @@ from orchdata.loaders.storage.atomic import Buffer, opened, remove, replaced, st
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.remote.objects import COPIED_AHEAD, in_order
-from orchdata.loaders.storage.remote.urls import is_remote
+from orchdata.loaders.storage.remote.urls import identity, is_remote
 from orchdata.loaders.storage.sealed import body_start, finish, head_by, head_of
 from orchdata.loaders.storage.storage import FileVersion
 from orchdata.loaders.versions import TABLE_FORMAT
@@ -48,24 +48,16 @@ _SHARE: Final = re.compile(r"([0-9]{1,6}/[0-9]{1,6})?")
 
 
 class IndexFile(NamedTuple):
-    """A file with an index, as it was when the first rank looked at it.
-
-    Attributes:
-        digest: of its head, which has the checksums of its body.
-        root: the folder that its shards were in, with a final "/".
-        recipe: fingerprint of the recipe that it was made under.
-        share: the part of an index that it is, as "1/3"; "": it is whole.
-        verdicts, counts: as in `versions`, of the release that made it.
-    """
+    """A file with an index, as it was when the first rank looked at it."""
 
     url: str
     size: int
     version: str
-    digest: str
-    root: str
-    recipe: str
-    share: str
-    verdicts: int
+    digest: str  # of its head, which has the checksums of its body
+    root: str  # the folder that its shards were in, with a final "/"
+    recipe: str  # fingerprint of the recipe that it was made under
+    share: str  # the part of an index that it is, as "1/3"; "": it is whole
+    verdicts: int  # as in `versions`, of the release that made it
     counts: int
 
 
@@ -109,9 +101,7 @@ def opened_copy(file: IndexFile, files: Files, place: Place) -> Index:
 
 
 def fetched(file: IndexFile, files: Files, place: Place) -> Index:
-    """Return the index of a file, as `opened_copy`. Raises the same; an outage may last half a minute, because there
-    may be another way to the file.
-    """
+    """As `opened_copy`, but an outage may last half a minute: there may be another way to the file."""
     return opened_copy(file, files.limited(_OUTAGE_SECONDS), place)
 
 
@@ -140,40 +130,41 @@ def write_index_file(
             raise ValueError(f"{shard.url} is not in {root}, or indexed in part: the index cannot be written as a file")
     if twice := [url for url, times in Counter(shard.url for shard in shards).items() if times > 1]:
         raise ValueError(f"{twice[0]} is in two of the indexes that are to be merged")
-    named = [
-        replace(shard, url=shard.url[len(root) :], media_root="." if shard.media_root else "").as_list()
-        for shard in shards
-    ]
-    values: dict[str, Any] = {"shards": named, "root": root, "made_under": recipe, "share": share}
-    values |= {"verdicts": rules[0], "counts": rules[1]}
+    named = [replace(shard, url=shard.url[len(root) :], media_root="." if shard.media_root else "") for shard in shards]
+    columns = [index.own for index in indexes if index.own is not None]
+    is_same = len(columns) == len(indexes) and all(each.schema == columns[0].schema for each in columns)
+
+    def write(path: Path) -> None:
+        merge_tables(
+            path,
+            named,
+            indexes,
+            fingerprint=recipe,
+            modalities=indexes[0].modalities,
+            recipe=indexes[0].recipe,
+            build_id=indexes[0].build_id if len(indexes) == 1 else digest([index.build_id for index in indexes]),
+            own=pa.concat_batches(columns) if is_same else None,
+            root=root,
+            made_under=recipe,
+            share=share,
+            verdicts=rules[0],
+            counts=rules[1],
+        )
+        for index in indexes:
+            index.check_unchanged()
+
     if not is_remote(url):
-        _write(Path(url), indexes, values)
+        write(Path(url))
         return
     cache = CacheFolder()
     cache.make("index")
-    path = cache.root / "index" / f"{digest([url, named, os.getpid()])}.out"
+    path = cache.root / "index" / f"{digest([url, recipe, os.getpid()])}.out"
     try:
-        _write(path, indexes, values)
+        write(path)
         with opened(path) as fd, mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
             files.objects.put(url, data)
     finally:
         remove(path)
-
-
-def _write(path: Path, indexes: Sequence[Index], values: dict[str, Any]) -> None:
-    shards = [shard for index in indexes for shard in index.shards]
-    values |= {
-        "fingerprint": content_fingerprint(shards, values["made_under"]),
-        "build_id": indexes[0].build_id if len(indexes) == 1 else digest([index.build_id for index in indexes]),
-        "recipe": indexes[0].recipe,
-        "shard_rows": np.cumsum(np.concatenate([[0], *(np.diff(index.shard_rows) for index in indexes)])).tolist(),
-        "modalities": list(indexes[0].modalities),
-    }
-    columns = [index.own for index in indexes if index.own is not None]
-    is_same = len(columns) == len(indexes) and all(each.schema == columns[0].schema for each in columns)
-    write_index(path, indexes, values, own=pa.concat_batches(columns) if is_same else None)
-    for index in indexes:
-        index.check_unchanged()
 
 
 class Source(Protocol):
@@ -197,20 +188,23 @@ def merge_tables(
     modalities: Sequence[str],
     recipe: Mapping[str, Any],
     build_id: str = "",
+    own: pa.RecordBatch | None = None,
+    **values: Any,
 ) -> None:
-    """Write the index of shards, each with its table, to `path`. Raises StorageError.
+    """Write the index of shards, made of their tables, or of indexes, to `path`. Raises StorageError.
 
-    `build_id` recognizes whether it was made from the same tables.
+    `build_id` recognizes whether it was made from the same tables; `own` and `values` are as of `write_index`.
     """
-    values = {
+    rows = (np.diff(each.shard_rows) if isinstance(each, Index) else [each.size.rows] for each in tables)
+    values |= {
         "fingerprint": content_fingerprint(shards, fingerprint),
         "build_id": build_id,
         "recipe": recipe,
         "shards": [shard.as_list() for shard in shards],
-        "shard_rows": np.cumsum([0, *(table.size.rows for table in tables)]).tolist(),
+        "shard_rows": np.cumsum(np.concatenate([[0], *rows])).tolist(),
         "modalities": list(modalities),
     }
-    write_index(path, tables, values)
+    write_index(path, tables, values, own)
 
 
 def write_index(
@@ -256,9 +250,11 @@ def _make(file: IndexFile, files: Files, cache: CacheFolder, path: Path) -> None
         with replaced(path) as fd:
             at = 0
             try:
-                for data in _pieces(file, files):
-                    write_at(fd, data, at)
-                    at += len(data)
+                opened_now = files.open(file.url, FileVersion(file.size, file.version))
+                with closing(in_order(opened_now, COPIED_AHEAD)) as source:
+                    while at < file.size and (data := source.read(at, min(_READ_BYTES, file.size - at))):
+                        write_at(fd, data, at)
+                        at += len(data)
                 is_same = at == file.size and head_of(fd, KIND, TABLE_FORMAT).digest == file.digest
             except (StaleIndexError, ValueError):
                 is_same = False
@@ -268,50 +264,37 @@ def _make(file: IndexFile, files: Files, cache: CacheFolder, path: Path) -> None
                 )
 
 
-def _pieces(file: IndexFile, files: Files) -> Iterator[Buffer]:
-    with closing(in_order(files.open(file.url, FileVersion(file.size, file.version)), COPIED_AHEAD)) as source:
-        for start in range(0, file.size, _READ_BYTES):
-            yield source.read(start, min(_READ_BYTES, file.size - start))
-
-
-_SOURCE = "record_source"
+SOURCE: Final = "record_source"
 
 
 def open_index(
-    urls: Sequence[str],
-    recipe: Recipe,
-    *,
-    cache: CacheFolder | None = None,
-    reading: Reading = PLAIN,
+    urls: Sequence[str], recipe: Recipe, *, cache: CacheFolder | None = None, reading: Reading = PLAIN, first: int = 0
 ) -> Index | None:
-    """Open the index that `build_index` made of these shards under the recipe; None if there is none. No shard is read.
+    """Open the index that `build_index` made of these shards, or their first samples, under the recipe; None if there
+    is none. No shard is read.
 
     Raises DamagedIndexError; StorageError; FunctionError if it was made with another function that had the same id.
     """
     try:
-        index = Index(index_path(urls, recipe.count_fingerprint(), cache or CacheFolder(), reading))
+        index = Index(index_path(urls, recipe.count_fingerprint(), cache or CacheFolder(), reading, first=first))
     except FileNotFoundError:
         return None
-    index.check_urls([absolute(url) for url in urls])
-    check_function_of(index, recipe)
+    index.check_urls([identity(url) for url in (urls[: len(index.shards)] if first else urls)])
+    check_function_of(index.recipe, recipe)
     return index
 
 
 def stored_description(recipe: Recipe) -> dict[str, Any]:
     """Return what an index stores of its recipe: its description, and a digest of its function's source text."""
-    source = {} if recipe.record is None else {_SOURCE: recipe.record.digest}
+    source = {} if recipe.record is None else {SOURCE: recipe.record.digest}
     return recipe.describe() | source
 
 
-def check_function_of(index: Index, recipe: Recipe) -> None:
-    """Raise FunctionError if the index was made with another function that had the same id."""
-    refuse_other_source(str(index.recipe.get(_SOURCE) or ""), recipe)
-
-
-def refuse_other_source(before: str, recipe: Recipe) -> None:
-    """Raise FunctionError if the function of a recipe has another source text than `before`, the digest of that of one
-    with its id ("": it had none).
+def check_function_of(recorded: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise FunctionError if the function of a recipe has another source text than that of the same id in the recorded
+    description of a recipe.
     """
+    before = recorded.get(SOURCE)
     if recipe.record is not None and before and recipe.record.digest and before != recipe.record.digest:
         raise recipe.record.unfit(
             f"has the record_id {recipe.record.id!r} of the function that these shards were indexed with, and another "
@@ -330,5 +313,5 @@ def index_path(
 ) -> Path:
     """Return the path of the index of these shards, or of their `first` samples, under a recipe fingerprint."""
     only = [{"first": first}] if first else []
-    name = digest([TABLE_FORMAT, versions.rules(), recipe, [absolute(url) for url in urls], *reading.identity(), *only])
+    name = digest([TABLE_FORMAT, versions.rules(), recipe, [identity(url) for url in urls], *reading.identity(), *only])
     return cache.root / "index" / f"{name}.index"

@@ -6,7 +6,7 @@ joined row --first row of its source--> (source, row in that index) --> values o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.members import Member
 
 Ints = NDArray[np.int64]
+T = TypeVar("T")
 
 
 class JoinedIndex(Index):
@@ -45,6 +46,7 @@ class JoinedIndex(Index):
         self.first_rows = _starts([index.num_rows for index in indexes])
         self.num_rows = int(self.first_rows[-1])
         self.num_samples = sum(index.num_samples for index in indexes)
+        self.is_split = self.num_rows > self.num_samples
         self._first_parts = _starts([index.part_modality.size for index in indexes])
         self._first_shards = _starts([len(index.shards) for index in indexes])
         self.shard_rows = np.concatenate(
@@ -81,8 +83,7 @@ class JoinedIndex(Index):
         return self.indexes[0].damaged(reason)
 
     def key(self, row: int) -> str:
-        index, own = self._own(row)
-        return index.key(own)
+        return self._at(row, Index.key)
 
     def sample_rows(self) -> Ints:
         return np.concatenate(
@@ -90,8 +91,7 @@ class JoinedIndex(Index):
         )
 
     def part_range(self, row: int) -> range:
-        number, own = self._own_number(row)
-        parts, first = self.indexes[number].part_range(own), int(self._first_parts[number])
+        parts, first = self._at(row, Index.part_range), int(self._first_parts[self.source_of(row)])
         return range(parts.start + first, parts.stop + first)
 
     def member_of(self, part: int, num_members: int) -> int:
@@ -130,16 +130,13 @@ class JoinedIndex(Index):
         )
 
     def failure(self, row: int) -> DataError:
-        index, own = self._own(row)
-        return index.failure(own)
+        return self._at(row, Index.failure)
 
     def read_spec(self, row: int) -> list[tuple[int, int, int, str]]:
-        index, own = self._own(row)
-        return index.read_spec(own)
+        return self._at(row, Index.read_spec)
 
     def members(self, row: int) -> list[Member]:
-        index, own = self._own(row)
-        return index.members(own)
+        return self._at(row, Index.members)
 
     def keys(self, start: int, stop: int) -> tuple[Ints, NDArray[np.uint8]]:
         offsets, data = [np.zeros(1, np.int64)], [np.zeros(0, np.uint8)]
@@ -159,13 +156,10 @@ class JoinedIndex(Index):
             for row in index.find_all(shard, key)
         ]
 
-    def _own_number(self, row: int) -> tuple[int, int]:
+    def _at(self, row: int, ask: Callable[[Index, int], T]) -> T:
+        """Return what the index of a row says of it."""
         number = self.source_of(row)
-        return number, row - int(self.first_rows[number])
-
-    def _own(self, row: int) -> tuple[Index, int]:
-        number, own = self._own_number(row)
-        return self.indexes[number], own
+        return ask(self.indexes[number], row - int(self.first_rows[number]))
 
     def _own_part(self, part: int) -> tuple[Index, int]:
         number = _number(self._first_parts, part)

@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from orchdata.loaders import versions
 from orchdata.loaders.errors import FieldError
-from orchdata.loaders.index.index_file import refuse_other_source
+from orchdata.loaders.index.index_file import SOURCE, check_function_of
 from orchdata.loaders.limits import OF_MEDIA, scan_limits
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import Recipe, plain_fields
@@ -72,24 +72,17 @@ sample out."""
 
 @dataclass(slots=True)
 class ShardSample:
-    """One sample of the facts: its members are the rows from `start` on, those in `wanted` are read.
-
-    Attributes:
-        layout: digest of the names and kinds of its members: the text of another layout is another text.
-        names: digest of their names alone.
-        error: of the whole sample.
-        kept, sizes: what is kept of its text, if that can be used, and of its parts.
-    """
+    """One sample of the facts: its members are the rows from `start` on, those in `wanted` are read."""
 
     key: str
     start: int
     members: Sequence[Member]
     wanted: Sequence[int] = ()
-    layout: str = ""
-    names: str = ""
-    error: FieldError | None = None
-    kept: Text | None = None
-    sizes: Sizes = field(default_factory=dict)
+    layout: str = ""  # digest of the names and kinds of its members: the text of another layout is another text
+    names: str = ""  # digest of their names alone
+    error: FieldError | None = None  # of the whole sample
+    kept: Text | None = None  # of its text, if that can be used
+    sizes: Sizes = field(default_factory=dict)  # that are kept of its parts
 
 
 class SampleLists:
@@ -143,9 +136,8 @@ class KeptCounts:
         self._encodings = facts.table.encoding
         self._of = facts.identity()
         self._paths = paths
-        self._now = {_TEXTS: scan_limits(recipe.limits)}
         limits_now = {name: float(most) for name, most in plain_fields(recipe.limits).items()}  # inf was a string
-        self._now |= dict.fromkeys(recipe.counted_from_bytes, limits_now)
+        self._now = {_TEXTS: scan_limits(recipe.limits), **dict.fromkeys(recipe.counted_from_bytes, limits_now)}
         self._values: dict[str, Any] = {}  # of the texts
         self._lists: dict[str, SampleLists] = {}
         for name in () if force else paths:
@@ -156,10 +148,9 @@ class KeptCounts:
         # Counts hold under other verdicts, refusals do not.
         judged, counted = (a == b for a, b in zip(self._values.get("rules", (0, 0)), versions.rules(), strict=True))
         self._valid = {_TEXT: counted, _CHAT: counted, _LEFT_OUT: judged and counted, _FAILED: judged and counted}
-        self._read_kinds = {recipe.kinds.index(name) for name in recipe.counted_from_bytes}
-
         self._new = {name: SampleLists() for name in paths}
         self._codes = {name: code for code, name in enumerate(recipe.kinds)}
+        self._read_kinds = {self._codes[name] for name in recipe.counted_from_bytes}
         self._names = UnreadNames()
         self._failed: list[tuple[int, str, str]] = []
         self._num_new = 0
@@ -171,7 +162,7 @@ class KeptCounts:
             return
         values, limits, now = found[0], found[0]["limits"], self._now[name]
         if name == _TEXTS:
-            refuse_other_source(values["source"], self._recipe)
+            check_function_of({SOURCE: values["source"]}, self._recipe)
             self._values = values
             values["failed"] = {number: FieldError(*error) for number, *error in values["failed"]}
             values["names"] = {number: unread for unread, number in values["names"].items()}

@@ -75,23 +75,17 @@ class StoredSample:
         self._index = index
         self._shards = shards
         self._name = (index.fingerprint, index.build_id, self._rows.start)
-        self._window = None if self._is_undivided else self._find_window()
+        self._is_undivided = whole or len(self._rows) == 1
+        # The range of a piece's text, if it can be tokenized alone.
+        self._window: Window | None = None
+        begins = index.text_start
+        if not self._is_undivided and begins[row] >= 0:
+            start, skipped = unpacked(int(begins[row]))
+            stop = None if row + 1 == self._rows.stop else unpacked(int(begins[row + 1]))[0]
+            self._window = Window(start, stop, skipped, int(index.llm_tokens[row]))
         needs_whole_text = not self._is_undivided and self._window is None
         self._made_sample: MadeSample | None = None
         self._cached: list[list[Span]] | None = shards.texts.get(self._name) if needs_whole_text else None
-
-    def _find_window(self) -> Window | None:
-        """Return the range of the piece's text; None if it cannot be tokenized alone."""
-        begins = self._index.text_start
-        if begins[self.row] < 0:
-            return None
-        start, skipped = unpacked(int(begins[self.row]))
-        stop = None if self.row + 1 == self._rows.stop else unpacked(int(begins[self.row + 1]))[0]
-        return Window(start, stop, skipped, int(self._index.llm_tokens[self.row]))
-
-    @property
-    def _is_undivided(self) -> bool:
-        return self._whole or len(self._rows) == 1
 
     @property
     def piece(self) -> int:
@@ -152,7 +146,7 @@ class StoredSample:
                 continue
             field, then = self.members[member].field, self.members[member].header
             try:
-                now = read_header(type(modality), len(data), partial(_head, data), recipe.limits)
+                now = read_header(type(modality), len(data), lambda size: bytes(data[:size]), recipe.limits)  # noqa: B023
             except DecodeError as error:
                 raise self._other_file(field, error.reason) from None
             if tuple(map(int, now)) != then[: len(now)]:
@@ -185,7 +179,8 @@ class StoredSample:
     def _places(self, recipe: Recipe, *, text: bool, parts: Iterable[int] | None, kept: bool) -> dict[int, Spec]:
         """Return where the members to read are."""
         before: tuple[int, ...] = ()
-        wanted = {self.member_of(part) for part in (self.parts if parts is None else parts)}
+        count = len(self.members)
+        wanted = {self._index.member_of(part, count) for part in (self.parts if parts is None else parts)}
         if kept:
             uses = uses_of(self.members, recipe)
             wanted.update(uses.kept, uses.records, uses.made)
@@ -362,10 +357,6 @@ class StoredSample:
         if counted != indexed:
             reason = f"the index says {indexed} {name}, the text yields {counted}: {WHY_COUNTS_DIFFER}"
             raise FieldError(self.text_field(recipe), reason)
-
-
-def _head(data: bytes | memoryview, size: int) -> bytes:
-    return bytes(data[:size])
 
 
 def _check_room(num_bytes: int) -> None:

@@ -110,33 +110,32 @@ class TableSize:
 
 @dataclass(slots=True, eq=False)
 class Columns:
-    """All columns as arrays, one-dimensional but for part_extent and member_header.
+    """All columns as arrays: of n rows, p parts, m members. One-dimensional but for part_extent and member_header."""
 
-    Strings are offsets and bytes: `<string>_offsets` int64, `<string>_bytes` uint8 (UTF-8).
-    Errors are those of the rows `bad_row`, ascending, int64.
-    """
-
-    shard: NDArray[np.int32]
-    llm_tokens: NDArray[np.int32]
-    loss_tokens: NDArray[np.int32]
-    piece: NDArray[np.int32]
-    cut_tokens: NDArray[np.int32]
+    shard: NDArray[np.int32]  # of each row
+    llm_tokens: NDArray[np.int32]  # merged media tokens plus text
+    loss_tokens: NDArray[np.int32]  # labels other than -100
+    piece: NDArray[np.int32]  # number of the piece in its sample, from 0; 0 if the sample is not split
+    cut_tokens: NDArray[np.int32]  # LLM tokens that its sample lost by truncation
+    # Start of the text of a piece, encoded by `overflow.packed`; below 0 if it cannot be tokenized without the rest of
+    # its sample; 0 if the sample is not split.
     text_start: NDArray[np.int32]
-    part_offsets: NDArray[np.int64]
-    part_modality: NDArray[np.uint8]
-    part_member: NDArray[np.int32]
-    part_positions: NDArray[np.int32]
-    part_tokens: NDArray[np.int32]
-    part_rows: NDArray[np.int32]
-    part_extent: NDArray[np.int32]
-    member_offsets: NDArray[np.int64]
-    member_field: NDArray[np.int32]
-    member_kind: NDArray[np.uint8]
-    member_encoding: NDArray[np.uint8]
-    member_offset: NDArray[np.int64]
+    part_offsets: NDArray[np.int64]  # (n + 1,); the parts of row i are [part_offsets[i], part_offsets[i + 1])
+    part_modality: NDArray[np.uint8]  # a code; text has no parts
+    part_member: NDArray[np.int32]  # index of the sample's member
+    part_positions: NDArray[np.int32]  # positions entering the encoder
+    part_tokens: NDArray[np.int32]  # merged tokens
+    part_rows: NDArray[np.int32]  # rows of its arrays
+    part_extent: NDArray[np.int32]  # (p, E), `PartSize.extent`, filled with zeros
+    member_offsets: NDArray[np.int64]  # (n + 1,), for the members that the sample uses
+    member_field: NDArray[np.int32]  # index into `fields`
+    member_kind: NDArray[np.uint8]  # code of a modality, or a code for a member of none
+    member_encoding: NDArray[np.uint8]  # as in the facts
+    member_offset: NDArray[np.int64]  # where its bytes are
     member_size: NDArray[np.int64]
-    member_header: NDArray[np.int64]
-    bad_row: NDArray[np.int64]
+    member_header: NDArray[np.int64]  # (m, H), result of the modality's probe, filled with zeros
+    bad_row: NDArray[np.int64]  # ascending
+    # Strings are offsets and bytes (UTF-8); errors are those of the bad rows.
     key_offsets: NDArray[np.int64]
     key_bytes: NDArray[np.uint8]
     error_field_offsets: NDArray[np.int64]
@@ -148,19 +147,6 @@ class Columns:
     def size(self) -> TableSize:
         counts = {of: len(getattr(self, name)) - more for name, (_, of, more) in LAYOUT.items()}
         return TableSize(**counts, **{width: getattr(self, name).shape[1] for name, width in WIDTHS.items()})
-
-    def check_ends(self) -> None:
-        """Check the first and last of all offsets, and the order of bad rows, without a full pass.
-
-        Raises ValueError, naming the column.
-        """
-        for name, target in OFFSETS.items():
-            first, last = getattr(self, name)[[0, -1]].tolist()
-            if (first, last) != (0, getattr(self, target).size):
-                raise ValueError(f"{name} run from {first} to {last}, and {target} has {getattr(self, target).size}")
-        ends = np.concatenate([[-1], self.bad_row, [self.shard.size]])
-        if (np.diff(ends) < 1).any():
-            raise ValueError(f"bad rows are not in order, or outside of {self.shard.size} rows")
 
 
 def pack(columns: Columns) -> bytes:
@@ -176,10 +162,9 @@ def pack(columns: Columns) -> bytes:
 
 def views(body: Buffer, size: TableSize) -> Columns:
     """Return the columns of a body, read-only if the body is. Raises ValueError if it has another length."""
-    view = memoryview(body)
-    if view.nbytes != size.num_bytes:
-        raise ValueError(f"a table of {size} has {size.num_bytes} bytes, there are {view.nbytes}")
-    places = size.places()
+    view, places = memoryview(body), size.places()
+    if view.nbytes != places[""].stop:
+        raise ValueError(f"a table of {size} has {places[''].stop} bytes, there are {view.nbytes}")
     arrays = {name: np.frombuffer(view[places[name]], dtype) for name, (dtype, _, _) in LAYOUT.items()}
     for name, width in WIDTHS.items():
         arrays[name] = arrays[name].reshape(getattr(size, LAYOUT[name][1]), getattr(size, width))
@@ -275,12 +260,8 @@ def summarize(
     """Count the samples of a table.
 
     Every number is a sum, but those called `max_...`. A split sample counts once, for any number of pieces.
-
-    Args:
-        columns: of a table without unused members.
-        modalities: their names by code, text first.
-        ignored_fields: field -> number of members that the recipe does not use.
-        unread: as `UnreadNames.totals`.
+    `modalities` are their names by code, text first; `ignored_fields` says how many members of a field the recipe does
+    not use; `unread` is as `UnreadNames.totals`.
 
     Returns:
         samples (bad ones included), bad, bytes and members (of the usable samples), llm_tokens, loss_tokens,
@@ -299,8 +280,16 @@ def summarize(
     with_text = int(np.count_nonzero(text_tokens[is_first]))
     by_modality: Totals = {"text": {"samples": with_text, "tokens": _sum(text_tokens)}}
     for code, name in enumerate(modalities[1:], 1):
-        mine = (columns.part_modality == code).nonzero()[0]
-        by_modality[name] = _summarize_parts(mine, columns) if mine.size else dict(_NO_PARTS)
+        parts = (columns.part_modality == code).nonzero()[0]
+        rows = np.searchsorted(columns.part_offsets, parts, side="right")
+        positions = columns.part_positions[parts]
+        by_modality[name] = {
+            "samples": int(np.count_nonzero(np.diff(rows, prepend=0))),  # of row r that is r + 1
+            "parts": parts.size,
+            "positions": _sum(positions),
+            "tokens": _sum(columns.part_tokens[parts]),
+            "max_positions": int(np.maximum.reduce(positions, initial=0)),
+        }
     return {
         "samples": loss_tokens.size,
         "bad": columns.bad_row.size,
@@ -328,21 +317,6 @@ def overflow_of(piece: NDArray[np.int32], cut_tokens: NDArray[np.int32]) -> dict
         "cut_tokens": _sum(cut_tokens),
         "split": split,
         "pieces": split + int(np.count_nonzero(continued)),
-    }
-
-
-_NO_PARTS = {"samples": 0, "parts": 0, "positions": 0, "tokens": 0, "max_positions": 0}
-
-
-def _summarize_parts(parts: NDArray[np.int64], columns: Columns) -> dict[str, int]:
-    rows = np.searchsorted(columns.part_offsets, parts, side="right")
-    positions = columns.part_positions[parts]
-    return {
-        "samples": 1 + int(np.count_nonzero(rows[1:] != rows[:-1])),
-        "parts": parts.size,
-        "positions": _sum(positions),
-        "tokens": _sum(columns.part_tokens[parts]),
-        "max_positions": int(np.maximum.reduce(positions)),
     }
 
 

@@ -317,7 +317,7 @@ def verify(
     built = build_of(dataset)
     how: dict[str, Any] = {"jobs": jobs, "timeout": timeout, "containers": dataset.containers, "files": dataset.files}
     if ray is not None:
-        from orchdata.engines.on_ray.cluster import RayEngine, connect, num_cpus
+        from orchdata.engines.on_ray import RayEngine, connect, num_cpus
 
         connect(None if ray == "auto" else ray, num_ranks=1)
         how |= {"engine": RayEngine(num_cpus=1), "jobs": num_cpus() if jobs is None else jobs}

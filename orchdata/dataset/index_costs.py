@@ -123,7 +123,7 @@ class IndexCosts:
             if self.multiple_of > 1 and not self.joins:
                 lengths = -(-lengths // self.multiple_of) * self.multiple_of
             return sequence_costs(lengths, *coefficients)
-        code, costs = self.index.code(phase), np.empty(len(row), np.int64)
+        code, costs = self.index.modalities.index(phase), np.empty(len(row), np.int64)
         for index, positions, own in self.index.split(row):
             try:
                 costs[positions] = part_costs(

@@ -190,7 +190,7 @@ class NamedFile:
             )
         place = Place(root_of(self.paths), self.reading.media_root)
         index = opened_copy(file, self.reading.files, place)
-        check_function_of(index, self.recipe)
+        check_function_of(index.recipe, self.recipe)
         reading = self.reading
         for shard in index.shards:
             container = container_of(reading.containers, shard.url) if reading.containers else None

@@ -50,8 +50,7 @@ from orchdata.loaders.amounts import counted, these
 from orchdata.loaders.errors import DamagedIndexError, FieldError, MissingIndexError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.fields import with_fields
-from orchdata.loaders.index.first import build_first_index, open_first
-from orchdata.loaders.index.index import Index, absolute, digest
+from orchdata.loaders.index.index import Index, digest
 from orchdata.loaders.index.index_file import IndexFile, open_index
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.recipe import Recipe, checked_recipe
@@ -65,7 +64,7 @@ from orchdata.loaders.shards.reading import PLAIN, Reading, listed_paths
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.paths import Matching, needs_listing, pieces_of
-from orchdata.loaders.storage.remote.urls import is_remote
+from orchdata.loaders.storage.remote.urls import identity, is_remote
 from orchdata.loaders.storage.storage import FileVersion
 from orchdata.notices import warn_user
 from orchdata.ranks.first_comer import done_by_first
@@ -207,7 +206,7 @@ class ShardDataset(Sharded):
         return NamedFile(url=url, paths=self._given, **how)
 
     def _expanded(self, given: Sequence[Any], matching: Matching | None = None) -> tuple[str, ...]:
-        return tuple(absolute(url) for url in self.reading.expand(given, matching))
+        return tuple(identity(url) for url in self.reading.expand(given, matching))
 
     @property
     def media_root(self) -> str | None:
@@ -378,7 +377,7 @@ class ShardDataset(Sharded):
                 return index
             is_full = is_full or index is not None
             if first is not None and not is_full and not rebuild:
-                index = open_first(urls, recipe, first, reading=reading)
+                index = open_index(urls, recipe, reading=reading, first=first)
                 if index is not None:
                     return index
         except DamagedIndexError as error:
@@ -386,7 +385,7 @@ class ShardDataset(Sharded):
         if not rebuild and num_ranks > 1 and rank is None:
             raise MissingIndexError(f"{problem}, and {num_ranks} ranks need one; {self._how_to_index}")
         if first is not None and not is_full:
-            return build_first_index(urls, recipe, first, reading=reading, under_way=progress)
+            return build_index(urls, recipe, reading=reading, first=first, under_way=progress)
 
         # Else it is built, or brought up to date. Ranks must find each other's parts.
         if num_ranks > 1 and any(map(is_remote, urls)):
@@ -511,7 +510,7 @@ class ShardDataset(Sharded):
             raise TypeError(f"keys are strings, also those that are numbers: find({str(key)!r}), got {key!r}")
         key = printable(key)
         if shard is not None and os.sep in shard:
-            shard = absolute(shard)
+            shard = identity(shard)
         rows = self._chosen().first_rows
         assert self._opened.index is not None
         found = [int(row) for row in self._opened.index.find_all(shard, key)]

@@ -35,7 +35,7 @@ from orchdata.building.figures import step_figures
 from orchdata.building.memory import BufferPool
 from orchdata.building.step import BuildSpec, BuiltStep
 from orchdata.delivery.policy import FailureBudget
-from orchdata.engines.engine import Engine, PlainEngine
+from orchdata.engines.engine import Engine
 from orchdata.engines.processes.message import plain, revive
 from orchdata.loaders.errors import BLANK, DataError, TooManyFailures
 from orchdata.notices import warn_once, warn_user
@@ -482,7 +482,7 @@ def _groups(shared: tuple[tuple[int, ...], ...], timeout: float) -> list[Any]:
     return made[key]
 
 
-class ReceivingEngine(PlainEngine):
+class ReceivingEngine(Engine):
     """Receives the steps that the reader delivers, in its order, in the calling thread."""
 
     def __init__(self, spec: BuildSpec, channel: Replication) -> None:

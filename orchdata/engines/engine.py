@@ -1,7 +1,7 @@
 """Engine: runs the tasks of steps. All engines build the same batches.
 
-Engines of this process run tasks themselves (`PlainEngine`). Engines with workers hand jobs to a thread, which gives
-them to workers (`supervisor.WorkerEngine`).
+Engines of this process run tasks themselves. Engines with workers hand jobs to a thread, which gives them to workers
+(`supervisor.WorkerEngine`).
 
 Names the members of a BuildSpec, or of a batch, that do not pickle and so cannot be sent to another process.
 """
@@ -26,81 +26,46 @@ DEFAULT_PREFETCH: Final = 2
 
 
 class Engine(Protocol):
-    """Builds steps, several at a time.
+    """Builds steps, several at a time. By default in this process, without supervision."""
 
-    Attributes:
-        depth: steps to keep under way while the caller works on another; 0 if nothing runs in parallel.
-        keeps_time: whether the engine itself handles steps that take longer than the loader's timeout.
-    """
-
-    depth: int
-    keeps_time: bool
+    depth: int  # steps to keep under way while the caller works on another; 0 if nothing runs in parallel
+    keeps_time: bool = False  # whether the engine itself handles steps that take longer than the loader's timeout
 
     def submit(self, task: StepTask) -> Future[BuiltStep]: ...
 
     def expect(self, future: Future[BuiltStep]) -> None:
         """The caller waits for this step from now on."""
+        return  # not abstract
 
     def take_notes(self) -> list[str]:
         """Return warnings for the user about steps that were built with trouble, once."""
-
-    def close(self) -> None:
-        """Stop: wait a moment for tasks that run, and abandon those that hang. A second call does nothing."""
-
-
-class PlainEngine:
-    """Base of engines that run in this process, without supervision."""
-
-    keeps_time = False
-
-    def expect(self, future: Future[BuiltStep]) -> None:
-        pass
-
-    def take_notes(self) -> list[str]:
         return []
 
     def close(self) -> None:
-        pass
+        """Stop: wait a moment for tasks that run, and abandon those that hang. A second call does nothing."""
+        return
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """Who builds the steps of a loader, under the names of its arguments; an iteration adds the last four.
+    """Who builds the steps of a loader, under the names of its arguments; an iteration adds the last four."""
 
-    Attributes:
-        num_workers: of this rank alone; 0: this process builds.
-        num_threads: threads of a worker, or of this process, that read and decode; 0 for its main thread alone.
-        prefetch_factor: the most steps that a worker has at a time, or that all threads of this process have.
-        worker_init_fn: called with the worker's number before it builds anything.
-        worker_memory: bytes that a worker may allocate in addition to those it starts with; None for no limit.
-        timeout: seconds that the caller waits for a step before its worker is replaced; 0 for no limit.
-        persistent_workers: whether workers are kept from one iteration to the next.
-        multiprocessing_context: starts worker processes; None for an engine of the user's.
-        engine: the user's; None for threads or processes.
-        dataset: as in `torch.utils.data.get_worker_info()`.
-        in_turn: whether worker `step % num_workers` builds a step; else the one with the fewest jobs does.
-        num_ranks: ranks of the loader.
-        base_seed: torch's seed of the iteration; the seed of worker k is `base_seed + k`.
-        reads: counts the bytes that workers read from shards; None if samples are not in shards.
-        name_of: row -> the sample's name in messages.
-        known_bad_rows: row -> why its sample must not be loaded; rows that prove bad are added.
-    """
-
-    num_workers: int = 0
-    num_threads: int = 0
-    prefetch_factor: int = DEFAULT_PREFETCH
-    worker_init_fn: Callable[[int], None] | None = None
-    worker_memory: int | None = None
-    timeout: float = 0
-    persistent_workers: bool = False
-    multiprocessing_context: BaseContext | None = None
-    engine: OpensEngine | None = None
-    dataset: Any = None
-    in_turn: bool = False
+    num_workers: int = 0  # of this rank alone; 0: this process builds
+    num_threads: int = 0  # of a worker, or of this process, that read and decode; 0 for its main thread alone
+    prefetch_factor: int = DEFAULT_PREFETCH  # the most steps that a worker has, or all threads of this process
+    worker_init_fn: Callable[[int], None] | None = None  # called with the worker's number before it builds anything
+    worker_memory: int | None = None  # bytes that a worker may allocate in addition to those it starts with
+    timeout: float = 0  # seconds that the caller waits for a step before its worker is replaced; 0 for no limit
+    persistent_workers: bool = False  # kept from one iteration to the next
+    multiprocessing_context: BaseContext | None = None  # starts worker processes; None for an engine of the user's
+    engine: OpensEngine | None = None  # the user's; None for threads or processes
+    dataset: Any = None  # as in `torch.utils.data.get_worker_info()`
+    in_turn: bool = False  # whether worker `step % num_workers` builds a step; else the one with the fewest jobs does
     num_ranks: int = 1
-    base_seed: int = 0
-    reads: ReadBytes | None = None
-    name_of: Callable[[int], str] = str
+    base_seed: int = 0  # torch's seed of the iteration; the seed of worker k is `base_seed + k`
+    reads: ReadBytes | None = None  # counts bytes that workers read from shards; None if samples are not in shards
+    name_of: Callable[[int], str] = str  # row -> the sample's name in messages
+    # Row -> why its sample must not be loaded; rows that prove bad are added.
     known_bad_rows: dict[int, str] = field(default_factory=dict)
 
     @property

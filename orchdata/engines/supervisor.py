@@ -8,7 +8,7 @@
 The thread never blocks on a worker: the transport waits for the messages of all of them. Its messages are dicts:
 
     ready, survived              of a worker that has opened the data set, or has loaded a sample alone
-    built: job, units, reads, requests, finished         failed: job, error, reads, requests
+    built: job, unit, reads, requests, finished         failed: job, error, reads, requests
     not started: error           another worker would not start either
     ended: how, loss, final      `loss`: "killed" (from outside), "ended", "hung"; `final`: why others would end, too
 """
@@ -20,16 +20,15 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
 from orchdata.building.step import BuiltStep
 from orchdata.engines.engine import Workers
-from orchdata.engines.processes.message import read_step
+from orchdata.engines.processes.message import read_value
 from orchdata.engines.work import add_reads
 from orchdata.finalizers import Ending
 from orchdata.order.steps import StepTask
@@ -45,26 +44,19 @@ _STOPPED = "the loader's workers were stopped"
 
 
 class Worker(Protocol):
-    """A worker, as its supervisor sees it. What it has to say comes from its transport.
-
-    Attributes:
-        jobs: number of a job -> its task, oldest first.
-        is_ready: whether it has opened the data set.
-        start_seconds: that it may take to do so while it is waited for; infinite for no limit.
-        name, label: for messages, as "worker process 0", and "DataLoader worker (pid(s) 7)", as torch says it.
-        rows: of the samples that it is loading, as far as it is known.
-    """
+    """A worker, as its supervisor sees it. What it has to say comes from its transport."""
 
     number: int
-    jobs: dict[int, StepTask]
-    is_ready: bool
+    jobs: dict[int, StepTask]  # by number, oldest first
+    is_ready: bool  # has opened the data set
     started: float
-    start_seconds: float
-    name: str
-    label: str
+    start_seconds: float  # that it may take to do so while it is waited for; infinite for no limit
+    name: str  # for messages, as "worker process 0"
+    label: str  # as torch says it: "DataLoader worker (pid(s) 7)"
 
     @property
-    def rows(self) -> Sequence[int]: ...
+    def rows(self) -> Sequence[int]:
+        """Of the samples that it is loading, as far as it is known."""
 
     def waits(self) -> bool | None:
         """Return whether all its threads wait for storage; None if it was asked, and may still answer."""
@@ -75,17 +67,11 @@ class Worker(Protocol):
 
 
 class Transport(Protocol):
-    """Starts workers, and hears from them; used by one thread, but for `wake`.
+    """Starts workers, and hears from them; used by one thread, but for `wake`."""
 
-    Attributes:
-        num_spare: workers that it can start in addition; 0 if one that loads alone takes the place of a lost one.
-        forked: what to say of workers that copy locks of this process; "" if they do not.
-        not_started: what to say of workers that end as they start.
-    """
-
-    num_spare: int
-    forked: str
-    not_started: str
+    num_spare: int  # workers that it can start in addition; 0 if one that loads alone takes the place of a lost one
+    forked: str  # what to say of workers that copy locks of this process; "" if they do not
+    not_started: str  # what to say of workers that end as they start
 
     def start(self, number: int, *, alone: bool = False, fresh: bool = False) -> Any:
         """Start a worker that builds, or loads samples alone; `fresh`: not forked. Raises EOFError or ConnectionError
@@ -104,22 +90,16 @@ class Transport(Protocol):
         """End all workers."""
 
 
-@dataclass(eq=False)
-class Job:
-    """A step to build, from its request until its future is set.
+class Job(Future[BuiltStep]):
+    """A step to build: the future that the caller has."""
 
-    Attributes:
-        worker: the worker that must build it; None for any.
-        losses: how often a worker was lost with it, by kind.
-        awaited: since when the caller waits for it; None if he does not.
-    """
-
-    number: int
-    task: StepTask
-    future: Future[BuiltStep]
-    worker: int | None = None
-    losses: Counter[str] = field(default_factory=Counter)
-    awaited: float | None = None
+    def __init__(self, number: int, task: StepTask, worker: int | None) -> None:
+        super().__init__()
+        self.number = number
+        self.task = task
+        self.worker = worker  # that must build it; None for any
+        self.losses: Counter[str] = Counter()  # how often a worker was lost with it, by kind
+        self.awaited: float | None = None  # since when the caller waits for it
 
     @property
     def name(self) -> str:
@@ -139,7 +119,6 @@ class WorkerEngine:
         self._supervisor = Supervisor(transport, workers)
         self._workers = workers
         self._numbers = count()
-        self._jobs: dict[Future[BuiltStep], Job] = {}  # until they are done
         self._ending = Ending(self, self._supervisor.stop)
         self._supervisor.start()
 
@@ -147,15 +126,13 @@ class WorkerEngine:
         """Have a step built, by this worker if one is given."""
         if worker is None and self._workers.in_turn:
             worker = task.step % self._workers.num_workers
-        job = Job(next(self._numbers), task, Future(), worker)
-        self._jobs[job.future] = job
-        job.future.add_done_callback(self._jobs.pop)
+        job = Job(next(self._numbers), task, worker)
         self._supervisor.submit(job)
-        return job.future
+        return job
 
     def expect(self, future: Future[BuiltStep]) -> None:
-        if (job := self._jobs.get(future)) is not None:
-            job.awaited = time.monotonic()
+        if isinstance(future, Job) and not future.done():
+            future.awaited = time.monotonic()
             self._supervisor.wake()
 
     def take_notes(self) -> list[str]:
@@ -168,15 +145,11 @@ class WorkerEngine:
 
 
 class Supervisor(threading.Thread):
-    """Runs jobs in workers until it is stopped.
-
-    Attributes:
-        notes: warnings for the user.
-    """
+    """Runs jobs in workers until it is stopped."""
 
     def __init__(self, transport: Transport, workers: Workers) -> None:
         super().__init__(name="orchdata supervisor", daemon=True)
-        self.notes: deque[str] = deque()
+        self.notes: deque[str] = deque()  # warnings for the user
         self.transport = transport
         self._given = workers
         self._timeout = workers.timeout
@@ -185,7 +158,11 @@ class Supervisor(threading.Thread):
         self._waiting: deque[Job] = deque()
         self._waiting_for_trial: list[Job] = []
         self._arrived: deque[Job] = deque()
-        self._suspects = CrashSuspects(transport, workers.timeout)
+        # Samples that were loading when a worker was lost; each gets a trial, one after another.
+        self._suspects: deque[int] = deque()
+        self._seen: Counter[int] = Counter()  # how often
+        self._good: set[int] = set()  # loaded by processes that are not forked
+        self._trial: Trial | None = None  # that is running
         self._failed_starts: Counter[str] = Counter()
         # Each job gets a new error: one that was raised keeps its frames alive, and through them this supervisor.
         self._broken: Callable[[], Exception] | None = None
@@ -254,13 +231,13 @@ class Supervisor(threading.Thread):
             return 0.05
         awaited = [job.awaited for job in self._jobs.values() if job.awaited is not None and self._timeout]
         deadlines = [since + self._timeout for since in awaited]
-        if not deadlines and self._suspects.trial is None:
+        if not deadlines and self._trial is None:
             return None
         left = min([*deadlines, time.monotonic() + 1.0]) - time.monotonic()
         return left + 0.001 if left > 0 else 0.05
 
     def _on_message(self, worker: Worker, message: dict[str, Any]) -> None:
-        trial = self._suspects.trial
+        trial = self._trial
         if trial is not None and worker not in trial.workers:
             trial = None
         if trial is None and self._workers[worker.number] is not worker:
@@ -295,15 +272,15 @@ class Supervisor(threading.Thread):
             return
         add_reads(self._given.reads, message["reads"], message["requests"])
         if message["kind"] == "failed":
-            job.future.set_exception(message["error"]())
+            job.set_exception(message["error"]())
             return
         try:
-            built = read_step(message["units"])
+            built = read_value(message["unit"])
         except Exception as error:  # noqa: BLE001 - unpickling a user's object may raise anything
-            job.future.set_exception(error)
+            job.set_exception(error)
             return
         built.seconds["handing_over"] = time.monotonic() - message["finished"]
-        job.future.set_result(built)
+        job.set_result(built)
 
     def _take_arrived(self) -> None:
         while True:
@@ -312,7 +289,7 @@ class Supervisor(threading.Thread):
             except IndexError:
                 return
             if self._broken is not None:
-                job.future.set_exception(self._broken())
+                job.set_exception(self._broken())
             else:
                 self._jobs[job.number] = job
                 self._waiting.append(job)
@@ -348,7 +325,7 @@ class Supervisor(threading.Thread):
 
     def _not_running(self) -> list[int]:
         """Return the numbers of workers to start: none while a trial takes the place of one."""
-        may_start = self._broken is None and (self.transport.num_spare or self._suspects.trial is None)
+        may_start = self._broken is None and (self.transport.num_spare or self._trial is None)
         return [number for number, each in enumerate(self._workers) if each is None and may_start]
 
     # --- trouble
@@ -356,7 +333,7 @@ class Supervisor(threading.Thread):
     def _end_overdue(self) -> None:
         now = time.monotonic()
         # One that loads a sample alone counts as hung.
-        if (trial := self._suspects.trial) is not None:
+        if (trial := self._trial) is not None:
             for late in trial.overdue():
                 self.transport.end(late)
                 trial.ended(late, f"timed out after {self._timeout:g} seconds")
@@ -398,8 +375,11 @@ class Supervisor(threading.Thread):
         if final:
             self._break(partial(RuntimeError, final))
             return
-        # Its jobs wait while samples of them are loaded alone.
-        is_any_tried = self._suspects.add(worker.rows, immediately=loss == "hung", known_bad=self._known_bad_rows)
+        # Samples that were loading when it hung, or at two losses, are loaded alone; its jobs wait for that.
+        rows = list(worker.rows)
+        self._seen.update(rows)
+        tried = [row for row in rows if (loss == "hung" or self._seen[row] > 1) and row not in self._good]
+        self._suspects.extend(row for row in tried if row not in self._known_bad_rows and row not in self._suspects)
         lost = [self._jobs[number] for number in worker.jobs if number in self._jobs]
         exited = f"{worker.label} exited unexpectedly"
         if lost:
@@ -409,7 +389,7 @@ class Supervisor(threading.Thread):
         for job in lost:
             losses = job.losses[loss]
             if losses < _MAX_LOSSES[loss]:
-                self._waiting_for_trial.append(job) if is_any_tried else self._wait_again([job])
+                self._waiting_for_trial.append(job) if tried else self._wait_again([job])
                 continue
             del self._jobs[job.number]
             text = (
@@ -419,7 +399,7 @@ class Supervisor(threading.Thread):
                 else f"{exited}: {job.name} was lost with its process {losses} times, but none of its samples ends a "
                 f"process alone; the last {how}"
             )
-            job.future.set_exception(RuntimeError(text + self.transport.forked))
+            job.set_exception(RuntimeError(text + self.transport.forked))
         self._run_trials()
 
     def _wait_again(self, jobs: list[Job]) -> None:
@@ -430,11 +410,34 @@ class Supervisor(threading.Thread):
         """Continue the trials of suspects; once none is left, the jobs that wait for them may run."""
         if self._broken is not None:
             return
-        for row, verdict in self._suspects.run_trials():
+        forked = self.transport.forked
+        while self._suspects:
+            row = self._suspects[0]
+            trial = self._trial = self._trial or Trial(row, self.transport, self._timeout)
+            if trial.verdict is None:
+                return
+            if trial.verdict and forked and not trial.confirms:
+                seconds = max(self._timeout, _FRESH_SECONDS) if self._timeout else 0.0
+                self._trial = Trial(row, self.transport, seconds, trial.verdict)
+                continue
+            verdict = trial.confirms or trial.verdict if trial.verdict else ""
+            verdict += ", whenever this sample was loaded alone" if verdict else ""
+            if trial.confirms and trial.untried:
+                verdict = (
+                    f"{trial.confirms}, whenever this sample was loaded alone by a forked worker; whether one that is "
+                    f"not forked can load it was not tried ({trial.untried}){forked}"
+                )
+            elif trial.confirms and not verdict:
+                self._good.add(row)
+            self._trial = None
+            self._suspects.popleft()
+            self._seen.pop(row, None)
+            if not trial.begun and not trial.confirms:
+                self._suspects.clear()  # no worker starts now: the others are tried when they are lost again
             if verdict:
                 self._known_bad_rows[row] = verdict
                 self.notes.append(f"{self._given.name_of(row)} cannot be loaded: its worker {verdict}")
-        if self._suspects.trial is None and self._waiting_for_trial:
+        if self._waiting_for_trial:
             self._wait_again(self._waiting_for_trial)
             self._waiting_for_trial.clear()
 
@@ -452,34 +455,26 @@ class Supervisor(threading.Thread):
         self._waiting.clear()
         self._waiting_for_trial.clear()
         for job in jobs.values():
-            job.future.set_exception(self._broken())
+            job.set_exception(self._broken())
 
 
 class Trial:
     """Does this sample crash or hang its worker? It is loaded alone, in one worker or two at a time: it is bad after
     two crashes or hangs, or after four SIGKILLs (the OOM killer sends those too).
 
-    Args:
-        timeout: seconds after which a worker counts as hung; 0 for no limit.
-        confirms: the verdict of forked processes that others are to confirm, since a fork copies locks that other
-            threads hold, and whoever takes one of them hangs; "" for none.
-
-    Attributes:
-        workers: those that are running.
-        verdict: None while the trial runs; then why the sample is bad, or "" if it is not.
-        begun: since when workers load the sample, those that have ended included.
-        untried: why no worker could load the sample.
+    `confirms` is the verdict of forked processes that others are to confirm, since a fork copies locks that other
+    threads hold, and whoever takes one of them hangs.
     """
 
     def __init__(self, row: int, transport: Transport, timeout: float, confirms: str = "") -> None:
         self.row = row
         self.confirms = confirms
-        self.untried = ""
+        self.untried = ""  # why no worker could load the sample
         self.workers: list[Worker] = []
-        self.verdict: str | None = None
+        self.verdict: str | None = None  # once it has ended, why the sample is bad; "" if it is not
         self._transport = transport
         self._timeout = timeout
-        self.begun: dict[Worker, float] = {}
+        self.begun: dict[Worker, float] = {}  # since when workers load the sample, those that have ended included
         self._endings: list[str] = []
         self._is_by_itself = False
         self._starts = 0
@@ -549,61 +544,3 @@ class Trial:
             self.verdict = verdict
             while self.workers:
                 self._transport.end(self.workers.pop())
-
-
-class CrashSuspects:
-    """Samples that were loading when a worker was lost; each gets a trial, one after another.
-
-    Attributes:
-        trial: the one that is running; None if there is none.
-    """
-
-    def __init__(self, transport: Transport, timeout: float) -> None:
-        self.trial: Trial | None = None
-        self._transport = transport
-        self._good: set[int] = set()  # loaded by processes that are not forked
-        self._timeout = timeout
-        self._rows: deque[int] = deque()
-        self._seen: Counter[int] = Counter()
-
-    def add(self, rows: Iterable[int], *, immediately: bool, known_bad: Container[int]) -> bool:
-        """Add the rows that a lost worker was loading. Returns whether any is suspected.
-
-        Args:
-            immediately: suspect them the first time; else those that were loading at two losses.
-            known_bad: rows that need no trial.
-        """
-        rows = list(rows)
-        self._seen.update(rows)
-        suspected = [row for row in rows if (immediately or self._seen[row] > 1) and row not in self._good]
-        self._rows.extend(row for row in suspected if row not in known_bad and row not in self._rows)
-        return bool(suspected)
-
-    def run_trials(self) -> Iterator[tuple[int, str]]:
-        """Yield each row with a finished trial, and its verdict; start the next trial if none is running."""
-        forked = self._transport.forked
-        while self._rows:
-            if self.trial is None:
-                self.trial = Trial(self._rows[0], self._transport, self._timeout)
-            if self.trial.verdict is None:
-                return
-            trial, row, self.trial = self.trial, self._rows[0], None
-            if trial.verdict and forked and not trial.confirms:
-                seconds = max(self._timeout, _FRESH_SECONDS) if self._timeout else 0.0
-                self.trial = Trial(row, self._transport, seconds, trial.verdict)
-                continue
-            verdict = (
-                "" if not trial.verdict else f"{trial.confirms or trial.verdict}, whenever this sample was loaded alone"
-            )
-            if trial.confirms and trial.untried:
-                verdict = (
-                    f"{trial.confirms}, whenever this sample was loaded alone by a forked worker; whether one that is "
-                    f"not forked can load it was not tried ({trial.untried}){forked}"
-                )
-            elif trial.confirms and not verdict:
-                self._good.add(row)
-            self._rows.popleft()
-            self._seen.pop(row, None)
-            if not trial.begun and not trial.confirms:
-                self._rows.clear()  # no worker starts now: the others are tried when they are lost again
-            yield row, verdict

@@ -30,7 +30,7 @@ import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from orchdata.building.step import Builder, BuiltStep, StartedStep, Task
-from orchdata.engines.engine import Engine, PlainEngine
+from orchdata.engines.engine import Engine
 from orchdata.notices import warn_user
 from orchdata.order.steps import StepTask
 
@@ -45,34 +45,24 @@ _pools: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
 
 
 class PoolThread(threading.Thread):
-    """Runs tasks from the queue `tasks` until it gets None.
-
-    Attributes:
-        given_up: whether `close` waited for its end in vain.
-    """
+    """Runs tasks from the queue `tasks` until it gets None."""
 
     def __init__(self, tasks: _Queue, prepare: Callable[[], None], number: int) -> None:
         super().__init__(name=f"orchdata_{number}", daemon=True)
-        self.given_up = False
-        self._tasks = tasks
+        self.given_up = False  # whether `close` waited for its end in vain
+        self.tasks = tasks
         self._prepare = prepare
 
     def run(self) -> None:
         self._prepare()
-        while (task := self._tasks.get()) is not None:
+        while (task := self.tasks.get()) is not None:
             task()
             del task  # or its step would live until the next task
 
-    def stop(self) -> None:
-        """Let it end after its task; its pool queues nothing more."""
-        self._tasks.put(None)
-
 
 class ThreadPool:
-    """Runs tasks on up to `num_threads` threads, each started when there is work for it.
-
-    Args:
-        prepare: called in each thread before any task. Neither it nor a task may raise.
+    """Runs tasks on up to `num_threads` threads, each started when there is work for it; `prepare` is called first in
+    each. Neither it nor a task may raise.
     """
 
     def __init__(self, num_threads: int, prepare: Callable[[], None]) -> None:
@@ -92,8 +82,17 @@ class ThreadPool:
             if self._closed:
                 return
             self._tasks.put(task)
-            if len(self._started) < self._num_threads:
-                self._start_one()
+            if len(self._started) == self._num_threads:
+                return
+            thread = PoolThread(self._tasks, self._prepare, len(self._started))
+            try:
+                thread.start()
+            except RuntimeError:  # the system has no more threads: those that exist do the work
+                if not self._started:
+                    raise
+            else:
+                self._started.append(thread)
+                _threads.add(thread)
 
     def close(self) -> None:
         """Let threads end after the queued tasks, and wait for them CLOSE_SECONDS at most. A second call does nothing,
@@ -112,25 +111,11 @@ class ThreadPool:
             self._closed = True
         _stop(self._started)
 
-    def abandon(self) -> None:
-        """Mark it as closed: its threads are not in this process."""
-        self._closed = True
-
-    def _start_one(self) -> None:
-        thread = PoolThread(self._tasks, self._prepare, len(self._started))
-        try:
-            thread.start()
-        except RuntimeError:  # the system has no more threads: those that exist do the work
-            if not self._started:
-                raise
-            return
-        self._started.append(thread)
-        _threads.add(thread)
-
 
 def _stop(threads: Iterable[PoolThread]) -> None:
+    """Let threads end after their tasks; their pool queues nothing more."""
     for thread in threads:
-        thread.stop()
+        thread.tasks.put(None)
 
 
 def _join(threads: Iterable[PoolThread], seconds: float) -> None:
@@ -143,7 +128,7 @@ def _join(threads: Iterable[PoolThread], seconds: float) -> None:
 def _forget_threads() -> None:
     """In a forked child: forget the threads, which do not exist there and would never release a lock."""
     for pool in list(_pools):
-        pool.abandon()
+        pool._closed = True
     _pools.clear()
     _threads.clear()
 
@@ -198,7 +183,7 @@ def _end_without_destructors() -> None:
         libc.__cxa_atexit(libc.fflush, None, None)  # registered last, so called first: flushes what C wrote
 
 
-class InlineEngine(PlainEngine):
+class InlineEngine(Engine):
     """Builds a step in the calling thread, when it is requested."""
 
     def __init__(self, builder: Builder) -> None:
@@ -222,15 +207,11 @@ def _failed(error: BaseException) -> Future[BuiltStep]:
     return future
 
 
-class ThreadEngine(PlainEngine):
-    """Runs the tasks of several steps on one pool of threads.
+class ThreadEngine(Engine):
+    """Runs the tasks of several steps, `depth` at the same time, on one pool of threads that read and decode.
 
     The thread that ends a step's last task finishes the step. Tasks wait for each other only for objects that one
     thread may use at a time (a tokenizer, a collate_fn).
-
-    Args:
-        num_threads: threads that read and decode.
-        depth: steps under way at the same time.
     """
 
     def __init__(self, builder: Builder, *, num_threads: int, depth: int) -> None:

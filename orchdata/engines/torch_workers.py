@@ -26,16 +26,11 @@ from orchdata.order.steps import exhaust, restore_states, states_of
 
 @dataclass(frozen=True, kw_only=True)
 class IterableContent:
-    """An IterableDataset, and how a `collate_fn` (default: torch's) makes batches of its samples.
-
-    Attributes:
-        batch_size: samples of a batch; None passes samples to collate_fn one by one.
-        drop_last: whether the last batch of each copy is dropped if it is smaller.
-    """
+    """An IterableDataset, and how a `collate_fn` (default: torch's) makes batches of its samples."""
 
     dataset: Any
-    batch_size: int | None
-    drop_last: bool
+    batch_size: int | None  # None passes samples to collate_fn one by one
+    drop_last: bool  # whether the last batch of each copy is dropped if it is smaller
     collate_fn: Callable[..., Any] | None
 
     @property
@@ -65,24 +60,15 @@ class IterableContent:
 
 
 class Taken(NamedTuple):
-    """A batch from a worker.
+    """A batch from a worker."""
 
-    Attributes:
-        batch: from collate_fn, or the list of samples if collate_fn is called later.
-        num_samples: in the batch; 0 if this is not a batch (see `BatchStream`).
-        steps: batches that the worker has taken.
-        is_last: whether the data set has ended.
-        state: the data set's own state, pickled; None if it has none, or is in this process.
-        error: that came in place of the batch, if torch's loader would lose it.
-    """
-
-    batch: Any
-    num_samples: int
+    batch: Any  # from collate_fn, or the list of samples if collate_fn is called later
+    num_samples: int  # 0 if this is not a batch (see `BatchStream`)
     worker: int = 0
-    steps: int = 0
-    is_last: bool = False
-    state: bytes | None = None
-    error: Exception | None = None
+    steps: int = 0  # batches that the worker has taken
+    is_last: bool = False  # whether the data set has ended
+    state: bytes | None = None  # the data set's own, pickled; None if it has none, or is in this process
+    error: Exception | None = None  # in place of the batch, if torch's loader would lose it
 
     def progress(self, epoch: int) -> dict[str, Any]:
         """Return the state of the worker's data set after this batch."""
@@ -91,13 +77,10 @@ class Taken(NamedTuple):
 
 
 class Batches:
-    """The batches of one pass through a data set, in the process that iterates it.
+    """The batches of one pass through a data set, in the process that iterates it: `worker`, 0 for the training
+    process. With `waits` it begins with a `Taken` without samples.
 
     It is not a generator, so that after an error the next batch can be taken, as with torch's loader.
-
-    Args:
-        worker: number of this process among the workers; 0 for the training process.
-        waits: whether it begins with a `Taken` without samples.
     """
 
     def __init__(self, content: IterableContent, worker: int = 0, *, waits: bool = False) -> None:
@@ -267,40 +250,26 @@ def _own_epoch(state: Mapping[str, Any]) -> int | None:
 
 
 class Asked(NamedTuple):
-    """A step of map-style data, as torch's loader hands it to a worker.
-
-    Attributes:
-        items: indices of this rank's items.
-        info: for a collate_fn that has a parameter `step`.
-    """
+    """A step of map-style data, as torch's loader hands it to a worker."""
 
     step: int
-    items: list[Any]
-    info: StepInfo | None = None
+    items: list[Any]  # indices of this rank's items
+    info: StepInfo | None = None  # for a collate_fn that has a parameter `step`
 
 
 class Made(NamedTuple):
-    """A step of map-style data from torch's loader.
+    """A step of map-style data from torch's loader."""
 
-    Attributes:
-        step: its number; -1 for an answer to no step.
-        batch: what collate_fn returned, or `Failed`.
-        state: the data set's own state, pickled; None if it has none, or is in this process.
-    """
-
-    step: int
-    batch: Any = None
+    step: int  # -1 for an answer to no step
+    batch: Any = None  # what collate_fn returned, or `Failed`
     worker: int = 0
-    state: bytes | None = None
+    state: bytes | None = None  # the data set's own, pickled; None if it has none, or is in this process
 
 
 class Items(Dataset[Made]):
-    """A map-style data set by steps, which torch's loader reads in place of the user's.
-
-    Args:
-        states: for each worker, the state that its data set starts with; None for its own. Empty if nothing is
-            restored.
-        has_state: whether the data set's state comes with each step.
+    """A map-style data set by steps, which torch's loader reads in place of the user's. `states` are those that the
+    data set of each worker starts with; None for its own, empty if nothing is restored. With `has_state`, its state
+    comes with each step.
     """
 
     def __init__(self, content: MapContent, states: Sequence[Mapping[str, Any] | None], *, has_state: bool) -> None:

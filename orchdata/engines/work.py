@@ -12,7 +12,7 @@ import resource
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -35,20 +35,13 @@ from orchdata.order.steps import StepTask
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """Everything a worker needs apart from its jobs: a value that is sent once.
-
-    Attributes:
-        spec: of the steps that it builds.
-        number: of the worker.
-        base_seed: torch's seed of an iteration; the worker's seed is `base_seed + number`.
-        environ: variables that it sets: those of the training process, if it runs on the same machine.
-    """
+    """Everything a worker needs apart from its jobs: a value that is sent once."""
 
     spec: BuildSpec
-    number: int
     workers: Workers
-    base_seed: int
-    environ: Mapping[str, str]
+    number: int = 0
+    # Variables that it sets: those of the training process, if it runs on the same machine.
+    environ: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_loading_threads(self) -> int:
@@ -57,13 +50,8 @@ class WorkerSpec:
 
 
 class Work:
-    """A worker's part of one process.
-
-    Args:
-        num_processes: workers that share the cores of this machine.
-
-    Attributes:
-        builder: once `open` has returned.
+    """A worker's part of one process, one of `num_processes` that share the cores of this machine; with a builder once
+    `open` has returned.
     """
 
     def __init__(self, worker: WorkerSpec, num_processes: int) -> None:
@@ -80,7 +68,7 @@ class Work:
             load_numba()  # before memory is limited, and by one thread
         if worker.workers.worker_memory is not None:
             lower_limit(resource.RLIMIT_DATA, taken_bytes() + worker.workers.worker_memory)
-        seed = seed_process(worker.base_seed, worker.number)
+        seed = seed_process(worker.workers.base_seed, worker.number)
         torch_worker._worker_info = torch_worker.WorkerInfo(
             id=worker.number, num_workers=worker.workers.num_workers, seed=seed, dataset=worker.workers.dataset
         )
@@ -118,10 +106,8 @@ def add_reads(reads: ReadBytes | None, new: list[int], requests: Mapping[str, in
 
 
 def sendable(error: BaseException, where: str) -> Exception:
-    """Return the error as the training process raises it, with the worker's traceback, which pickle leaves out.
-
-    Args:
-        where: it was raised, as in "in DataLoader worker process 0".
+    """Return the error as the training process raises it, with the worker's traceback, which pickle leaves out; `where`
+    it was raised, as in "in DataLoader worker process 0".
     """
     story = "".join(traceback.format_exception(error)).rstrip()
     sent: Any = passed_on(error)
@@ -170,17 +156,10 @@ def alone_of(worker: WorkerSpec) -> WorkerSpec:
 
 
 class WorkerSeeds:
-    """The base seeds of a loader's iterations.
+    """The base seeds of a loader's iterations, drawn from a generator; None for torch's default one.
 
     torch's loader draws one at each `iter()`, but for persistent workers only at the first: workers that are started
-    later, after an error or for a state, have seeds derived from it.
-
-    Args:
-        generator: seeds are drawn from it; None for torch's default generator.
-        persistent: whether workers are kept from one iteration to the next.
-
-    Attributes:
-        later: the generator of the seeds of persistent workers that are started later.
+    `later`, after an error or for a state, have seeds derived from it.
     """
 
     def __init__(self, generator: torch.Generator | None, *, persistent: bool) -> None:

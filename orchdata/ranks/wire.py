@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,12 +67,8 @@ class Message:
         out[end:] = 0
 
 
-def describe(sample: Any, *, exact: bool = False) -> Message:
+def describe(sample: Any) -> Message:
     """Return the message of a sample, without copying its buffers.
-
-    Args:
-        exact: raise TypeError for values that would come back different: buffers that are not `bytes`, maps of files,
-            arrays and tensors with elements not in C order, and a buffer that occurs twice.
 
     Raises:
         TypeError: a value of another type, a tensor that is not on the CPU or requires grad; names its path in the
@@ -86,12 +82,6 @@ def describe(sample: Any, *, exact: bool = False) -> Message:
         raise ValueError(f"{path_name(tuple(error.path[:-4:-1]))}... {error.why}") from None
     except _CannotBeSent as error:
         raise TypeError(f"{path_name(tuple(error.path[::-1]))} {error.why}") from None
-    if exact:
-        arrays = [buffer for buffer in buffers if type(buffer) is not bytes]
-        if not all(map(_comes_back, arrays)) or len(set(map(id, arrays))) < len(arrays):
-            raise TypeError(
-                "the sample has buffers that are not bytes, arrays with elements not in C order, or one of them twice"
-            )
     header = json.dumps(tree, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
     num_bytes = _aligned(_PREFIX_BYTES + len(header))
     for buffer in buffers:
@@ -124,11 +114,6 @@ def read(message: Bytes) -> Any:
     if _aligned(reader.end) != len(message):
         raise WireError(f"a message of {len(message)} bytes describes {_aligned(reader.end)}")
     return sample
-
-
-def rebuild(header: bytes, buffers: Sequence[Bytes]) -> Any:
-    """Return the sample as `read` does, of a message that was not written: its header, and its buffers anywhere."""
-    return _read(json.loads(header.decode("utf-8", "surrogatepass")), _Separate(buffers))
 
 
 def path_name(path: Path) -> str:
@@ -184,14 +169,6 @@ class _CannotBeSent(Exception):
 class _TooDeep(_CannotBeSent):
     def __init__(self) -> None:
         super().__init__(f"is nested deeper than {_MAX_DEPTH} levels: flatten the sample")
-
-
-def _comes_back(buffer: Buffer) -> bool:
-    if isinstance(buffer, torch.Tensor):
-        return buffer.is_contiguous() and not buffer.is_conj() and not buffer.is_neg()
-    if isinstance(buffer, np.ndarray):
-        return type(buffer) is np.ndarray and buffer.flags.c_contiguous
-    return False
 
 
 def _describe_list(value: Any, depth: int, buffers: list[Buffer]) -> Any:
@@ -273,25 +250,6 @@ _TORCH_DTYPES: dict[str, torch.dtype] = {
 # --- tree -> sample
 
 
-class _Buffers(Protocol):
-    """Returns the buffers of a message one after another."""
-
-    def take(self, num_bytes: int) -> Bytes: ...
-
-
-class _Separate:
-    """Separate buffers."""
-
-    def __init__(self, buffers: Sequence[Bytes]) -> None:
-        self._buffers = iter(buffers)
-
-    def take(self, num_bytes: int) -> Bytes:
-        buffer = next(self._buffers, None)
-        if buffer is None or len(buffer) != num_bytes:
-            raise WireError(f"a header describes a buffer of {num_bytes} bytes that is missing")
-        return buffer
-
-
 class _Reader:
     """Buffers one after another in a message, as `Message.write_to` writes them."""
 
@@ -309,7 +267,7 @@ class _Reader:
         return self._message[start : self.end]
 
 
-def _read(tree: Any, reader: _Buffers) -> Any:
+def _read(tree: Any, reader: _Reader) -> Any:
     if type(tree) is not list:
         if type(tree) is dict:
             raise WireError("a header has no JSON objects")
@@ -321,23 +279,23 @@ def _read(tree: Any, reader: _Buffers) -> Any:
     return reading(rest, reader)
 
 
-def _read_items(rest: list[Any], reader: _Buffers) -> list[Any]:
+def _read_items(rest: list[Any], reader: _Reader) -> list[Any]:
     return [node if type(node) in _PLAIN or type(node) is int else _read(node, reader) for node in rest]
 
 
-def _read_dict(rest: list[Any], reader: _Buffers) -> dict[Any, Any]:
+def _read_dict(rest: list[Any], reader: _Reader) -> dict[Any, Any]:
     if len(rest) % 2:
         raise WireError("a dict has a key without a value")
     items = _read_items(rest, reader)
     return dict(zip(items[::2], items[1::2], strict=True))
 
 
-def _read_bytes(rest: list[Any], reader: _Buffers) -> bytes:
+def _read_bytes(rest: list[Any], reader: _Reader) -> bytes:
     (num_bytes,) = rest
     return reader.take(num_bytes).tobytes()
 
 
-def _read_array(rest: list[Any], reader: _Buffers) -> NDArray[Any]:
+def _read_array(rest: list[Any], reader: _Reader) -> NDArray[Any]:
     name, shape = rest
     # numpy evaluates other names, as "(1,2)i4", like expressions.
     if not isinstance(name, str) or _NUMPY_NAME.fullmatch(name) is None:
@@ -348,7 +306,7 @@ def _read_array(rest: list[Any], reader: _Buffers) -> NDArray[Any]:
     return array
 
 
-def _read_tensor(rest: list[Any], reader: _Buffers) -> torch.Tensor:
+def _read_tensor(rest: list[Any], reader: _Reader) -> torch.Tensor:
     name, shape = rest
     dtype = _TORCH_DTYPES[name]
     _check_sides(shape)
@@ -363,7 +321,7 @@ def _check_sides(shape: Any) -> None:
         raise WireError(f"no array has the shape {shape!r:.80}")
 
 
-_READERS: dict[str, Callable[[list[Any], _Buffers], Any]] = {
+_READERS: dict[str, Callable[[list[Any], _Reader], Any]] = {
     "int": lambda rest, reader: int(rest[0], 16),
     "list": _read_items,
     "tuple": lambda rest, reader: tuple(_read_items(rest, reader)),

@@ -18,7 +18,7 @@ KINDS = {
     "state": ("orchdata/loop", "orchdata/delivery", "orchdata/order", "orchdata/dataset"),
     "cache": ("loaders/storage", "loaders/storage/cache.py"),
     "index": ("loaders/index", "loaders/shards", "orchdata/dataset"),
-    "ray": ("orchdata/engines/on_ray",),
+    "ray": ("orchdata/engines/",),
 }
 """What the first word of a name says a fault is of, and the folders that it may change."""
 

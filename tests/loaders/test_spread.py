@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from orchdata.loaders.index import measuring as reading
+from orchdata.loaders.index import costs as reading
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.pace import Turns
 from orchdata.loaders.recipe import Recipe, TextPreprocessor

@@ -16,7 +16,7 @@ from shard_factory import omni_shards, write_shard
 import orchdata as od
 from orchdata.loaders.errors import StorageError, TooManyFailures
 from orchdata.loaders.index import build as builder
-from orchdata.loaders.index import measuring as chunk
+from orchdata.loaders.index import costs as chunk
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index_file import open_index
 from orchdata.loaders.recipe import Recipe, TextPreprocessor

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import orchdata as od
-from orchdata.engines.engine import PlainEngine
+from orchdata.engines.engine import Engine
 from orchdata.engines.supervisor import Supervisor
 from orchdata.engines.threads import InlineEngine, ThreadPool
 from orchdata.finalizers import wait_for_finalizers
@@ -90,7 +90,7 @@ def test_the_collector_ends_no_engine_itself(
     assert OURS not in {thread.name for thread in threading.enumerate()}
 
 
-class Waiting(PlainEngine):
+class Waiting(Engine):
     """Ends once the thread that collects goes on, as Ray's calls do in a callback of Ray."""
 
     depth = 1

@@ -24,7 +24,7 @@ ALLOWED = {
     "loaders/text/preprocessor.py": "their tokens, by parameters of their own",
     "orchdata/batch/": "batch.image and batch.audio",
     "orchdata/hf/": "what processors and models of Hugging Face call them",
-    "orchdata/engines/on_ray/parcel.py": "pixels are the same on all processors",
+    "orchdata/engines/parcel.py": "pixels are the same on all processors",
     "orchdata/synth.py": "makes them up",
     "orchdata/demo.py": "a model of them",
     "orchdata/bench.py": "measures them",

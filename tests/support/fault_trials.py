@@ -38,7 +38,6 @@ from shard_factory import RECIPE
 
 import orchdata as od
 from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.first import build_first_index
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.table import Columns
 from orchdata.loaders.shards.parquet.children import measuring
@@ -224,12 +223,8 @@ def hurry() -> None:
     """Waits between tries cut short: how often is tried stays, how long it takes is not what is tested."""
     retries.PAUSES_SECONDS = tuple(pause / 1000 for pause in retries.PAUSES_SECONDS)  # type: ignore[misc]
     # Where a loader builds: one shard after the other, so that the n-th call is the same in each trial.
-    for function, options in (
-        (build_index, {"retry_seconds": 0.0, "num_threads": 1}),
-        (build_first_index, {"retry_seconds": 0.0, "num_threads": 1}),
-    ):
-        assert function.__kwdefaults__ is not None
-        function.__kwdefaults__ |= options
+    assert build_index.__kwdefaults__ is not None
+    build_index.__kwdefaults__ |= {"retry_seconds": 0.0, "num_threads": 1}
 
 
 @contextlib.contextmanager

@@ -233,7 +233,7 @@ def load_kernels() -> None:
     from orchdata.engines.warm import FAMILIES
 
     for family in FAMILIES.values():
-        family.call()
+        family[1]()
 
 
 def _tell_who_ended(owners: dict[int, socket.socket]) -> None:

@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 import orchdata as od
-from orchdata.engines.on_ray import parcel as node_files
-from orchdata.engines.on_ray.parcel import NodeFile, copied
+from orchdata.engines import parcel as node_files
+from orchdata.engines.parcel import NodeFile, copied
 from orchdata.loaders import watch as waits
 from orchdata.loaders.storage.cache import CacheFolder
 

@@ -1,6 +1,6 @@
 """Building in worker processes: the supervisor's transport, one process, and the engine of both.
 
-A message is small values of `ranks.wire`; the arrays of a step are in slabs, which both sides map.
+A message is a small pickle; the arrays of a step are in slabs, which both sides map.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from orchdata.engines.engine import Workers, explain_pickling
-from orchdata.engines.processes.message import Unit, pack_rows, packed_values, unpacked_values
+from orchdata.engines.processes.message import Unit, packed, unpacked
 from orchdata.engines.processes.slabs import MappedSlabs
 from orchdata.engines.processes.worker import OUT_OF_MEMORY, UNGUARDED, PickledWorkerSpec, run_worker
 from orchdata.engines.supervisor import WorkerEngine
@@ -63,19 +62,14 @@ _FORKED = (
 
 
 class Process:
-    """A worker process, as the supervisor's `Worker`; used by one thread.
-
-    Attributes:
-        has_begun: whether it is known to run our code: a forked process inherits locks of threads that it does not
-            have, and may wait for one of them for ever.
-        silent: since when its channel is closed, because it is about to end; None while it is open.
-    """
+    """A worker process, as the supervisor's `Worker`; used by one thread."""
 
     def __init__(self, context: BaseContext, worker: WorkerSpec) -> None:
         self.number = worker.number
+        # Whether it runs our code for certain: a forked process may wait for a lock of a thread that it does not have.
         self.has_begun = context.get_start_method() != "fork"
         self.is_ready = False
-        self.silent: float | None = None
+        self.silent: float | None = None  # since when its channel is closed, because it is about to end
         self.jobs: dict[int, StepTask] = {}
         self.started = time.monotonic()
         self.start_seconds = max(worker.workers.timeout, START_SECONDS) if worker.workers.timeout else math.inf
@@ -112,8 +106,7 @@ class Process:
 
     def build(self, job: int, task: StepTask, known_bad_rows: Mapping[int, str]) -> None:
         self.jobs[job] = task
-        packed = [task.epoch, task.step, pack_rows(task.rows), task.begin and list(task.begin)]
-        self._send({"kind": "build", "job": job, "task": packed}, known_bad_rows)
+        self._send({"kind": "build", "job": job, "task": task._replace(sampler_state=None)}, known_bad_rows)
 
     def load_alone(self, row: int) -> None:
         self._send({"kind": "alone", "row": row}, {})
@@ -142,13 +135,17 @@ class Process:
         if received is None:
             self.silent = time.monotonic()
             return None
-        message, fds = unpacked_values(received[0]), received[1]
+        message, fds = unpacked(received[0]), received[1]
         self.has_begun = True
-        if "units" in message:
+        if "unit" in message:
             for (number, size), file in zip(message["new"], fds, strict=True):
                 self._slabs.add(number, file, size)
             arrays = self._slabs.arrays(message["slabs"])
-            message["units"] = [_unit(kind, locations, arrays) for kind, locations in message["units"]]
+            header, *buffers = (
+                arrays[slab][start : start + size] if size else np.empty(0, np.uint8)
+                for slab, start, size in message["unit"]
+            )
+            message["unit"] = Unit(header, buffers)
             self._slabs.drop(message["dropped"])
         match message["kind"]:
             case "ready":
@@ -156,12 +153,12 @@ class Process:
             case "out of memory":
                 self._last_words = f" ({message['why']})"
             case "failed" | "not started":
-                message["error"] = partial(error_of, message["units"][0])
+                message["error"] = partial(error_of, message["unit"])
             case "unreadable":
                 message["kind"], why = "not started", _UNREADABLE.format(message["why"])
                 trouble = message["trouble"]
                 message["error"] = partial(StorageError, *trouble) if trouble else partial(RuntimeError, why)
-        return dict(message)
+        return message  # type: ignore[no-any-return]
 
     def end(self) -> str:
         """End it now. Returns how it ended, as text."""
@@ -183,15 +180,7 @@ class Process:
     def _send(self, message: dict[str, Any], known_bad_rows: Mapping[int, str]) -> None:
         rest = {"known_bad_rows": dict(known_bad_rows), "returned": self._slabs.take_returned()}
         with contextlib.suppress(OSError):  # it has ended, and is replaced
-            self.channel.send(packed_values(message | rest))
-
-
-def _unit(kind: Any, locations: NDArray[np.int64], arrays: list[Any]) -> Unit:
-    header, *buffers = (
-        arrays[slab][start : start + size] if size else np.empty(0, np.uint8)
-        for slab, start, size in locations.tolist()
-    )
-    return Unit(kind, header.tobytes(), buffers)
+            self.channel.send(packed(message | rest))
 
 
 class Processes:
@@ -219,8 +208,8 @@ class Processes:
         if alone:
             worker = alone_of(worker)
         else:  # one that replaces another draws other random numbers
-            base_seed = worker.base_seed + self._starts[number] * worker.workers.num_workers
-            worker = replace(worker, number=number, base_seed=base_seed)
+            base_seed = worker.workers.base_seed + self._starts[number] * worker.workers.num_workers
+            worker = replace(worker, number=number, workers=replace(worker.workers, base_seed=base_seed))
             self._starts[number] += 1
         self.processes.append(process := Process(context, worker))
         return process
@@ -315,9 +304,7 @@ class ProcessEngine(WorkerEngine):
     def __init__(self, spec: Any, workers: Workers) -> None:
         assert workers.multiprocessing_context is not None
         start_server(workers.multiprocessing_context, getattr(getattr(spec, "content", None), "preloads", ()))
-        first = WorkerSpec(
-            spec=spec, number=0, workers=workers.sent, base_seed=workers.base_seed, environ=dict(os.environ)
-        )
+        first = WorkerSpec(spec=spec, workers=workers.sent, environ=dict(os.environ))
         transport = Processes(first, workers.multiprocessing_context)
         _transports.add(transport)
         try:

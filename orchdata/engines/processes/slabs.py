@@ -19,11 +19,9 @@ from collections import deque
 from contextlib import suppress
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from orchdata.building.memory import Returns, size_class
-from orchdata.ranks.wire import Buffer, flat_bytes
 
 Bytes = NDArray[np.uint8]
 Location = tuple[int, int, int]
@@ -42,15 +40,10 @@ number."""
 
 
 class _Slab:
-    """A slab of a worker.
-
-    Attributes:
-        file: the descriptor, until the parent has it.
-        written: bytes from the start that may have pages.
-    """
+    """A slab of a worker."""
 
     def __init__(self, number: int, num_bytes: int) -> None:
-        try:
+        try:  # the parent gets its descriptor
             self.file: int | None = os.memfd_create("orchdata-slab", os.MFD_CLOEXEC)
             os.ftruncate(self.file, num_bytes)
             memory = mmap.mmap(self.file, num_bytes)
@@ -59,7 +52,7 @@ class _Slab:
         with suppress(OSError):  # if the system has none for shared memory
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.number = number
-        self.written = 0
+        self.written = 0  # bytes from the start that may have pages
         self.array = np.frombuffer(memory, np.uint8)
         self._memory = memory
 
@@ -78,11 +71,7 @@ class _Slab:
 
 
 class Slabs:
-    """A worker's slabs, for all its threads.
-
-    Args:
-        max_free: the number of unused slabs to keep.
-    """
+    """A worker's slabs, for all its threads; of those not in use it keeps `max_free`."""
 
     def __init__(self, max_free: int) -> None:
         self._max_free = max_free
@@ -163,18 +152,17 @@ class StepMemory:
             number, start, _ = self._location_for(num_bytes)
             return self.slabs[number].array[start : start + num_bytes]
 
-    def location_of(self, buffer: Buffer) -> Location:
-        """Return the location of a buffer's bytes; bytes from elsewhere are copied in first. Raises MemoryError."""
-        start, num_bytes = _address(buffer)
+    def location_of(self, buffer: Bytes) -> Location:
+        """Return the location of bytes; those from elsewhere are copied in first. Raises MemoryError."""
+        start, num_bytes = buffer.__array_interface__["data"][0], len(buffer)
         if not num_bytes:
             return 0, 0, 0
         for number, (slab, first) in enumerate(zip(self.slabs, self._starts, strict=True)):
             if first <= start and start + num_bytes <= first + len(slab.array):
                 return number, start - first, num_bytes
-        flat = flat_bytes(buffer)
         with self._lock:
-            at = self._location_for(len(flat))
-        self.slabs[at[0]].array[at[1] : at[1] + len(flat)] = flat
+            at = self._location_for(num_bytes)
+        self.slabs[at[0]].array[at[1] : at[1] + num_bytes] = buffer
         return at
 
     def drop(self) -> None:
@@ -198,16 +186,6 @@ class StepMemory:
         self.slabs.append(slab)
         self.used.append(0)
         self._starts.append(slab.array.__array_interface__["data"][0])
-
-
-def _address(buffer: Buffer) -> tuple[int, int]:
-    """Return the address of a buffer, -1 if its elements are not in C order, and its number of bytes."""
-    if isinstance(buffer, torch.Tensor):
-        plain = buffer.is_contiguous() and not buffer.is_conj() and not buffer.is_neg()
-        return buffer.data_ptr() if plain else -1, buffer.nbytes
-    if isinstance(buffer, np.ndarray):
-        return buffer.__array_interface__["data"][0] if buffer.flags.c_contiguous else -1, buffer.nbytes
-    return -1, len(buffer) if isinstance(buffer, bytes | bytearray) else buffer.nbytes
 
 
 class MappedSlabs:

@@ -8,7 +8,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -21,21 +21,14 @@ from torch.utils.data._utils import collate as torch_collate
 from orchdata.building.memory import Memory
 from orchdata.building.step import Builder, BuiltStep
 from orchdata.engines.engine import Engine
-from orchdata.engines.processes.message import (
-    Unit,
-    describe_step,
-    describe_value,
-    packed_values,
-    unpack_rows,
-    unpacked_values,
-)
+from orchdata.engines.processes.message import Unit, describe_step, describe_value, packed, unpacked
 from orchdata.engines.processes.slabs import Slabs, StepMemory
 from orchdata.engines.threads import passed_on
 from orchdata.engines.work import Work, WorkerSpec, sendable
 from orchdata.loaders.child_process import Channel, leave_out_what_is_loaded
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.watch import Watch
-from orchdata.order.steps import Begin, StepTask
+from orchdata.order.steps import StepTask
 
 OUT_OF_MEMORY = 77
 UNGUARDED = 78
@@ -75,7 +68,7 @@ def run_worker(channel: Channel, fds: list[int], num_loading_threads: int, pickl
         # A file that cannot be read now is a StorageError, not an object that does not pickle.
         trouble = list(error.args) if isinstance(error, StorageError) else []
         why = {"kind": "unreadable", "why": f"{type(error).__name__}: {error}", "trouble": trouble}
-        channel.send(packed_values(why))
+        channel.send(packed(why))
         return
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the parent no longer wants this worker
         WorkerLoop(channel, worker, loading_rows).run()
@@ -112,7 +105,7 @@ class WorkerLoop:
         # Build the steps that the parent sends, until it closes the channel.
         self._send({"kind": "ready"})
         while (received := self._channel.receive()) is not None:
-            message = unpacked_values(received[0])
+            message = unpacked(received[0])
             self._watch.known_bad_rows.update(message["known_bad_rows"])
             self._slabs.take_back(message["returned"])
             if message["kind"] == "alone":
@@ -121,8 +114,7 @@ class WorkerLoop:
                 self._begin(engine, message)
 
     def _begin(self, engine: Engine, message: dict[str, Any]) -> None:
-        epoch, step, rows, begin = message["task"]
-        task = StepTask(epoch, step, unpack_rows(rows), begin=begin and Begin(*begin))
+        task: StepTask = message["task"]
         self._at_work = self._memory[id(task)] = StepMemory(self._slabs)
         try:
             future = engine.submit(task)
@@ -143,9 +135,7 @@ class WorkerLoop:
         memory = self._memory.pop(id(task))
         try:
             built = future.result()
-            units = describe_step(built)
-            message: dict[str, Any] = {"kind": "built", "job": job, "finished": finished}
-            self._send(message, units, memory)
+            self._send({"kind": "built", "job": job, "finished": finished}, describe_step(built), memory)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is passed on
             if isinstance(error, MemoryError):
                 self._end_out_of_memory(error)
@@ -171,17 +161,13 @@ class WorkerLoop:
 
     def _send_error(self, message: dict[str, Any], error: Exception) -> None:
         where = f"in DataLoader worker process {self._worker.number}"
-        unit = describe_value(sendable(error, where))
-        self._send(message, [unit], StepMemory(self._slabs))
+        self._send(message, describe_value(sendable(error, where)), StepMemory(self._slabs))
 
-    def _send(self, message: dict[str, Any], units: Sequence[Unit] = (), memory: StepMemory | None = None) -> None:
-        """Send a message; its units are written to shared memory, and their locations are sent."""
+    def _send(self, message: dict[str, Any], unit: Unit | None = None, memory: StepMemory | None = None) -> None:
+        """Send a message; its unit is written to shared memory, and the locations of that are sent."""
         fds: list[int] = []
-        if memory is not None:
-            message["units"] = [
-                [unit.kind, np.array([*map(memory.location_of, (unit.header, *unit.buffers))], np.int64)]
-                for unit in units
-            ]
+        if unit is not None and memory is not None:
+            message["unit"] = [*map(memory.location_of, (unit.header, *unit.buffers))]
             message["slabs"] = list(zip((slab.number for slab in memory.slabs), memory.used, strict=True))
         with self._lock:
             if memory is not None:
@@ -191,7 +177,7 @@ class WorkerLoop:
                 message["dropped"] = self._slabs.take_dropped()
                 fds = [slab.file for slab in new if slab.file is not None]
             try:
-                self._channel.send(packed_values(message), fds)
+                self._channel.send(packed(message), fds)
             except (BrokenPipeError, ConnectionResetError):
                 os._exit(0)  # the parent no longer wants this worker, as after the loss of its fork server
             if memory is not None:

@@ -15,7 +15,7 @@ from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
 from orchdata.building.step import BuildSpec, BuiltStep
-from orchdata.engines.engine import PlainEngine, Workers
+from orchdata.engines.engine import Engine, Workers
 from orchdata.order.steps import StepTask
 
 
@@ -52,11 +52,11 @@ class OwnEngine:
 
     change: Callable[[StepTask, BuiltStep], BuiltStep] = right
 
-    def open(self, spec: BuildSpec, workers: Workers) -> PlainEngine:
+    def open(self, spec: BuildSpec, workers: Workers) -> Engine:
         return Opened(spec, self.change)
 
 
-class Opened(PlainEngine):
+class Opened(Engine):
     depth = 2
 
     def __init__(self, spec: BuildSpec, change: Callable[[StepTask, BuiltStep], BuiltStep]) -> None:

@@ -28,16 +28,14 @@ from shard_factory import RECIPE, omni_shards
 from spec_job import digest
 
 import orchdata as od
+from orchdata.engines import on_ray as cluster_module
+from orchdata.engines import parcel as node_files
 from orchdata.engines.engine import Workers
-from orchdata.engines.on_ray import cluster as cluster_module
-from orchdata.engines.on_ray import parcel as node_files
-from orchdata.engines.on_ray.actors import described, is_loss, is_own_end
-from orchdata.engines.on_ray.cluster import RayEngine
-from orchdata.engines.on_ray.parcel import (
+from orchdata.engines.on_ray import RayEngine, described, is_loss, is_own_end
+from orchdata.engines.parcel import (
     check_same,
     expected_by,
     file_of_index,
-    found,
     make_parcel,
     open_index,
     open_parcel,
@@ -182,7 +180,7 @@ def test_a_module_that_nodes_lack_is_an_error_that_says_how_to_send_it(
 
 def test_a_function_of_the_main_program_is_sent_by_value() -> None:
     workers = replace(WORKERS, worker_init_fn=lambda number: number + 1)  # type: ignore[arg-type, return-value]
-    worker = WorkerSpec(spec=None, number=0, workers=workers, base_seed=0, environ={})  # type: ignore[arg-type]
+    worker = WorkerSpec(spec=None, workers=workers)  # type: ignore[arg-type]
     sent, _ = open_parcel(make_parcel(worker, expected_by(None)))
     assert sent.workers.worker_init_fn is not None and sent.workers.worker_init_fn(1) == 2  # type: ignore[func-returns-value]
 
@@ -193,7 +191,7 @@ def test_the_index_and_arrays_are_found_on_a_node_or_fetched_once(
     spec, tasks = specs["shards, packed, joint"]
     here = ray.get_runtime_context().get_node_id()
     file = file_of_index(spec.content.shards.index, here)  # type: ignore[union-attr]
-    assert found(file) == Path(file.path)
+    assert node_files._there(file) == Path(file.path)
     # A node that has another file under the name, or none, gets a copy in pieces.
     copy = ray.remote(copied_on_node).options(num_cpus=0, resources={"node1": 0.1})
     first, second = ray.get([copy.remote(file), copy.remote(file)])

@@ -108,16 +108,6 @@ def test_any_other_value_raises_an_error_with_its_path(sample: Any, message: str
         describe(sample)
 
 
-@pytest.mark.parametrize("buffer", [np.ones(2), torch.ones(2)], ids=["array", "tensor"])
-def test_a_buffer_that_occurs_twice_raises_an_error(buffer: Any) -> None:
-    with pytest.raises(TypeError, match="or one of them twice"):
-        describe([buffer, {"again": buffer}], exact=True)
-    assert (
-        len(describe([buffer, buffer.copy() if isinstance(buffer, np.ndarray) else buffer.clone()], exact=True).buffers)
-        == 2
-    )
-
-
 def test_a_message_cut_anywhere_raises_an_error() -> None:
     message = written({"text": "abc", "array": np.arange(40), "tensor": torch.ones(9)})
     for length in range(len(message)):

@@ -50,19 +50,13 @@ _INDEX: Final = "index"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeFile:
-    """A file on the trainer's node.
-
-    Attributes:
-        kind: folder of the cache folder.
-        digest: of an index that of its head, which has the checksums of its body; of an array that of its bytes.
-        node: Ray's id of the trainer's node.
-    """
+    """A file on the trainer's node."""
 
     path: str
-    kind: str
+    kind: str  # folder of the cache folder
     size: int
-    digest: str
-    node: str
+    digest: str  # of an index that of its head, which has the checksums of its body; of an array that of its bytes
+    node: str  # Ray's id of the trainer's node
 
 
 def file_of_index(index: Index, node: str) -> NodeFile:
@@ -79,11 +73,8 @@ def file_of_array(array: MappedArray, node: str) -> NodeFile:
 
 
 def open_index(file: NodeFile, fetch: Callable[[], Index] | None, place: Place | None) -> Index:
-    """Return the index on this node. Raises what opening it raises, and StorageError if it cannot be fetched.
-
-    Args:
-        fetch, place: of the index: `fetch` makes a copy for this node from the file that the user named. The trainer's
-            node is asked if there is none, or if it fails.
+    """Return the index on this node: `fetch` makes a copy from the file that the user named; the trainer's node is
+    asked if there is none, or if it fails. Raises what opening it raises, and StorageError if it cannot be fetched.
     """
     cache = CacheFolder()
     # The first actor of a node fetches a file, and verifies a large one; the others find it, and the note about it.
@@ -102,12 +93,7 @@ def open_index(file: NodeFile, fetch: Callable[[], Index] | None, place: Place |
 
 def open_array(file: NodeFile) -> MappedArray:
     """Return the array on this node. Raises as `open_index`."""
-    return mapped_array._mapped(str(found(file)), file.digest)
-
-
-def found(file: NodeFile) -> Path:
-    """Return the path of a file on this node; it is fetched if no file here has its name and digest."""
-    return _there(file) or copied(file, CacheFolder())
+    return mapped_array._mapped(str(_there(file) or copied(file, CacheFolder())), file.digest)
 
 
 def _there(file: NodeFile) -> Path | None:
@@ -250,17 +236,11 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What the trainer has.
+    """What the trainer has."""
 
-    Attributes:
-        versions: package, or "Python", -> its version, without the local part.
-        recipes: fingerprints.
-        samples: row -> what its parts decode to, see `_decoded`.
-    """
-
-    versions: Mapping[str, str]
-    recipes: tuple[str, ...]
-    samples: Mapping[int, Facts]
+    versions: Mapping[str, str]  # of packages and "Python", without the local part
+    recipes: tuple[str, ...]  # fingerprints
+    samples: Mapping[int, Facts]  # row -> what its parts decode to, see `_decoded`
 
 
 _known: dict[tuple[str, tuple[str, ...]], Mapping[int, Facts]] = {}
@@ -304,9 +284,10 @@ def check_same(spec: Any, expected: Expected, address: str) -> None:
                 "under the same paths or URLs, and the credentials for them"
             ) from error
         wrong += [
-            f"{shards.name_of(row)}: {what}"
+            f"{shards.name_of(row)}: {name} are others"
             for row, there in expected.samples.items()
-            for what in _differences(here[row], there)
+            for name in sorted(here[row].keys() | there.keys())
+            if not _is_same_value(here[row].get(name), there.get(name))
         ]
     if wrong:
         raise RuntimeError(
@@ -350,7 +331,7 @@ def _rows(index: Index, shards: IndexedShards) -> list[int]:
 def _first_with(index: Index, modality: str, bad: set[int]) -> Iterator[int]:
     if modality not in index.modalities:
         return
-    code = index.code(modality)
+    code = index.modalities.index(modality)
     for start in range(0, index.part_modality.size, 1 << 16):
         for part in np.flatnonzero(index.part_modality[start : start + (1 << 16)] == code)[:64].tolist():
             row = int(np.searchsorted(index.part_offsets, start + part, side="right")) - 1
@@ -405,16 +386,10 @@ def _digest(*arrays: np.ndarray[Any, Any]) -> str:
     return digest.hexdigest()
 
 
-def _differences(here: Facts, there: Facts) -> Iterator[str]:
-    for name in sorted(here.keys() | there.keys()):
-        one, other = here.get(name), there.get(name)
-        if isinstance(one, float) and isinstance(other, float):
-            if abs(one - other) > _NEAR * max(abs(one), abs(other)):
-                yield f"{name} are others (of mean size {one:g} here, {other:g} there)"
-        elif type(one) is type(other) and one != other:
-            yield f"{name} {'are others' if name.endswith('values') else 'differs'}"
-        elif (one is None) != (other is None):
-            yield f"{name} is only {'here' if other is None else 'there'}"
+def _is_same_value(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return not abs(one - other) > _NEAR * max(abs(one), abs(other))  # NaN is NaN
+    return bool(one == other)
 
 
 @cache
