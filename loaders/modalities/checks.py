@@ -17,7 +17,7 @@ from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.memory import pass_shortage
 from orchdata.loaders.modalities.modality import ArraySpec, Header, Heads, Modality, stored_dtype
-from orchdata.native.scan.media import FOUND, MORE
+from orchdata.native.scan import FOUND, MORE
 
 _INT32_MAX: Final = 2**31 - 1
 # Names of a batch's model inputs under every recipe, and of a modality's further inputs next to its arrays.

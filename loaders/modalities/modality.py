@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
-from orchdata.native.scan.media import UNUSUAL
+from orchdata.native.scan import UNUSUAL
 
 Header = tuple[int, ...]
 NOT_DESCRIBED: Final = "not described"
@@ -86,7 +86,7 @@ class Heads(NamedTuple):
         buffer: uint8, read-only.
         starts, available, sizes: int64 (n,): start of each member in the buffer, number of its bytes there, and its
             full size.
-        status: uint8 (n,), to be written: FOUND, MORE or UNUSUAL, see `native.scan.status`.
+        status: uint8 (n,), to be written: FOUND, MORE or UNUSUAL, see `native.scan`.
         facts: int64 (n, num_facts), to be written where status is FOUND.
     """
 

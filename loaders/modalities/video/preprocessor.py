@@ -25,7 +25,7 @@ from orchdata.loaders.modalities.image_header import READS_IMAGES, load_formats
 from orchdata.loaders.modalities.modality import ArraySpec, Header, Heads, Modality, PartSize, Slot
 from orchdata.loaders.modalities.video.containers import is_video, plain_header
 from orchdata.loaders.modalities.video.timeline import sampled
-from orchdata.native.scan.media import FOUND
+from orchdata.native.scan import FOUND
 
 _FINEST: Final = 1_000_000
 _OF_PICTURES: Final = "patch_size merge min_tokens temporal_patch_size mean std resizer resample dtype".split()
