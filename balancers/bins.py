@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from orchdata.balancers.checks import checked_caps, checked_costs, checked_count, checked_phases, checked_sizes
-from orchdata.native.bins.fill import Items, bins_bound, deal
-from orchdata.native.bins.pack import first_fit_bins, pack
+from orchdata.native.fill_bins import Items, bins_bound, deal
 from orchdata.native.jit import Ints, Ints32
 from orchdata.native.microbatches.micro_steps import deal_cells, pack_in_orders, packing_orders
 from orchdata.native.microbatches.within_caps import looked_peaks, rough_peaks
+from orchdata.native.pack_bins import first_fit_bins, pack
 from orchdata.native.sorting import descending_order
 
 FILLS = (4, 2, 0)  # Quarters of the room above an even share that are filled.

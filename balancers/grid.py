@@ -27,7 +27,7 @@ from orchdata.balancers.moves import (
 )
 from orchdata.balancers.phases import checked_phases
 from orchdata.native.jit import Ints, Ints32
-from orchdata.native.move.minimal_move import solve_groups
+from orchdata.native.minimal_move import solve_groups
 
 TOLERANCE = 1e-3
 GRID_REDEAL_GAIN = 1000  # The same in a round of a grid by plain costs: the excess that a few members leave adds up.

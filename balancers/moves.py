@@ -26,8 +26,8 @@ from orchdata.balancers.placement import renamed
 from orchdata.native.assign.phase_refine import phase_loads
 from orchdata.native.assign.phases import sum_of_peaks
 from orchdata.native.jit import Ints, Ints32
-from orchdata.native.move.minimal_move import TOLERANCES, pays, solve_from
-from orchdata.native.move.phases import move_by_phase
+from orchdata.native.minimal_move import TOLERANCES, pays, solve_from
+from orchdata.native.move_phases import move_by_phase
 
 REDEAL_GAIN = 50  # Everything is dealt again if that takes 1/50 off the result of moving little.
 

@@ -26,7 +26,7 @@ from benchmarks.distributions import DISTRIBUTIONS, LLM_CROSSOVER, Distribution
 from orchdata.balancers import bin_bound, pack_bins
 from orchdata.balancers.assignment import loads_by_rank_and_microbatch
 from orchdata.bench import Result, WideTable
-from orchdata.native.bins.fill import martello_toth
+from orchdata.native.fill_bins import martello_toth
 
 Ints = NDArray[np.int64]
 Method = Callable[[Ints, int, int], tuple[Ints, Ints]]

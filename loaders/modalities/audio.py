@@ -88,7 +88,7 @@ class Clips(Modality):
 
     @staticmethod
     def scan(heads: Heads) -> None:
-        from orchdata.native.scan.media import scan_audio
+        from orchdata.native.scan import scan_audio
 
         scan_audio(*heads)
 

@@ -74,7 +74,7 @@ class ImageFiles(Modality):
 
     @staticmethod
     def scan(heads: Heads) -> None:
-        from orchdata.native.scan.media import scan_images
+        from orchdata.native.scan import scan_images
 
         scan_images(*heads)
 

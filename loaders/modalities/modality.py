@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.memory import pass_shortage
-from orchdata.native.scan.media import FOUND, MORE, UNUSUAL
+from orchdata.native.scan import FOUND, MORE, UNUSUAL
 
 Header = tuple[int, ...]
 NOT_DESCRIBED: Final = "not described"
@@ -88,7 +88,7 @@ class Heads(NamedTuple):
     starts: NDArray[np.int64]  # (n,), of each member in the buffer
     available: NDArray[np.int64]  # (n,), number of its bytes there
     sizes: NDArray[np.int64]  # (n,), its full size
-    status: NDArray[np.uint8]  # (n,), to be written: FOUND, MORE or UNUSUAL, see `native.scan.status`
+    status: NDArray[np.uint8]  # (n,), to be written: FOUND, MORE or UNUSUAL, see `native.scan`
     facts: NDArray[np.int64]  # (n, num_facts), to be written where status is FOUND
 
 

@@ -20,7 +20,7 @@ from orchdata.loaders.errors import NOT_DATA, one_line, pass_trouble
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.fields import RAW, SPARSE, printable
 from orchdata.loaders.storage.storage import Storage, StorageFile
-from orchdata.native.scan.tar import CONTENT, END, HEADER_BYTES, MORE, NUM_COLUMNS, UNUSUAL, scan_block
+from orchdata.native.scan import CONTENT, HEADER_BYTES, NUM_COLUMNS, TAR_END, TAR_MORE, TAR_UNUSUAL, scan_block
 
 BLOCK_BYTES = 4096
 BLOCKS = 512
@@ -85,25 +85,25 @@ def walk_plain(file: Storage, digest: hashlib.blake2b, blocks: int = BLOCKS) -> 
     members, headers = np.zeros((capacity, NUM_COLUMNS), np.int64), np.empty((capacity, HEADER_BYTES), np.uint8)
     position, ended = 0, False
     while not ended:
-        count, state = 0, MORE
+        count, state = 0, TAR_MORE
         for start in range(0, len(view), BLOCK_BYTES):
             filled = read_into(position, view[start : start + BLOCK_BYTES])
             if filled < min(BLOCK_BYTES, total - position):
                 raise UnusualTar("the file shrank while it was read")
             last = position + filled >= total
             count, position, state = scan_block(buffer, start, filled, position, last, members, headers, count)
-            if state != MORE or position >= total:
+            if state != TAR_MORE or position >= total:
                 break
             if last:
                 raise UnusualTar("ends inside a header")
-        if state == UNUSUAL:
+        if state == TAR_UNUSUAL:
             raise UnusualTar("a header that is not plain")
         # The two zero blocks may be missing, if the writer was stopped.
-        ended = state == END or position >= total
+        ended = state == TAR_END or position >= total
         digest.update(headers[:count].data)
         batch = _plain_batch(buffer, members[:count])
         content_end = batch.offsets[-1] + batch.sizes[-1] if count else 0
-        damage = _overrun(total, content_end, position) if state != END else _data_after_end(file, position)
+        damage = _overrun(total, content_end, position) if state != TAR_END else _data_after_end(file, position)
         yield replace(batch, damage=damage) if damage else batch
 
 

@@ -352,7 +352,7 @@ def _moves() -> None:
 
 def _renumber() -> None:
     from orchdata.balancers.placement import place_on_nodes
-    from orchdata.native.move.minimal_move import relabel
+    from orchdata.native.minimal_move import relabel
 
     place_on_nodes(np.eye(_RANKS, dtype=np.int64), 2)
     owner = np.arange(len(_COSTS), dtype=np.int32) % _RANKS
@@ -390,7 +390,7 @@ def _swaps() -> None:
 
 def _bins() -> None:
     from orchdata.balancers.bins import _items, pack_bins
-    from orchdata.native.bins.pack import first_fit_bins
+    from orchdata.native.pack_bins import first_fit_bins
 
     first_fit_bins(_items(_COSTS, 12, None))
     pack_bins(_COSTS, 12, None, np.stack([_COSTS, _COSTS], axis=1), num_ranks=_RANKS)

@@ -23,7 +23,7 @@ from orchdata.balancers.assignment import loads_by_rank_and_microbatch
 from orchdata.balancers.packed import balance as balance_packed
 from orchdata.balancers.placement import renamed
 from orchdata.native.assign.packed import longest_first_in_groups
-from orchdata.native.move.minimal_move import relabel
+from orchdata.native.minimal_move import relabel
 from orchdata.native.sorting import descending_order
 from orchdata.planning.balance import Balance
 from orchdata.planning.sharing.shares import Shares, assign

@@ -24,8 +24,9 @@ FOLDERS = {
 LAYERS = """
 native: jit
 native: sorting costs permutation decoding
-native: assign bins scan
-native: move microbatches
+native: assign fill_bins scan
+native: pack_bins move_phases microbatches
+native: minimal_move
 balancers: checks
 balancers: assignment costs
 balancers: packed placement microbatches bins

@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDERS = ("orchdata", "loaders", "native", "balancers")
 ALLOWED = {
     "loaders/modalities/": "what they are",
-    "native/scan/": "their headers",
+    "native/scan.py": "their headers",
     "loaders/limits.py": "how large they may be",
     "loaders/recipe.py": "those of a recipe that names none",
     "loaders/text/template.py": "words of the marks that tools write for them",

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.modalities.modality import Header, starts_with
-from orchdata.native.scan.media import FOUND, MORE, UNUSUAL
+from orchdata.native.scan import FOUND, MORE, UNUSUAL
 
 EBML: Final = b"\x1a\x45\xdf\xa3"
 _SEGMENT: Final = b"\x18\x53\x80\x67"
@@ -221,7 +221,7 @@ class _NotPlain(Exception):
 
 
 def plain_header(data: memoryview, size: int) -> tuple[int, Header]:
-    """Return a status of `native.scan.status`, and the header, of a file of `size` bytes that begins with `data`."""
+    """Return a status of `native.scan`, and the header, of a file of `size` bytes that begins with `data`."""
     if bytes(data[4:8]) != _FIRST_BOX:
         return UNUSUAL, ()
     tables, at = None, 0

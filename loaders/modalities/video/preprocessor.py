@@ -37,7 +37,7 @@ from orchdata.loaders.modalities.modality import (
     check_pixels,
 )
 from orchdata.loaders.modalities.video.containers import is_video, plain_header, sampled
-from orchdata.native.scan.media import FOUND
+from orchdata.native.scan import FOUND
 
 _FINEST: Final = 1_000_000
 _OF_PICTURES: Final = "patch_size merge min_tokens temporal_patch_size mean std resizer resample dtype".split()

@@ -32,8 +32,8 @@ from orchdata.balancers.phases import assign_jointly, search_pairs
 from orchdata.native.assign.phase_refine import phase_peaks
 from orchdata.native.assign.phases import above_caps, sum_of_peaks
 from orchdata.native.microbatches.within_caps import fits_alone
-from orchdata.native.move.minimal_move import relabel
-from orchdata.native.move.phases import move_in_grid
+from orchdata.native.minimal_move import relabel
+from orchdata.native.move_phases import move_in_grid
 from orchdata.planning.balance import Balance
 from orchdata.planning.teams import StepTeams
 

@@ -28,7 +28,7 @@ from orchdata.loaders.modalities.video import containers as mp4
 from orchdata.loaders.modalities.video import file as opened
 from orchdata.loaders.modalities.video.decode import open_video
 from orchdata.loaders.modalities.video.preprocessor import VideoFiles
-from orchdata.native.scan.media import FOUND
+from orchdata.native.scan import FOUND
 
 LIMITS = od.Limits()
 # Patches of 8 pixels that keep the size of small clips, so that pictures can be read from them.

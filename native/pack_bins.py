@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orchdata.native.bins.fill import Items, Left, all_left, fill_bins, has_room, next_left, put
+from orchdata.native.fill_bins import Items, Left, all_left, fill_bins, has_room, next_left, put
 from orchdata.native.jit import Ints, Ints32, kernel
 from orchdata.native.sorting import descending_order
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 
 from orchdata.native.assign.phase_refine import phase_loads
 from orchdata.native.assign.phases import above_caps
-from orchdata.native.move.phases import move_in_grid
+from orchdata.native.move_phases import move_in_grid
 
 # The first call of a kernel compiles or loads it.
 settings.register_profile("kernels", deadline=None)

@@ -18,7 +18,7 @@ from orchdata.native.assign.bounds import common_divisor, strong_lower_bound
 from orchdata.native.assign.packed import longest_first, recount, replay, tournament, winner
 from orchdata.native.assign.refine import bit_length, list_members, lower_makespan, search_budget
 from orchdata.native.jit import Ints, Ints32, kernel
-from orchdata.native.move.phases import refine_with_few_moves
+from orchdata.native.move_phases import refine_with_few_moves
 from orchdata.native.sorting import descending_order, present_descending
 
 RELEASE_BELOW = (0, 2, 8)  # Per cent below the target that ranks above it go down to, in turn.

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from orchdata.native.move.minimal_move import relabel, solve_from, solve_groups, stay_on_nodes
+from orchdata.native.minimal_move import relabel, solve_from, solve_groups, stay_on_nodes
 
 # The first call of a kernel compiles or loads it.
 settings.register_profile("kernels", deadline=None)

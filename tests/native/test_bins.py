@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchdata.native.bins.fill import MOST_PARTS, bins_bound, deal, martello_toth, waits
+from orchdata.native.fill_bins import MOST_PARTS, bins_bound, deal, martello_toth, waits
 
 # The first call of a kernel compiles or loads it.
 settings.register_profile("kernels", deadline=None)
