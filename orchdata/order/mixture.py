@@ -19,10 +19,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from orchdata.order.merge import Samples, SourceProgress, Span, Stage, Stop, Stretch, Supply, advance
-from orchdata.order.order import By, Ints, MixedSource, Order, SampleOrder, TokenCounts
+from orchdata.order.merge import LONGEST_SPAN, SPAN, SourceProgress, Span, Stage, Stop, Stretch, Supply, advance
+from orchdata.order.order import By, MixedSource, Order, SampleOrder, Samples, TokenCounts
 
 _EPOCHS_KEPT = 4
 _SPANS_KEPT = 4
@@ -144,7 +143,7 @@ class SourcePass:
             return stretch.begin
         span = self._span(stretch, "samples", position - 1)
         counts, given = (np.array(each) for each in span.low)
-        source, tokens = (each[: position - span.first] for each in (span.samples.source, span.samples.tokens))
+        source, tokens = (each[: position - span.first] for each in (span.samples.source, span.tokens))
         counts += np.bincount(source, minlength=len(counts))
         given += np.bincount(source, tokens, len(given)).astype(np.int64)
         return SourceProgress(tuple(counts.tolist()), tuple(given.tolist()))
@@ -159,10 +158,12 @@ class SourcePass:
         for span in spans:
             if span.contains(unit, wanted):
                 return span
-        # Continue from the last known span before the wanted sample.
-        near = ((each.time, each.high) for each in spans if each.high.amount(unit) <= wanted)
-        time, progress = max(near, key=lambda known: known[0], default=(0, stretch.begin))
-        span = stretch.next_span(unit, wanted, time, progress) or stretch.search(unit, wanted, time, progress)
+        # Continue from the last known span before the wanted sample. Spans in turn are longer and longer, because each
+        # looks at all sources.
+        near = ((each.time, each.high, 2 * len(each.ends)) for each in spans if each.high.amount(unit) <= wanted)
+        time, progress, size = max(near, key=lambda known: known[0], default=(0, stretch.begin, 0))
+        size = min(max(size, SPAN), LONGEST_SPAN)
+        span = stretch.next_span(unit, wanted, time, progress, size) or stretch.search(unit, wanted, time, progress)
         self._spans = (span, *self._spans)[:_SPANS_KEPT]
         return span
 
@@ -254,6 +255,8 @@ class MixtureOrder(SampleOrder):
         resumed: where a run continues that had other weights before, or that has many stages.
     """
 
+    travels = True
+
     def __init__(
         self,
         sources: Sequence[MixedSource],
@@ -278,7 +281,6 @@ class MixtureOrder(SampleOrder):
         self._given_before = {0: (0, 0)} | ({} if resumed is None else {resumed.epoch: resumed.given_before})
         self._epochs: dict[int, _Epoch] = {}
         self._sizes: dict[int, tuple[int, int]] = {}
-        self._kept_samples: tuple[tuple[int, int, int], Samples] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(MixtureOrder, self.sources, self.stages, resumed=self.resumed, **self._options), ()
@@ -333,38 +335,20 @@ class MixtureOrder(SampleOrder):
             return self.length(epoch)
         return bounds.source_pass.ending_within(wanted) - bounds.start.position
 
-    def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], Ints]:
-        """Return the samples at positions [start, stop) of an epoch: (source, row), each (stop - start,), new.
+    def samples(self, epoch: int, start: int, stop: int) -> Samples:
+        """Return the samples at positions [start, stop) of an epoch, as new arrays.
 
         Raises:
             ValueError: positions outside the epoch, or a negative epoch.
         """
-        samples = self._samples(epoch, start, stop)
-        return samples.source.copy(), samples.row.copy()
-
-    def passes(self, epoch: int, start: int, stop: int) -> NDArray[np.int32]:
-        """Return for each of these samples the number of the pass of its source, from 0: int32 (stop - start,)."""
-        return self._samples(epoch, start, stop).passes.copy()
-
-    def drawn_from(self, epoch: int, start: int, stop: int) -> Ints:
-        """Return for each of these samples the stream of its source: int64 (stop - start,)."""
-        return self._samples(epoch, start, stop).stream.copy()
-
-    def _samples(self, epoch: int, start: int, stop: int) -> Samples:
         if epoch < 0:
             raise ValueError(f"epoch must be at least 0, got {epoch}")
         if not 0 <= start <= stop <= self.length(epoch):
             raise ValueError(
                 f"positions [{start}, {stop}) are not within epoch {epoch}, of {self.length(epoch)} samples"
             )
-        # A plan asks for rows, streams and passes of the same samples.
-        kept = self._kept_samples
-        if kept is None or kept[0] != (epoch, start, stop):
-            bounds = self._epoch(epoch)
-            first = bounds.start.position
-            kept = (epoch, start, stop), bounds.source_pass.samples(first + start, first + stop)
-            self._kept_samples = kept
-        return kept[1]
+        source_pass, begin, _ = self._epoch(epoch)
+        return source_pass.samples(begin.position + start, begin.position + stop)
 
     def given(self, epoch: int) -> list[tuple[int, int]]:
         """Return the samples and tokens that each source gives in an epoch."""

@@ -113,6 +113,7 @@ class Process:
     def build(self, job: int, task: StepTask, known_bad_rows: Mapping[int, str]) -> None:
         self.jobs[job] = task
         packed = [task.epoch, task.step, pack_rows(task.rows), task.begin and list(task.begin)]
+        packed.append(task.samples and list(task.samples))
         self._send({"kind": "build", "job": job, "task": packed}, known_bad_rows)
 
     def load_alone(self, row: int) -> None:

@@ -36,6 +36,7 @@ from orchdata.loaders.child_process import Channel
 from orchdata.loaders.collector import leave_out_what_is_loaded
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.watch import Watch
+from orchdata.order.order import Samples
 from orchdata.order.steps import Begin, StepTask
 
 OUT_OF_MEMORY = 77
@@ -122,8 +123,9 @@ class WorkerLoop:
                 self._begin(engine, message)
 
     def _begin(self, engine: Engine, message: dict[str, Any]) -> None:
-        epoch, step, rows, begin = message["task"]
-        task = StepTask(epoch, step, unpack_rows(rows), begin=begin and Begin(*begin))
+        epoch, step, rows, begin, samples = message["task"]
+        samples = samples and Samples(*map(unpack_rows, samples))
+        task = StepTask(epoch, step, unpack_rows(rows), begin=begin and Begin(*begin), samples=samples)
         self._at_work = self._memory[id(task)] = StepMemory(self._slabs)
         try:
             future = engine.submit(task)
