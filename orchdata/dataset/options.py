@@ -11,6 +11,7 @@ from orchdata.loaders.errors import DataError
 from orchdata.loop.state import RowsDigest
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.steps import Draw, Steps, StreamSteps, Sums, TokenBatches
+from orchdata.planning.windows import WindowBatches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,5 +114,7 @@ class PreparedDataset:
         batches = self.spec.plan.batches
         if isinstance(batches, TokenBatches):
             batches = replace(batches, sums=order)
+        elif isinstance(batches, WindowBatches):
+            batches = replace(batches, order=order, sums=order)
         spec = replace(self.spec, plan=replace(self.spec.plan, order=order, batches=batches))
         return replace(self, spec=spec)

@@ -32,10 +32,35 @@ class StretchStart(NamedTuple):
 
     Attributes:
         due: see `Stretch`.
+        last: the sample before it, if windows had only some of its tokens: source, row, stream, pass, tokens.
     """
 
     progress: SourceProgress
     due: tuple[int, ...]
+    last: tuple[int, int, int, int, int] | None = None
+
+
+class _LastSample:
+    """All that is known of a pass before weights changed in it: one sample."""
+
+    def __init__(self, end: SourceProgress, last: tuple[int, int, int, int, int]) -> None:
+        source, row, stream, number, tokens = last
+        of_source, of_pass = np.array([source], np.int32), np.array([number], np.int32)
+        self._sample = Samples(of_source, np.array([row]), np.array([stream]), of_pass)
+        self.start = SourceProgress(_less(end.counts, source, 1), _less(end.given, source, tokens))
+
+    def progress_at(self, position: int) -> SourceProgress:
+        return self.start
+
+    def ending_within(self, tokens: int) -> int:
+        return self.start.position
+
+    def samples(self, start: int, stop: int) -> Samples:
+        return self._sample
+
+
+def _less(amounts: tuple[int, ...], source: int, amount: int) -> tuple[int, ...]:
+    return (*amounts[:source], amounts[source] - amount, *amounts[source + 1 :])
 
 
 class SourcePass:
@@ -44,7 +69,8 @@ class SourcePass:
     Args:
         stages: with bounds in tokens or samples of the pass.
         stretch_start: the start of a stretch inside; by default the start of the pass.
-        earlier: has what came before `stretch_start`; None where that does not follow from the stages.
+        earlier: has what came before `stretch_start`; None where that does not follow from the stages: at most its last
+            sample is known.
     """
 
     def __init__(
@@ -59,13 +85,15 @@ class SourcePass:
         self._stages = stages
         self._bounds = [stage.bound for stage in stages]
         self._stretch_start = stretch_start
-        self._earlier = earlier
+        self._earlier: SourcePass | _LastSample | None = earlier
         none = (0,) * supply.num_sources
         self.start = SourceProgress(none, none)
         if stretch_start is None:
             first = Stretch(supply, self.start, [self._stage_at(0)])
         else:
-            first = self._due_from(*stretch_start)
+            first = self._due_from(stretch_start.progress, stretch_start.due)
+            if earlier is None and stretch_start.last is not None:
+                self._earlier = _LastSample(stretch_start.progress, stretch_start.last)
         # The known stretches, from the first on, and whether these are all. It is replaced whole, and so are spans,
         # because several threads plan steps.
         self._known: tuple[tuple[Stretch, ...], bool] = (first,), False
@@ -80,25 +108,25 @@ class SourcePass:
     def progress_at(self, position: int) -> SourceProgress:
         """Return the progress of each source at a position."""
         if position < self._first.position:
-            return self._before().progress_at(position)
+            return self._before("samples", position).progress_at(position)
         return self._progress_in(self._stretch(lambda stretch: position <= stretch.begin.position), position)
 
     def ending_within(self, tokens: int) -> int:
         """Return how many samples end within `tokens` tokens, which must be fewer than the pass has."""
         if tokens < self._first.tokens:
-            return self._before().ending_within(tokens)
+            return self._before("tokens", tokens).ending_within(tokens)
         return self._ending_within(self._stretch(lambda stretch: tokens < stretch.begin.tokens), tokens)
 
     def filled_by(self, unit: By, amount: int) -> int:
         """Return the first position that has at least `amount` samples or tokens before it."""
-        if unit == "tokens" and self._earlier is None and 0 < amount <= self._first.tokens:
+        if unit == "tokens" and not isinstance(self._earlier, SourcePass) and 0 < amount <= self._first.tokens:
             return self._first.position  # the last sample of an epoch reached beyond its size; then weights changed
         return amount if unit == "samples" or not amount else self.ending_within(amount - 1) + 1
 
     def samples(self, start: int, stop: int) -> Samples:
         parts = []
         if start < self._first.position:
-            parts.append(self._before().samples(start, min(stop, self._first.position)))
+            parts.append(self._before("samples", start).samples(start, min(stop, self._first.position)))
             start = min(stop, self._first.position)
         while start < stop:
             stretch = self._stretch(lambda stretch, at=start: at < stretch.begin.position)  # type: ignore[misc]
@@ -127,8 +155,9 @@ class SourcePass:
     def _first(self) -> SourceProgress:
         return self._known[0][0].begin
 
-    def _before(self) -> SourcePass:
-        if self._earlier is None:
+    def _before(self, unit: By, wanted: int) -> SourcePass | _LastSample:
+        """Return what has this position or token, before the first stretch."""
+        if self._earlier is None or wanted < self._earlier.start.amount(unit):
             raise IndexError(
                 "this position is before the one where the weights of the mixture changed: use a loader with the "
                 "former weights, and a state from before the change"

@@ -62,6 +62,12 @@ class Location(NamedTuple):
     document: Mapping[str, Any] | None = None
     token: int | None = None
 
+    def to_begin(self, epoch: int) -> tuple[int, int]:
+        """Return the first sample of which nothing is delivered: its epoch and position, of a step of `epoch`."""
+        if self.document is None:
+            return epoch, self.position or 0
+        return self.document["epoch"], self.document["position"] + bool(self.token)
+
 
 class Batches(Protocol):
     """How an epoch is cut into global batches."""

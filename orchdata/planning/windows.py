@@ -104,6 +104,13 @@ class WindowBatches(Batches):
             token=token - self.sums.before(epoch_of, position),
         )
 
+    def step_at(self, epoch: int, position: int, token: int) -> int:
+        """Return the step of an epoch that begins at a token of one of its documents."""
+        tokens = self.sums.before(epoch, position) + token
+        if self.drop_last:
+            return tokens // self.step_tokens
+        return (self.sums.of_epochs_before(epoch) + tokens) // self.step_tokens - self._steps_before(epoch)
+
     def _name_of(self, row: int) -> dict[str, Any]:
         piece = int(self.index.piece[np.array([row])][0])
         name = {"shard": basename(self.index.shard_of(row).url), "key": self.index.key(row)}
