@@ -435,9 +435,8 @@ def test_windows_continue_with_other_weights(tmp_path: Path, options: dict[str, 
     web, code = text_dataset(tmp_path / "web", 1, 20, 1), text_dataset(tmp_path / "code", 1, 20, 2)
 
     def loader_with(weight: float) -> Any:
-        return loader_of(
-            od.Mixture({"web": od.Source(web), "code": od.Source(code, weight=weight)}, **options), drop_last=drop_last
-        )
+        sources = {"web": od.Source(web), "code": od.Source(code, weight=weight)}
+        return loader_of(od.Mixture(sources, **options), drop_last=drop_last)
 
     def tokens_of(loader: Any, epochs: int) -> tuple[list[list[tuple[Any, ...]]], list[Any]]:
         """The (epoch, source, pass, row, first token, tokens) of the pieces of each step, and the state after it."""
@@ -458,8 +457,6 @@ def test_windows_continue_with_other_weights(tmp_path: Path, options: dict[str, 
         other.load_state_dict(states[number], allow=("weights",))
         begun = json.loads(json.dumps(other.state_dict()))
         later, after = tokens_of(other, 2)
-        if not later:
-            continue
         # Each document's pieces follow each other, and none is left out but at the end of an epoch.
         pieces = [piece for step in [*steps[: number + 1], *later] for piece in step]
         sizes = other._runtime.prepared.spec.plan.batches.counts(np.arange(40)).tolist()
@@ -467,16 +464,15 @@ def test_windows_continue_with_other_weights(tmp_path: Path, options: dict[str, 
         for *document, first, count in pieces:
             assert reached.get(tuple(document), 0) == first
             reached[tuple(document)] = first + count
-        whole = [document for document, tokens in reached.items() if tokens == sizes[document[-1]]]
-        assert len(whole) >= len(reached) - (4 if drop_last else 1)
+        cut = [document for document, tokens in reached.items() if tokens < sizes[document[-1]]]
+        assert len(cut) <= (4 if drop_last else 1)
         if options["stop"] == "repeat":
             assert len({document[1:] for document in reached}) == len(reached)
         # And it continues from a state before the next step, and from later ones.
-        for state, wanted in ((begun, later[0]), (after[0], later[1] if len(later) > 1 else None)):
+        for state, wanted in zip((begun, after[0]), later[:2], strict=False):
             again = loader_with(5)
             again.load_state_dict(state)
-            if wanted is not None:
-                assert tokens_of(again, 2)[0][0] == wanted
+            assert tokens_of(again, 2)[0][0] == wanted
 
 
 def test_the_loop_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
