@@ -186,13 +186,13 @@ class Filler:
     def _shards_between(self, epoch: int, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the shards that this node reads there, as they come, each with its last position."""
         try:
-            rows, positions = self.order.rows(epoch, start, stop)[1], np.arange(start, stop)
+            samples, positions = self.order.samples(epoch, start, stop), np.arange(start, stop)
         except IndexError:  # of an epoch whose samples changed before the loader's place
             return []
         if self._streams is not None:
-            mine = np.isin(self.order.drawn_from(epoch, start, stop), self._streams)
-            rows, positions = rows[mine], positions[mine]
-        shards = np.asarray(self._index.shard[rows])
+            mine = np.isin(samples.stream, self._streams)
+            samples, positions = samples.take(mine), positions[mine]
+        shards = np.asarray(self._index.shard[samples.row])
         last = dict(zip(shards.tolist(), positions.tolist(), strict=True))
         return [(number, last[number]) for number in dict.fromkeys(shards.tolist()) if self._wanted[number]]
 

@@ -43,20 +43,21 @@ class JoinedIndex(Index):
         self.totals = sum_totals([index.totals for index in indexes])
         self.recipe = first.recipe
         self.shards = tuple(shard for index in indexes for shard in index.shards)
-        self.first_rows = _starts([index.num_rows for index in indexes])
+        self._rows = _Joined([index.num_rows for index in indexes])
+        self.first_rows = self._rows.first
         self.num_rows = int(self.first_rows[-1])
         self.num_samples = sum(index.num_samples for index in indexes)
         self.is_split = self.num_rows > self.num_samples
-        self._first_parts = _starts([index.part_modality.size for index in indexes])
-        self._first_shards = _starts([len(index.shards) for index in indexes])
+        self._parts = _Joined([index.part_modality.size for index in indexes])
+        first_shards = _Joined([len(index.shards) for index in indexes]).first
         self.shard_rows = np.concatenate(
             [[0], *(index.shard_rows[1:] + first for index, first in zip(indexes, self.first_rows, strict=False))]
         ).astype(np.int64)
-        self.shard = _Column(self.first_rows, [index.shard for index in indexes], self._first_shards)  # type: ignore[assignment]
+        self.shard = _Column(self._rows, [index.shard for index in indexes], first_shards)  # type: ignore[assignment]
         for name in ("llm_tokens", "loss_tokens", "piece", "cut_tokens", "text_start"):
-            setattr(self, name, _Column(self.first_rows, [getattr(index, name) for index in indexes]))
+            setattr(self, name, _Column(self._rows, [getattr(index, name) for index in indexes]))
         for name in ("part_modality", "part_positions", "part_tokens"):
-            setattr(self, name, _Column(self._first_parts, [getattr(index, name) for index in indexes]))
+            setattr(self, name, _Column(self._parts, [getattr(index, name) for index in indexes]))
 
     def __reduce__(self) -> tuple[Callable[..., Index], tuple[Any, ...]]:
         return JoinedIndex, (self.indexes,)
@@ -66,10 +67,10 @@ class JoinedIndex(Index):
 
     def source_of(self, row: int) -> int:
         self._check_row(row)
-        return _number(self.first_rows, row)
+        return self._rows.index_of(row)
 
     def split(self, rows: Ints) -> Iterator[tuple[Index, Any, Ints]]:
-        yield from ((self.indexes[number], positions, own) for number, positions, own in _split(self.first_rows, rows))
+        yield from ((self.indexes[number], positions, own) for number, positions, own in self._rows.split(rows))
 
     def check_unchanged(self) -> None:
         for index in self._distinct:
@@ -91,7 +92,7 @@ class JoinedIndex(Index):
         )
 
     def part_range(self, row: int) -> range:
-        parts, first = self._at(row, Index.part_range), int(self._first_parts[self.source_of(row)])
+        parts, first = self._at(row, Index.part_range), int(self._parts.first[self.source_of(row)])
         return range(parts.start + first, parts.stop + first)
 
     def member_of(self, part: int, num_members: int) -> int:
@@ -105,16 +106,16 @@ class JoinedIndex(Index):
     def sizes(self, parts: Ints | range, recipe: Recipe) -> list[PartSize]:
         numbers = np.arange(parts.start, parts.stop) if isinstance(parts, range) else parts
         sizes: list[Any] = [None] * len(numbers)
-        for number, positions, own in _split(self._first_parts, numbers):
+        for number, positions, own in self._parts.split(numbers):
             for position, size in zip(positions.tolist(), self.indexes[number].sizes(own, recipe), strict=True):
                 sizes[position] = size
         return sizes
 
     def parts_of(self, rows: Ints, modality: str) -> tuple[Ints, Ints]:
         parts, owners = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        for number, positions, own in _split(self.first_rows, rows):
+        for number, positions, own in self._rows.split(rows):
             own_parts, owner = self.indexes[number].parts_of(own, modality)
-            parts.append(own_parts + self._first_parts[number])
+            parts.append(own_parts + self._parts.first[number])
             owners.append(positions[owner])
         owner = np.concatenate(owners)
         in_turn = np.argsort(owner, kind="stable")
@@ -162,23 +163,22 @@ class JoinedIndex(Index):
         return ask(self.indexes[number], row - int(self.first_rows[number]))
 
     def _own_part(self, part: int) -> tuple[Index, int]:
-        number = _number(self._first_parts, part)
-        return self.indexes[number], part - int(self._first_parts[number])
+        number = self._parts.index_of(part)
+        return self.indexes[number], part - int(self._parts.first[number])
 
 
 class _Column:
     """A column over all indexes; its values are looked up by a number, a slice or an array of numbers.
 
     Args:
-        first: first number of each index, and the end.
         added: a number to add to the values of each index.
     """
 
-    def __init__(self, first: Ints, columns: Sequence[NDArray[Any]], added: Ints | None = None) -> None:
-        self._first = first
+    def __init__(self, joined: _Joined, columns: Sequence[NDArray[Any]], added: Ints | None = None) -> None:
+        self._joined = joined
         self._columns = columns
         self._added = added
-        self.size = int(first[-1])
+        self.size = int(joined.first[-1])
         self.dtype = columns[0].dtype
 
     def __len__(self) -> int:
@@ -188,10 +188,10 @@ class _Column:
         if isinstance(rows, slice):
             rows = np.arange(*rows.indices(self.size))
         if not isinstance(rows, np.ndarray):
-            number = _number(self._first, int(rows))
-            return self._of(number, int(rows) - int(self._first[number]))
+            number = self._joined.index_of(int(rows))
+            return self._of(number, int(rows) - int(self._joined.first[number]))
         out = np.empty(len(rows), self.dtype)
-        for number, positions, own in _split(self._first, rows):
+        for number, positions, own in self._joined.split(rows):
             out[positions] = self._of(number, own)
         return out
 
@@ -200,20 +200,37 @@ class _Column:
         return values if self._added is None else values + self._added[number].astype(self.dtype)
 
 
-def _starts(sizes: Sequence[int]) -> Ints:
-    return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+_Split = list[tuple[int, Ints, Ints]]
 
 
-def _number(first: Ints, row: int) -> int:
-    return int(np.searchsorted(first, row, side="right")) - 1
+class _Joined:
+    """The numbers of all indexes, one after the other, such as of their rows; `first` is the first one of each index,
+    and the end.
+    """
 
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.first: Ints = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+        self._last: tuple[Ints, _Split] | None = None
 
-def _split(first: Ints, rows: Ints) -> Iterator[tuple[int, Ints, Ints]]:
-    """Yield (number of the index, positions of its rows in `rows`, its own row numbers) for each index with rows."""
-    numbers = np.searchsorted(first, rows, side="right") - 1
-    in_order = np.argsort(numbers, kind="stable")
-    found, starts = np.unique(numbers[in_order], return_index=True)
-    bounds = [*starts.tolist(), len(rows)]
-    for at, number in enumerate(found.tolist()):
-        positions = in_order[bounds[at] : bounds[at + 1]]
-        yield number, positions, rows[positions] - first[number]
+    def index_of(self, number: int) -> int:
+        return int(np.searchsorted(self.first, number, side="right")) - 1
+
+    def split(self, numbers: Ints) -> _Split:
+        """Return (number of the index, positions of its numbers in `numbers`, its own numbers) for each index that has
+        some. The last result is kept: a plan asks for many columns of the same rows.
+        """
+        last = self._last
+        if last is not None and np.array_equal(last[0], numbers):
+            return last[1]
+        indexes = np.searchsorted(self.first, numbers, side="right") - 1
+        in_order = np.argsort(indexes, kind="stable")
+        in_turn = indexes[in_order]
+        starts = np.flatnonzero(np.diff(in_turn, prepend=-2))
+        own = numbers[in_order] - self.first[in_turn]
+        bounds = [*starts.tolist(), len(numbers)]
+        found = [
+            (index, in_order[start:stop], own[start:stop])
+            for index, start, stop in zip(in_turn[starts].tolist(), bounds, bounds[1:], strict=False)
+        ]
+        self._last = numbers.copy(), found
+        return found

@@ -61,7 +61,7 @@ def prepare_map_style(arguments: Arguments) -> PreparedDataset:
         excluded = None if usable is None else np.setdiff1d(np.arange(num_indexed), usable)
         order = Order(num_indexed, shuffle=arguments.shuffled, seed=arguments.order_seed, excluded=excluded)
         check = partial(_check_size, dataset, num_indexed)
-        steps = OrderedSteps(batches=batches, length=order.length, check=check)
+        steps = OrderedSteps(batches=batches, order=order, check=check)
     else:
         # A sampler: the user's, or the one that torch's loader would create.
         if sampler is None and batch_sampler is None:

@@ -22,6 +22,7 @@ from orchdata.notices import warn_user
 from orchdata.order.merge import Stage
 from orchdata.order.mixture import MixtureOrder, StretchStart
 from orchdata.order.steps import Begin, Location, Steps, StreamSteps, TokenBatches, draw_of_cut
+from orchdata.planning.windows import WindowBatches
 
 SIZES = ("global_batch_size", "global_batch_tokens")  # which may differ where `allow` names them
 WEIGHTS = "weights"  # of a mixture, which may too
@@ -99,6 +100,8 @@ class PreparedDataset:
         batches = self.spec.plan.batches
         if isinstance(batches, TokenBatches):
             batches = replace(batches, sums=order)
+        elif isinstance(batches, WindowBatches):
+            batches = replace(batches, order=order, sums=order)
         spec = replace(self.spec, plan=replace(self.spec.plan, order=order, batches=batches))
         return replace(self, spec=spec)
 
@@ -110,8 +113,7 @@ def state_of(prepared: PreparedDataset, position: Position) -> State:
     if isinstance(order, MixtureOrder):
         if len(json.dumps(fingerprint)) > _MOST_BYTES:
             fingerprint = _digested(fingerprint)
-        if WINDOWS not in fingerprint:
-            mixture = mixture_at(order, position.epoch, location.position or 0)
+        mixture = mixture_at(order, *location.to_begin(position.epoch), is_cut=bool(location.token))
     known: dict[Hashable, UsableRows] = {}  # equal rows of one index are hashed once, and are one object
     return State(
         position=position,
@@ -122,10 +124,17 @@ def state_of(prepared: PreparedDataset, position: Position) -> State:
     )
 
 
-def mixture_at(order: MixtureOrder, epoch: int, position: int) -> MixtureState:
-    """Return what the sources have given and are due at a position of an epoch."""
-    progress = order.progress_at(epoch, position)
-    now = StretchStart(progress, order.due(epoch, progress))
+def mixture_at(order: MixtureOrder, epoch: int, position: int, *, is_cut: bool = False) -> MixtureState:
+    """Return what the sources have given and are due at a position of an epoch; `is_cut`: whether tokens of the sample
+    before it are still to come.
+    """
+    progress, last = order.progress_at(epoch, position), None
+    if is_cut:
+        source, row, stream, number, *_ = order.samples(epoch, position - 1, position)
+        assert number is not None
+        tokens = order.before(epoch, position) - order.before(epoch, position - 1)
+        last = int(source[0]), int(row[0]), int(stream[0]), int(number[0]), tokens
+    now = StretchStart(progress, order.due(epoch, progress), last)
     return MixtureState(now, order.periods(epoch, progress), order.resumed_at(epoch, progress))
 
 
@@ -166,7 +175,7 @@ def restore(
 
     # Else the run continues at the position, which must be the loader's too.
     if isinstance(order, MixtureOrder) and state.mixture is not None:
-        continued = _continued(order, state.mixture, state.location.position or 0, has_other_weights)
+        continued = _continued(order, state.mixture, has_other_weights)
         prepared = prepared.with_order(continued)
     if position.workers and len(position.workers) != max(1, num_workers):
         count = len(position.workers)
@@ -177,6 +186,13 @@ def restore(
         )
     if prepared.is_iterable and position.step and not position.workers:
         raise StateError("the state does not say how far each worker has iterated the data set")
+    batches = prepared.spec.plan.batches
+    if has_other_weights and isinstance(batches, WindowBatches):
+        if state.mixture is None:
+            raise StateError(
+                "the state does not say what the sources of its windows have given: use the former weights"
+            )
+        return prepared, _in_windows(position, state.location, batches)
     if is_other_size or has_other_weights:
         return prepared, _cut_again(position, state.location, prepared.steps)
     _check_location(position, state.location, prepared)
@@ -190,9 +206,10 @@ def check_allowed(allow: Sequence[str]) -> None:
         raise ValueError(f"allow must name entries of {', '.join(map(repr, known))}, which may differ; got {allow!r}")
 
 
-def _continued(order: MixtureOrder, mixture: MixtureState, position: int, has_other_weights: bool) -> MixtureOrder:
+def _continued(order: MixtureOrder, mixture: MixtureState, has_other_weights: bool) -> MixtureOrder:
     """Return the order that continues from a state, with its own weights from there on; equal ones change nothing."""
     now, periods, resumed = mixture
+    position = now.progress.position - resumed.start.position
 
     # The last change of weights in the state leads to its position, with the stages of this loader.
     amount = now.progress.amount(order.by) + resumed.given_before[order.by == "tokens"]
@@ -206,7 +223,7 @@ def _continued(order: MixtureOrder, mixture: MixtureState, position: int, has_ot
         candidate = order.restaged(stages, start)
         try:
             progress = candidate.progress_at(resumed.epoch, position)
-            if (progress, candidate.due(resumed.epoch, progress)) == now:
+            if (progress, candidate.due(resumed.epoch, progress)) == now[:2]:
                 return candidate
         except (IndexError, ValueError):
             continue
@@ -236,6 +253,19 @@ def _check_location(position: Position, location: Location, prepared: PreparedDa
             raise StateError(f"step {step} of epoch {epoch} begins {where} in the state and {now} here")
 
 
+def _in_windows(position: Position, location: Location, batches: WindowBatches) -> Position:
+    """Return where windows continue after other weights. A step that begins with the rest of the epoch before belongs
+    to that epoch if it has become longer.
+    """
+    if location.document is None or location.token is None:
+        raise StateError("the state does not say which document its windows continue with")
+    epoch = location.document["epoch"]
+    step = batches.step_at(epoch, location.document["position"], location.token)
+    if epoch == position.epoch and step != position.step:
+        raise StateError(f"the state is damaged: step {position.step} begins where step {step} does")
+    return Position(epoch, step) if epoch < position.epoch and step < batches.count(0, epoch) else position
+
+
 def _cut_again(position: Position, location: Location, steps: Steps) -> Position:
     """Return the position with the rest of the epoch cut by this loader's size."""
     num_delivered = location.position
@@ -259,27 +289,24 @@ def _check_loader(theirs: Mapping[str, Any], ours: Mapping[str, Any], allow: Seq
     stored = theirs.get("mixture")
     if isinstance(stored, Mapping) and "digests" in stored and "mixture" in ours:
         ours = _digested(ours)
-    has_windows, has_weights = WINDOWS in ours or WINDOWS in theirs, WEIGHTS in theirs and WEIGHTS in ours
+    both = WEIGHTS in theirs and WEIGHTS in ours
     there, here = ({**each, WEIGHTS: _shown_weights(each.get(WEIGHTS))} for each in (theirs, ours))
-
-    # Windows of all epochs follow each other, so neither sizes nor weights may differ.
-    if has_windows:
-        differences = _differences(there, here, "")
-        if differences and any(theirs.get(name) != ours.get(name) for name in (*SIZES, WINDOWS, WEIGHTS)):
-            differences.append(
-                "where a step of Packed(concatenate=True) begins depends on all steps before it, so allow= cannot "
-                "change that: use the former arguments, or begin an epoch with the new ones by set_epoch()"
-            )
-        other_size, other_weights = None, False
-    else:
-        apart = _MEASURES | ({WEIGHTS} if has_weights else set())
-        differences = _differences(_without(there, apart), _without(here, apart), "")
-        other_size, other_weights = _other_size(theirs, ours), has_weights and theirs[WEIGHTS] != ours[WEIGHTS]
-        if other_size is not None and other_size[0] not in allow:
-            differences.append(other_size[1])
-        if other_weights and WEIGHTS not in allow:
-            how = f"load_state_dict(state, allow=({WEIGHTS!r},)) continues with the weights here"
-            differences.append(f"weights are {there[WEIGHTS]} in the state and {here[WEIGHTS]} here ({how})")
+    has_windows = WINDOWS in ours or WINDOWS in theirs
+    apart = ({WEIGHTS} if both else set()) | (set() if has_windows else _MEASURES)
+    differences = _differences(_without(there, apart), _without(here, apart), "")
+    other_size = None if has_windows else _other_size(theirs, ours)
+    # Windows of all epochs follow each other, so sizes may not differ.
+    if has_windows and differences and any(theirs.get(name) != ours.get(name) for name in (*SIZES, WINDOWS)):
+        differences.append(
+            "where a step of Packed(concatenate=True) begins depends on all steps before it, so allow= cannot change "
+            "that: use the former arguments, or begin an epoch with the new ones by set_epoch()"
+        )
+    if other_size is not None and other_size[0] not in allow:
+        differences.append(other_size[1])
+    other_weights = both and theirs[WEIGHTS] != ours[WEIGHTS]
+    if other_weights and WEIGHTS not in allow:
+        how = f"load_state_dict(state, allow=({WEIGHTS!r},)) continues with the weights here"
+        differences.append(f"weights are {there[WEIGHTS]} in the state and {here[WEIGHTS]} here ({how})")
     if differences:
         raise StateError("the state belongs to another loader: " + "; ".join(differences))
     return other_size is not None, other_weights

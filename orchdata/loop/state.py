@@ -41,7 +41,9 @@ class RowsDigest(NamedTuple):
 class MixtureState(NamedTuple):
     """What the sources of a mixture have given and are due. Its size does not depend on the number of stages."""
 
-    now: StretchStart  # at the position of the state
+    now: (
+        StretchStart  # at the position of the state; in windows, up to the first document of which nothing is delivered
+    )
     periods: tuple[int, ...]  # there
     resumed: ResumePoint  # where the run continues
 
@@ -109,8 +111,10 @@ class State:
             )
             location = Location(state.get("position"), state.get("tokens"), state.get("document"), state.get("token"))
             rows, mixture = _load_rows(state.get("rows") or ()), None
-            if "mixture" in fingerprint and WINDOWS not in fingerprint:
-                mixture = _load_mixture(state.get("given"), fingerprint["mixture"], epoch, location)
+            # States of windows had no amounts: they continue with the weights that they have.
+            if "mixture" in fingerprint and (WINDOWS not in fingerprint or "given" in state):
+                begins = location.to_begin(epoch)
+                mixture = _load_mixture(state.get("given"), fingerprint["mixture"], checked_epoch(begins[0]), begins[1])
         except (LookupError, TypeError, ValueError) as error:
             raise StateError(f"the state is damaged: {type(error).__name__}: {error}"[:300]) from error
         return cls(position=position, fingerprint=fingerprint, location=location, rows=rows, mixture=mixture)
@@ -177,7 +181,7 @@ def _dump_mixture(mixture: MixtureState, described: Mapping[str, Any]) -> dict[s
     return given
 
 
-def _load_mixture(given: Any, described: Any, epoch: int, location: Location) -> MixtureState:
+def _load_mixture(given: Any, described: Any, epoch: int, position: int) -> MixtureState:
     try:
         count, by = len(described["sources"]), described["by"]
         none = (0,) * count
@@ -193,25 +197,31 @@ def _load_mixture(given: Any, described: Any, epoch: int, location: Location) ->
             f"the state is damaged: invalid amounts that the sources of its mixture have given: {given!r}"[:300]
         ) from error
     delivered = mixture.now.progress.position - start.position
-    if delivered != location.position:
+    if delivered != position:
         raise StateError(
             f"the state is damaged: its mixture has given other amounts at this position than it says, {delivered} "
-            f"samples of the epoch at position {location.position!r:.40}"
+            f"samples of the epoch at position {position}"
         )
     return mixture
 
 
 def _dump_start(start: StretchStart, by: By) -> dict[str, list[int]]:
-    progress, due = start
+    progress, due, last = start
     # Debts have fewer digits than what is due.
     debts = [each - (amount << DUE_BITS) for each, amount in zip(due, progress.amounts(by), strict=True)]
-    return {"samples": list(progress.counts), "tokens": list(progress.given), "debts": debts}
+    dumped = {"samples": list(progress.counts), "tokens": list(progress.given), "debts": debts}
+    return dumped if last is None else dumped | {"last": list(last)}
 
 
 def _load_start(start: Mapping[str, Any], count: int, by: By) -> StretchStart:
     progress, debts = _load_progress(start, count), _ints(start["debts"], count, least=-(_MOST_GIVEN << DUE_BITS))
     due = tuple(debt + (amount << DUE_BITS) for debt, amount in zip(debts, progress.amounts(by), strict=True))
-    return StretchStart(progress, due)
+    if "last" not in start:
+        return StretchStart(progress, due)
+    source, row, stream, number, tokens = _ints(start["last"], 5)
+    if not (source < count and progress.counts[source] and 0 < tokens <= progress.given[source]):
+        raise ValueError(f"the last sample {start['last']}")
+    return StretchStart(progress, due, (source, row, stream, number, tokens))
 
 
 def _load_progress(progress: Mapping[str, Any], count: int) -> SourceProgress:

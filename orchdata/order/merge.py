@@ -18,16 +18,16 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from orchdata.order.order import By, Ints, MixedSource
+from orchdata.order.order import By, Ints, MixedSource, Samples
 
 Stop = Literal["first", "all", "repeat"]
 
 DUE_BITS = 32  # amounts due are in units of 2**-32 tokens or samples
 _FINE = 64  # fractional bits inside a stretch, where rounding adds up over stages
 _TIME_BITS = 32
-_SPAN = 4096  # samples computed together
+SPAN = 4096  # samples computed together at first
+LONGEST_SPAN = 1 << 16  # and in turn
 
 
 class Stage(NamedTuple):
@@ -61,27 +61,6 @@ class SourceProgress(NamedTuple):
 
     def amount(self, by: By) -> int:
         return sum(self.amounts(by))
-
-
-class Samples(NamedTuple):
-    """Samples in sequence: source and pass, int32; row, tokens and stream of the source, int64; each (n,)."""
-
-    source: NDArray[np.int32]
-    passes: NDArray[np.int32]
-    row: Ints
-    tokens: Ints
-    stream: Ints
-
-    def take(self, indices: slice | Ints) -> Samples:
-        source, passes, row, tokens, stream = self
-        return Samples(source[indices], passes[indices], row[indices], tokens[indices], stream[indices])
-
-    @staticmethod
-    def concatenate(parts: Sequence[Samples]) -> Samples:
-        if not parts:
-            empty = np.zeros(0, np.int64)
-            return Samples(empty.astype(np.int32), empty.astype(np.int32), empty, empty, empty)
-        return Samples(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
 class Supply:
@@ -123,18 +102,18 @@ class Supply:
         number, rest = divmod(tokens, sums.total)
         return number * self.limit(source) + sums.position(number, rest)
 
-    def given(self, source: int, start: int, stop: int) -> Samples:
-        """Return samples [start, stop) of a source."""
-        mine, parts = self._sources[source], []
+    def given(self, source: int, start: int, stop: int) -> tuple[Samples, Ints]:
+        """Return samples [start, stop) of a source, at least one, and their tokens."""
+        mine, parts, tokens = self._sources[source], [], []
         while start < stop:
             number, at = divmod(start, self.limit(source)) if self.endless else (self._number, start)
             end = min(at + stop - start, self.limit(source))
-            numbers, row = mine.order.rows(number, at, end)
-            passes = np.full(len(row), number, np.int32)
-            tokens, stream = mine.counts(row), mine.order.drawn_from(number, at, end)
-            parts.append(Samples(numbers, passes, row + mine.first_row, tokens, stream))
+            own = mine.order.samples(number, at, end)
+            tokens.append(mine.counts(own.row))
+            passes = np.full(len(own.row), number, np.int32)
+            parts.append(own._replace(row=own.row + mine.first_row, passes=passes))
             start += end - at
-        return Samples.concatenate(parts)
+        return Samples.concatenate(parts), np.concatenate(tokens)
 
     def whole(self, source: int) -> int:
         """Return the tokens, or samples, of a source's pass."""
@@ -157,6 +136,7 @@ class Span(NamedTuple):
     high: SourceProgress
     time: int
     samples: Samples
+    tokens: Ints
     ends: Ints
 
     @property
@@ -383,9 +363,9 @@ class Stretch:
 
     # Search
 
-    def next_span(self, unit: By, wanted: int, time: int, progress: SourceProgress) -> Span | None:
-        """Return the span that begins here if it contains the wanted sample, else None."""
-        width = self._width(progress)
+    def next_span(self, unit: By, wanted: int, time: int, progress: SourceProgress, size: int) -> Span | None:
+        """Return the span of about `size` samples that begins here if it contains the wanted sample, else None."""
+        width = self._width(progress, size)
         if self._time_from(unit, wanted, time, progress) - time > width:
             return None
         span = self._span(time, progress, time + width, self.at(time + width))
@@ -396,7 +376,7 @@ class Stretch:
 
         The first guess follows from the mean pace. Each miss doubles its width; bisection then narrows it to a span.
         """
-        width = self._width(progress)
+        width = self._width(progress, SPAN)
         while True:
             middle = max(0, self._time_from(unit, wanted, time, progress))
             low, high = max(0, middle - width // 2), middle + width // 2 + 1
@@ -405,7 +385,7 @@ class Stretch:
                 break
             time, progress = (low, below) if below.amount(unit) > wanted else (high, above)
             width *= 2
-        while above.position - below.position > 4 * _SPAN:
+        while above.position - below.position > 4 * SPAN:
             middle = (low + high) // 2
             between = self.at(middle)
             if between.amount(unit) <= wanted:
@@ -414,9 +394,9 @@ class Stretch:
                 high, above = middle, between
         return self._span(low, below, high, above)
 
-    def _width(self, progress: SourceProgress) -> int:
-        """Estimate the virtual time of a span of samples that begins here."""
-        return max(1, int(_SPAN / self._pace("samples", progress)))
+    def _width(self, progress: SourceProgress, size: int) -> int:
+        """Estimate the virtual time of `size` samples from here on."""
+        return max(1, int(size / self._pace("samples", progress)))
 
     def _time_from(self, unit: By, wanted: int, time: int, progress: SourceProgress) -> int:
         """Estimate the virtual time at which `wanted` samples or tokens are given, from the progress at `time`."""
@@ -433,20 +413,22 @@ class Stretch:
 
     def _span(self, low: int, below: SourceProgress, high: int, above: SourceProgress) -> Span:
         """Return the samples after virtual time `low`, up to `high`."""
-        supply, parts, times = self._supply, [], []
+        supply, parts, tokens, times = self._supply, [], [], []
         for source in self._present:
             start, stop = below.counts[source], above.counts[source]
             if start == stop:
                 continue
-            mine = supply.given(source, start, stop)
-            sizes = np.cumsum(mine.tokens) if supply.by == "tokens" else np.arange(1, stop - start + 1)
+            mine, counts = supply.given(source, start, stop)
+            sizes = np.cumsum(counts) if supply.by == "tokens" else np.arange(1, stop - start + 1)
             times += self._times_of(source, sizes + below.amounts(supply.by)[source], low, high)
             parts.append(mine)
-        samples = Samples.concatenate(parts)
+            tokens.append(counts)
+        samples, of_each = Samples.concatenate(parts), np.concatenate([np.zeros(0, np.int64), *tokens])
         if parts:
             # Stable: at equal times the source with the lower number is first.
-            samples = samples.take(np.argsort(np.concatenate(times), kind="stable"))
-        return Span(self, below, above, high, samples, below.tokens + np.cumsum(samples.tokens))
+            in_turn = np.argsort(np.concatenate(times), kind="stable")
+            samples, of_each = samples.take(in_turn), of_each[in_turn]
+        return Span(self, below, above, high, samples, of_each, below.tokens + np.cumsum(of_each))
 
     def _times_of(self, source: int, amounts: Ints, low: int, high: int) -> list[Ints]:
         """Return the virtual times at which a source has given these tokens or samples of the pass, by piece. They are

@@ -19,10 +19,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from orchdata.order.merge import Samples, SourceProgress, Span, Stage, Stop, Stretch, Supply, advance
-from orchdata.order.order import By, Ints, MixedSource, Order, SampleOrder, TokenCounts
+from orchdata.order.merge import LONGEST_SPAN, SPAN, SourceProgress, Span, Stage, Stop, Stretch, Supply, advance
+from orchdata.order.order import By, MixedSource, Order, SampleOrder, Samples, TokenCounts
 
 _EPOCHS_KEPT = 4
 _SPANS_KEPT = 4
@@ -33,10 +32,35 @@ class StretchStart(NamedTuple):
 
     Attributes:
         due: see `Stretch`.
+        last: the sample before it, if windows had only some of its tokens: source, row, stream, pass, tokens.
     """
 
     progress: SourceProgress
     due: tuple[int, ...]
+    last: tuple[int, int, int, int, int] | None = None
+
+
+class _LastSample:
+    """All that is known of a pass before weights changed in it: one sample."""
+
+    def __init__(self, end: SourceProgress, last: tuple[int, int, int, int, int]) -> None:
+        source, row, stream, number, tokens = last
+        of_source, of_pass = np.array([source], np.int32), np.array([number], np.int32)
+        self._sample = Samples(of_source, np.array([row]), np.array([stream]), of_pass)
+        self.start = SourceProgress(_less(end.counts, source, 1), _less(end.given, source, tokens))
+
+    def progress_at(self, position: int) -> SourceProgress:
+        return self.start
+
+    def ending_within(self, tokens: int) -> int:
+        return self.start.position
+
+    def samples(self, start: int, stop: int) -> Samples:
+        return self._sample
+
+
+def _less(amounts: tuple[int, ...], source: int, amount: int) -> tuple[int, ...]:
+    return (*amounts[:source], amounts[source] - amount, *amounts[source + 1 :])
 
 
 class SourcePass:
@@ -45,7 +69,8 @@ class SourcePass:
     Args:
         stages: with bounds in tokens or samples of the pass.
         stretch_start: the start of a stretch inside; by default the start of the pass.
-        earlier: has what came before `stretch_start`; None where that does not follow from the stages.
+        earlier: has what came before `stretch_start`; None where that does not follow from the stages: at most its last
+            sample is known.
     """
 
     def __init__(
@@ -60,13 +85,15 @@ class SourcePass:
         self._stages = stages
         self._bounds = [stage.bound for stage in stages]
         self._stretch_start = stretch_start
-        self._earlier = earlier
+        self._earlier: SourcePass | _LastSample | None = earlier
         none = (0,) * supply.num_sources
         self.start = SourceProgress(none, none)
         if stretch_start is None:
             first = Stretch(supply, self.start, [self._stage_at(0)])
         else:
-            first = self._due_from(*stretch_start)
+            first = self._due_from(stretch_start.progress, stretch_start.due)
+            if earlier is None and stretch_start.last is not None:
+                self._earlier = _LastSample(stretch_start.progress, stretch_start.last)
         # The known stretches, from the first on, and whether these are all. It is replaced whole, and so are spans,
         # because several threads plan steps.
         self._known: tuple[tuple[Stretch, ...], bool] = (first,), False
@@ -81,25 +108,25 @@ class SourcePass:
     def progress_at(self, position: int) -> SourceProgress:
         """Return the progress of each source at a position."""
         if position < self._first.position:
-            return self._before().progress_at(position)
+            return self._before("samples", position).progress_at(position)
         return self._progress_in(self._stretch(lambda stretch: position <= stretch.begin.position), position)
 
     def ending_within(self, tokens: int) -> int:
         """Return how many samples end within `tokens` tokens, which must be fewer than the pass has."""
         if tokens < self._first.tokens:
-            return self._before().ending_within(tokens)
+            return self._before("tokens", tokens).ending_within(tokens)
         return self._ending_within(self._stretch(lambda stretch: tokens < stretch.begin.tokens), tokens)
 
     def filled_by(self, unit: By, amount: int) -> int:
         """Return the first position that has at least `amount` samples or tokens before it."""
-        if unit == "tokens" and self._earlier is None and 0 < amount <= self._first.tokens:
+        if unit == "tokens" and not isinstance(self._earlier, SourcePass) and 0 < amount <= self._first.tokens:
             return self._first.position  # the last sample of an epoch reached beyond its size; then weights changed
         return amount if unit == "samples" or not amount else self.ending_within(amount - 1) + 1
 
     def samples(self, start: int, stop: int) -> Samples:
         parts = []
         if start < self._first.position:
-            parts.append(self._before().samples(start, min(stop, self._first.position)))
+            parts.append(self._before("samples", start).samples(start, min(stop, self._first.position)))
             start = min(stop, self._first.position)
         while start < stop:
             stretch = self._stretch(lambda stretch, at=start: at < stretch.begin.position)  # type: ignore[misc]
@@ -128,8 +155,9 @@ class SourcePass:
     def _first(self) -> SourceProgress:
         return self._known[0][0].begin
 
-    def _before(self) -> SourcePass:
-        if self._earlier is None:
+    def _before(self, unit: By, wanted: int) -> SourcePass | _LastSample:
+        """Return what has this position or token, before the first stretch."""
+        if self._earlier is None or wanted < self._earlier.start.amount(unit):
             raise IndexError(
                 "this position is before the one where the weights of the mixture changed: use a loader with the "
                 "former weights, and a state from before the change"
@@ -144,7 +172,7 @@ class SourcePass:
             return stretch.begin
         span = self._span(stretch, "samples", position - 1)
         counts, given = (np.array(each) for each in span.low)
-        source, tokens = (each[: position - span.first] for each in (span.samples.source, span.samples.tokens))
+        source, tokens = (each[: position - span.first] for each in (span.samples.source, span.tokens))
         counts += np.bincount(source, minlength=len(counts))
         given += np.bincount(source, tokens, len(given)).astype(np.int64)
         return SourceProgress(tuple(counts.tolist()), tuple(given.tolist()))
@@ -159,10 +187,12 @@ class SourcePass:
         for span in spans:
             if span.contains(unit, wanted):
                 return span
-        # Continue from the last known span before the wanted sample.
-        near = ((each.time, each.high) for each in spans if each.high.amount(unit) <= wanted)
-        time, progress = max(near, key=lambda known: known[0], default=(0, stretch.begin))
-        span = stretch.next_span(unit, wanted, time, progress) or stretch.search(unit, wanted, time, progress)
+        # Continue from the last known span before the wanted sample. Spans in turn are longer and longer, because each
+        # looks at all sources.
+        near = ((each.time, each.high, 2 * len(each.ends)) for each in spans if each.high.amount(unit) <= wanted)
+        time, progress, size = max(near, key=lambda known: known[0], default=(0, stretch.begin, 0))
+        size = min(max(size, SPAN), LONGEST_SPAN)
+        span = stretch.next_span(unit, wanted, time, progress, size) or stretch.search(unit, wanted, time, progress)
         self._spans = (span, *self._spans)[:_SPANS_KEPT]
         return span
 
@@ -254,6 +284,8 @@ class MixtureOrder(SampleOrder):
         resumed: where a run continues that had other weights before, or that has many stages.
     """
 
+    travels = True
+
     def __init__(
         self,
         sources: Sequence[MixedSource],
@@ -278,7 +310,6 @@ class MixtureOrder(SampleOrder):
         self._given_before = {0: (0, 0)} | ({} if resumed is None else {resumed.epoch: resumed.given_before})
         self._epochs: dict[int, _Epoch] = {}
         self._sizes: dict[int, tuple[int, int]] = {}
-        self._kept_samples: tuple[tuple[int, int, int], Samples] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(MixtureOrder, self.sources, self.stages, resumed=self.resumed, **self._options), ()
@@ -333,38 +364,20 @@ class MixtureOrder(SampleOrder):
             return self.length(epoch)
         return bounds.source_pass.ending_within(wanted) - bounds.start.position
 
-    def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], Ints]:
-        """Return the samples at positions [start, stop) of an epoch: (source, row), each (stop - start,), new.
+    def samples(self, epoch: int, start: int, stop: int) -> Samples:
+        """Return the samples at positions [start, stop) of an epoch, as new arrays.
 
         Raises:
             ValueError: positions outside the epoch, or a negative epoch.
         """
-        samples = self._samples(epoch, start, stop)
-        return samples.source.copy(), samples.row.copy()
-
-    def passes(self, epoch: int, start: int, stop: int) -> NDArray[np.int32]:
-        """Return for each of these samples the number of the pass of its source, from 0: int32 (stop - start,)."""
-        return self._samples(epoch, start, stop).passes.copy()
-
-    def drawn_from(self, epoch: int, start: int, stop: int) -> Ints:
-        """Return for each of these samples the stream of its source: int64 (stop - start,)."""
-        return self._samples(epoch, start, stop).stream.copy()
-
-    def _samples(self, epoch: int, start: int, stop: int) -> Samples:
         if epoch < 0:
             raise ValueError(f"epoch must be at least 0, got {epoch}")
         if not 0 <= start <= stop <= self.length(epoch):
             raise ValueError(
                 f"positions [{start}, {stop}) are not within epoch {epoch}, of {self.length(epoch)} samples"
             )
-        # A plan asks for rows, streams and passes of the same samples.
-        kept = self._kept_samples
-        if kept is None or kept[0] != (epoch, start, stop):
-            bounds = self._epoch(epoch)
-            first = bounds.start.position
-            kept = (epoch, start, stop), bounds.source_pass.samples(first + start, first + stop)
-            self._kept_samples = kept
-        return kept[1]
+        source_pass, begin, _ = self._epoch(epoch)
+        return source_pass.samples(begin.position + start, begin.position + stop)
 
     def given(self, epoch: int) -> list[tuple[int, int]]:
         """Return the samples and tokens that each source gives in an epoch."""

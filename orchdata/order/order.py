@@ -12,6 +12,7 @@ communication. The order depends only on the number of samples, the excluded row
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -58,6 +59,31 @@ class Shuffle:
                 raise ValueError(f"Shuffle.{name} must be an integer from 1 to {_LARGEST[name]}, got {value!r}")
 
 
+class Samples(NamedTuple):
+    """Samples in sequence; all arrays are (n,). Pieces of documents in windows have all columns."""
+
+    source: NDArray[np.int32]  # and row: the sample, as `SampleOrder.rows` gives it
+    row: Ints
+    stream: Ints  # of its source, that it is drawn from
+    passes: NDArray[np.int32] | None = None  # of the pass through its source, from 0; None without names
+    tokens: Any = None  # of a piece, at least 1
+    first: Any = None  # token of the piece in its document
+    epoch: Any = None  # whose pass through the documents the piece belongs to: that of the step, or the one before
+
+    def take(self, indices: Any) -> Samples:
+        columns: Any = (None if column is None else column[indices] for column in self)
+        return Samples(*columns)
+
+    @staticmethod
+    def concatenate(parts: Sequence[Samples]) -> Samples:
+        """Return samples of sources with names as one; or others, if there are any."""
+        if not parts:
+            none = np.zeros(0, np.int64)
+            return Samples(none.astype(np.int32), none, none, none.astype(np.int32))
+        columns: Any = (None if each[0] is None else np.concatenate(each) for each in zip(*parts, strict=True))
+        return Samples(*columns)
+
+
 class SampleOrder(Protocol):
     """The seeded sequence of an epoch's samples, with O(1) access to any position.
 
@@ -65,23 +91,24 @@ class SampleOrder(Protocol):
         num_samples: usable samples of the data set.
         sources: those of a mixture; one data set is a source without a name.
         by: what the sequence depends on of each sample besides its place.
+        travels: whether tasks of steps carry their samples: to find them costs more than to send them.
     """
 
     num_samples: int
     sources: tuple[MixedSource, ...] = ()
     by: By = "samples"
+    travels: bool = False
 
     def length(self, epoch: int) -> int:
         """Return the samples of an epoch."""
 
-    def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], Ints]: ...
+    def samples(self, epoch: int, start: int, stop: int) -> Samples:
+        """Return the samples at positions [start, stop) of an epoch."""
 
-    def drawn_from(self, epoch: int, start: int, stop: int) -> Ints:
-        """Return the stream that each of these samples is drawn from: int64 (stop - start,)."""
-
-    def passes(self, epoch: int, start: int, stop: int) -> NDArray[np.int32] | None:
-        """Return the pass of each of these samples through its source, from 0: (stop - start,); None without names."""
-        return None
+    def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], Ints]:
+        """Return their (source, row) alone."""
+        source, row, *_ = self.samples(epoch, start, stop)
+        return source, row
 
 
 class Order(SampleOrder):
@@ -163,9 +190,8 @@ class Order(SampleOrder):
             raise ValueError(f"epoch must be at least 0, got {epoch}")
         return self.located(self._samples(epoch, start, stop))
 
-    def drawn_from(self, epoch: int, start: int, stop: int) -> Ints:
-        """Return the stream that each of these samples is drawn from: int64 (stop - start,)."""
-        return np.arange(start, stop) % self.streams
+    def samples(self, epoch: int, start: int, stop: int) -> Samples:
+        return Samples(*self.rows(epoch, start, stop), np.arange(start, stop) % self.streams)
 
     def located(self, samples: Ints) -> tuple[NDArray[np.int32], Ints]:
         """Return (source, row) of usable samples, given by number in [0, num_samples). Overwrites `samples`."""

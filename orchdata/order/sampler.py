@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from orchdata.loaders.errors import StateError
-from orchdata.order.order import SampleOrder
+from orchdata.order.order import SampleOrder, Samples
 from orchdata.order.steps import Draw, GlobalBatches, Steps, StepTask, exhaust, is_stateful, restore_states, states_of
 
 ENDED: Final = "ended"
@@ -58,11 +58,8 @@ class SamplerOrder(SampleOrder):
     def length(self, epoch: int) -> int:
         return self.num_samples
 
-    def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    def samples(self, epoch: int, start: int, stop: int) -> Samples:
         raise ValueError(f"{self.sampler} is drawn where the loader iterates: give the StepTask its rows")
-
-    def drawn_from(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        return np.zeros(stop - start, np.int64)
 
     def describe(self) -> dict[str, object]:
         known = self.num_samples if self.num_samples != sys.maxsize else None

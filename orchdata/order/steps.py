@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
+from orchdata.order.order import SampleOrder, Samples
+
 StateGetter = Callable[[], dict[str, Any]]
 """Returns the state of a data set after the step that it came with."""
 Draw = Mapping[str, Any]
@@ -23,6 +25,7 @@ class StepTask(NamedTuple):
             indices. None if the order computes them.
         begin: the first step of the present size, in an epoch that had another size before; None for its start.
         sampler_state: the sampler's state after it drew them; it is not sent to worker processes.
+        samples: its samples if the order `travels`, so that only the process that iterates finds them; else None.
     """
 
     epoch: int
@@ -30,6 +33,7 @@ class StepTask(NamedTuple):
     rows: NDArray[Any] | None = None
     begin: Begin | None = None
     sampler_state: Any = None
+    samples: Samples | None = None
 
 
 class Begin(NamedTuple):
@@ -58,6 +62,12 @@ class Location(NamedTuple):
     document: Mapping[str, Any] | None = None
     token: int | None = None
 
+    def to_begin(self, epoch: int) -> tuple[int, int]:
+        """Return the first sample of which nothing is delivered: its epoch and position, of a step of `epoch`."""
+        if self.document is None:
+            return epoch, self.position or 0
+        return self.document["epoch"], self.document["position"] + bool(self.token)
+
 
 class Batches(Protocol):
     """How an epoch is cut into global batches."""
@@ -70,6 +80,10 @@ class Batches(Protocol):
 
     def bounds(self, step: int, num_positions: int, epoch: int = 0, begin: Begin | None = None) -> tuple[int, int]:
         """Return the positions [start, stop) of a step. Raises IndexError outside the epoch."""
+
+    def samples(self, order: SampleOrder, task: StepTask) -> Samples:
+        """Return the samples of a step. Raises IndexError outside the epoch."""
+        return order.samples(task.epoch, *self.bounds(task.step, order.length(task.epoch), task.epoch, task.begin))
 
     def location(self, step: int, length: Callable[[int], int], epoch: int, begin: Begin | None) -> Location:
         """Return where a step begins. `step` may be the number of steps, for the end of the epoch."""
@@ -242,23 +256,22 @@ class OrderedSteps(Steps):
 
     Attributes:
         batches: how an epoch is cut into steps.
-        length: epoch -> number of samples.
         check: raises an exception if the data set has changed since.
     """
 
     batches: Batches
-    length: Callable[[int], int]
+    order: SampleOrder
     check: Callable[[], None] | None = None
 
     def count(self, epoch: int, draw: Draw | None = None) -> int:
-        return self.batches.count(self.length(epoch), epoch, begin_of(draw))
+        return self.batches.count(self.order.length(epoch), epoch, begin_of(draw))
 
     def location(self, epoch: int, step: int, draw: Draw | None) -> Location:
-        return self.batches.location(step, self.length, epoch, begin_of(draw))
+        return self.batches.location(step, self.order.length, epoch, begin_of(draw))
 
     def bounds(self, task: StepTask) -> tuple[int, int]:
         """Return the positions [start, stop) of a step. Raises IndexError outside the epoch."""
-        return self.batches.bounds(task.step, self.length(task.epoch), task.epoch, task.begin)
+        return self.batches.bounds(task.step, self.order.length(task.epoch), task.epoch, task.begin)
 
     def tasks(
         self, epoch: int, first: int, draw: Draw | None, *, again: bool, sampler_state: Any = None
@@ -266,14 +279,17 @@ class OrderedSteps(Steps):
         if self.check is not None:
             self.check()
         begin = begin_of(draw)
-        return (StepTask(epoch, step, begin=begin) for step in range(first, self.count(epoch, draw)))
+        return (self._task(StepTask(epoch, step, begin=begin)) for step in range(first, self.count(epoch, draw)))
 
     def again(self, epoch: int, step: int, draw: Draw | None) -> StepTask:
         if self.check is not None:
             self.check()
         task = StepTask(epoch, step, begin=begin_of(draw))
         self.bounds(task)
-        return task
+        return self._task(task)
+
+    def _task(self, task: StepTask) -> StepTask:
+        return task._replace(samples=self.batches.samples(self.order, task)) if self.order.travels else task
 
 
 def draw_of_cut(begin: Begin) -> Draw:

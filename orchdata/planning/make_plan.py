@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from orchdata.balancers.assignment import loads_by_rank_and_microbatch
 from orchdata.loaders.storage.cache import MappedArray
-from orchdata.order.order import SampleOrder
+from orchdata.order.order import SampleOrder, Samples
 from orchdata.order.steps import Batches, Begin, GlobalBatches, OrderedSteps, StepTask
 from orchdata.planning.balance import Balance
 from orchdata.planning.parts import Encoders, Parts, by_rounds, fit_parts, share_out_in_rounds, share_out_parts
@@ -26,7 +26,7 @@ from orchdata.planning.sharing.accumulated import share_out_in
 from orchdata.planning.sharing.packed import NO_PADDING
 from orchdata.planning.sharing.shares import Padding, Shares, StepSamples, one_microbatch, stream_ranks
 from orchdata.planning.sharing.teams import share_in_teams, without_teams
-from orchdata.planning.windows import TokenRanges, WindowBatches, WindowCost, piece_labels
+from orchdata.planning.windows import TokenRanges, WindowCost, piece_labels
 
 Ints = NDArray[np.int64]
 
@@ -147,7 +147,7 @@ class PlanSpec:
     @property
     def steps(self) -> OrderedSteps:
         """The steps of each epoch, if the order knows its samples before they are drawn."""
-        return OrderedSteps(batches=self.batches, length=self.order.length)
+        return OrderedSteps(batches=self.batches, order=self.order)
 
     @property
     def encoders(self) -> Encoders:
@@ -167,23 +167,20 @@ class PlanSpec:
 def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
     """Return the plan of one step. Raises IndexError for a step outside the epoch."""
     ranges, repeats, padded = None, False, spec.costs.padded
-    if isinstance(spec.batches, WindowBatches):
-        # Pieces of documents, which fill windows.
-        assert isinstance(padded, WindowCost)
-        spec.steps.bounds(task)
-        pieces = spec.batches.pieces(task.epoch, task.step)
-        source, row, stream, passes = pieces.source, pieces.row, pieces.stream, pieces.passes
-        costs, positions = {"llm": padded.of_pieces(pieces.tokens)}, {"llm": pieces.tokens}
-        loss_tokens = piece_labels(pieces.tokens, spec.costs.loss_tokens(row))
-        ranges = TokenRanges(pieces.first, pieces.epoch, loss_tokens)
+
+    # The samples: a torch sampler drew them, the task carries them, or the order computes them.
+    if task.rows is None:
+        samples = task.samples or spec.batches.samples(spec.order, task)
     else:
-        # The samples: the order computes them, or a torch sampler drew them.
-        if task.rows is None:
-            start, stop = spec.steps.bounds(task)
-            source, row = spec.order.rows(task.epoch, start, stop)
-        else:
-            start, stop, source, row = 0, len(task.rows), np.zeros(len(task.rows), np.int32), task.rows
-        stream, passes = spec.order.drawn_from(task.epoch, start, stop), spec.order.passes(task.epoch, start, stop)
+        samples = Samples(np.zeros(len(task.rows), np.int32), task.rows, np.zeros(len(task.rows), np.int64))
+    source, row, stream, passes, tokens, first, epoch = samples
+
+    if isinstance(padded, WindowCost):
+        # Pieces of documents, which fill windows.
+        costs, positions = {"llm": padded.of_pieces(tokens)}, {"llm": tokens}
+        loss_tokens = piece_labels(tokens, spec.costs.loss_tokens(row))
+        ranges = TokenRanges(first, epoch, loss_tokens)
+    else:
         is_tail = spec.evens_tail and task.step == spec.last_step(task.epoch, task.begin)
         if repeats := is_tail and len(row) % spec.num_ranks > 0:
             size = -(-len(row) // spec.num_ranks) * spec.num_ranks

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from orchdata.balancers.assignment import lower_bound
 from orchdata.loaders.storage.storage import basename
 from orchdata.native.costs import sequence_costs
-from orchdata.order.order import SampleOrder, TokenCounts
-from orchdata.order.steps import Batches, Begin, Location, Sums
+from orchdata.order.order import SampleOrder, Samples, TokenCounts
+from orchdata.order.steps import Batches, Begin, Location, StepTask, Sums
 from orchdata.planning.layout import Attention
 from orchdata.planning.sharing.accumulated import FixedCost
 from orchdata.planning.sharing.shares import Shares, StepSamples
@@ -38,18 +38,6 @@ class TokenRanges:
     first: Ints  # the first token of the piece in its document
     epoch: Ints  # whose pass through the documents the piece belongs to: that of the step, or the one before
     loss_tokens: Ints  # labels other than -100
-
-
-class Pieces(NamedTuple):
-    """The n pieces of a step, in the order of their windows; all arrays are (n,)."""
-
-    source: NDArray[np.int32]  # and row: the document, as `SampleOrder.rows` gives it
-    row: Ints
-    stream: Ints  # that the document is drawn from
-    passes: NDArray[np.int32] | None  # of a mixture, the pass through its source
-    tokens: Ints  # at least 1
-    first: Ints  # and epoch: as of `TokenRanges`
-    epoch: Ints
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,27 +75,21 @@ class WindowBatches(Batches):
     def describe(self) -> dict[str, Any]:
         return {"global_batch_size": self.size, "windows": {"length": self.length, "drop_last": self.drop_last}}
 
-    def pieces(self, epoch: int, step: int) -> Pieces:
-        """Return the pieces of a step, which `bounds` has checked."""
-        parts = [self._documents(*part) for part in self._parts(epoch, *self._tokens(epoch, step))]
-        tokens = np.concatenate([part.tokens for part in parts])
+    def samples(self, order: SampleOrder, task: StepTask) -> Samples:
+        """Return the pieces of a step, in the order of its windows."""
+        self.bounds(task.step, 0, task.epoch)
+        parts = self._parts(task.epoch, *self._tokens(task.epoch, task.step))
+        documents = Samples.concatenate([self._documents(order, *part) for part in parts])
+        tokens = documents.tokens
         if int(tokens.sum()) != self.step_tokens:
-            raise self.index.damaged(f"the documents of step {step} have {tokens.sum()} tokens, not {self.step_tokens}")
+            reason = f"the documents of step {task.step} have {tokens.sum()} tokens, not {self.step_tokens}"
+            raise self.index.damaged(reason)
         # Documents are cut where a window begins.
         begins = np.cumsum(tokens) - tokens
         cuts = np.union1d(begins, np.arange(self.size, dtype=np.int64) * self.length)
         of = np.searchsorted(begins, cuts, side="right") - 1
-        first = np.concatenate([part.first for part in parts])
-        passes = [part.passes for part in parts if part.passes is not None]
-        return Pieces(
-            source=np.concatenate([part.source for part in parts])[of],
-            row=np.concatenate([part.row for part in parts])[of],
-            stream=np.concatenate([part.stream for part in parts])[of],
-            passes=np.concatenate(passes)[of] if passes else None,
-            tokens=np.diff(cuts, append=self.step_tokens),
-            first=first[of] + cuts - begins[of],
-            epoch=np.concatenate([part.epoch for part in parts])[of],
-        )
+        first = documents.first[of] + cuts - begins[of]
+        return documents.take(of)._replace(tokens=np.diff(cuts, append=self.step_tokens), first=first)
 
     def location(self, step: int, length: Callable[[int], int], epoch: int, begin: Begin | None) -> Location:
         """Return where a step begins."""
@@ -121,6 +103,13 @@ class WindowBatches(Batches):
             document={"epoch": epoch_of, "position": position, **self._name_of(row)},
             token=token - self.sums.before(epoch_of, position),
         )
+
+    def step_at(self, epoch: int, position: int, token: int) -> int:
+        """Return the step of an epoch that begins at a token of one of its documents."""
+        tokens = self.sums.before(epoch, position) + token
+        if self.drop_last:
+            return tokens // self.step_tokens
+        return (self.sums.of_epochs_before(epoch) + tokens) // self.step_tokens - self._steps_before(epoch)
 
     def _name_of(self, row: int) -> dict[str, Any]:
         piece = int(self.index.piece[np.array([row])][0])
@@ -150,22 +139,15 @@ class WindowBatches(Batches):
             epoch, start, stop = epoch + 1, max(0, start - tokens), stop - tokens
         return parts
 
-    def _documents(self, epoch: int, start: int, stop: int) -> Pieces:
+    def _documents(self, order: SampleOrder, epoch: int, start: int, stop: int) -> Samples:
         """Return the documents that have tokens [start, stop) of an epoch, each with its tokens there."""
         position, end = self.sums.position(epoch, start), self.sums.position(epoch, stop - 1) + 1
-        source, row = self.order.rows(epoch, position, end)
-        tokens = self.counts(row)
+        documents = order.samples(epoch, position, end)
+        tokens = self.counts(documents.row)
         begins = self.sums.before(epoch, position) + np.cumsum(tokens) - tokens
         first = np.maximum(start - begins, 0)
-        return Pieces(
-            source=source,
-            row=row,
-            stream=self.order.drawn_from(epoch, position, end),
-            passes=self.order.passes(epoch, position, end),
-            tokens=np.minimum(begins + tokens, stop) - begins - first,
-            first=first,
-            epoch=np.full(len(row), epoch, np.int64),
-        )
+        tokens = np.minimum(begins + tokens, stop) - begins - first
+        return documents._replace(tokens=tokens, first=first, epoch=np.full(len(tokens), epoch, np.int64))
 
 
 def piece_labels(tokens: Ints, document_labels: Ints) -> Ints:

@@ -199,9 +199,9 @@ class KnownSteps:
 
     def __init__(self, order: SampleOrder) -> None:
         self.order, self.num_samples, self.length = order, order.num_samples, order.length
-        self.rows, self.drawn_from = cache(order.rows), cache(order.drawn_from)
+        self.rows, self.samples = order.rows, cache(order.samples)
         self.sources: tuple[MixedSource, ...] = ()
-        self.by, self.passes = order.by, lambda epoch, start, stop: None
+        self.by, self.travels = order.by, False
 
 
 def padding_of_layouts(

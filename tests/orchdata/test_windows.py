@@ -424,9 +424,55 @@ def test_a_mixture_with_stages_continues(tmp_path: Path) -> None:
         again = loader_of(mixture)
         again.load_state_dict(states[number])
         assert [found(batch) for batch in next_step(again)] == [found(batch) for batch in steps[number + 1]]
-    other = od.Mixture(sources, stages=stages[:2], stop="repeat", epoch_tokens=4_000)
-    with pytest.raises(od.StateError, match="weights.stages is 3 in the state and 2 here.*allow= cannot change"):
-        loader_of(other).load_state_dict(states[1], allow=("weights",))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("options", [{"stop": "repeat", "epoch_tokens": 4_000}, {"stop": "all"}, {"stop": "first"}])
+def test_windows_continue_with_other_weights(tmp_path: Path, options: dict[str, Any], drop_last: bool) -> None:
+    """From the next document on: each document comes whole, and once in each pass, as with the weights before."""
+    for name in ("web", "code"):
+        (tmp_path / name).mkdir()
+    web, code = text_dataset(tmp_path / "web", 1, 20, 1), text_dataset(tmp_path / "code", 1, 20, 2)
+
+    def loader_with(weight: float) -> Any:
+        sources = {"web": od.Source(web), "code": od.Source(code, weight=weight)}
+        return loader_of(od.Mixture(sources, **options), drop_last=drop_last)
+
+    def tokens_of(loader: Any, epochs: int) -> tuple[list[list[tuple[Any, ...]]], list[Any]]:
+        """The (epoch, source, pass, row, first token, tokens) of the pieces of each step, and the state after it."""
+        steps, states = [], []
+        for _ in range(epochs):
+            for batches in loader.steps():
+                plan = batches[0].plan
+                columns = (plan.ranges.epoch, plan.source, plan.passes, plan.row, plan.ranges.first, plan.llm_positions)
+                steps.append(list(zip(*(each.tolist() for each in columns), strict=True)))
+                states.append(json.loads(json.dumps(loader.state_dict())))
+        return steps, states
+
+    steps, states = tokens_of(loader_with(1), 2)
+    with pytest.raises(od.StateError, match="weights are .* in the state and .* here"):
+        loader_with(5).load_state_dict(states[0])
+    for number in range(0, len(states), 3):
+        other = loader_with(5)
+        other.load_state_dict(states[number], allow=("weights",))
+        begun = json.loads(json.dumps(other.state_dict()))
+        later, after = tokens_of(other, 2)
+        # Each document's pieces follow each other, and none is left out but at the end of an epoch.
+        pieces = [piece for step in [*steps[: number + 1], *later] for piece in step]
+        sizes = other._runtime.prepared.spec.plan.batches.counts(np.arange(40)).tolist()
+        reached: dict[tuple[Any, ...], int] = {}
+        for *document, first, count in pieces:
+            assert reached.get(tuple(document), 0) == first
+            reached[tuple(document)] = first + count
+        cut = [document for document, tokens in reached.items() if tokens < sizes[document[-1]]]
+        assert len(cut) <= (4 if drop_last else 1)
+        if options["stop"] == "repeat":
+            assert len({document[1:] for document in reached}) == len(reached)
+        # And it continues from a state before the next step, and from later ones.
+        for state, wanted in zip((begun, after[0]), later[:2], strict=False):
+            again = loader_with(5)
+            again.load_state_dict(state)
+            assert tokens_of(again, 2)[0][0] == wanted
 
 
 def test_the_loop_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

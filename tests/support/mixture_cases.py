@@ -57,6 +57,8 @@ def digest_of(order: MixtureOrder, epochs: int = 3) -> str:
     found = hashlib.blake2b(digest_size=6)
     for epoch in range(epochs):
         length = order.length(epoch)
-        for column in (*order.rows(epoch, 0, length), order.passes(epoch, 0, length)):
+        samples = order.samples(epoch, 0, length)
+        for column in (samples.source, samples.row, samples.passes):
+            assert column is not None
             found.update(column.astype("<i8").tobytes())
     return found.hexdigest()

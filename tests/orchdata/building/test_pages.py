@@ -17,7 +17,7 @@ import orchdata as od
 from orchdata.building.media_pages import Media
 from orchdata.building.pages import Pages
 from orchdata.building.step import BuildSpec, BuiltStep
-from orchdata.order.order import SampleOrder
+from orchdata.order.order import SampleOrder, Samples
 from orchdata.order.steps import StepTask
 
 COST = od.CostModel(image=od.PhaseCost(1.0), audio=od.PhaseCost(2.0), llm=od.PhaseCost(3.0))
@@ -62,11 +62,8 @@ class Repeating(SampleOrder):
     def length(self, epoch: int) -> int:
         return self.num_samples
 
-    def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        return np.zeros(stop - start, np.int32), self._rows[start:stop]
-
-    def drawn_from(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        return np.zeros(stop - start, np.int64)
+    def samples(self, epoch: int, start: int, stop: int) -> Samples:
+        return Samples(np.zeros(stop - start, np.int32), self._rows[start:stop], np.zeros(stop - start, np.int64))
 
 
 @pytest.fixture(scope="module")

@@ -145,12 +145,10 @@ def test_one_stage_is_the_merge_by_virtual_times(order: MixtureOrder, data: st.D
         assert order.of_epochs_before(epoch) == sum(sample.tokens for each in expected[:epoch] for sample in each)
         for _ in range(3):
             start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(mine))] * 2)))
-            source, row = order.rows(epoch, start, stop)
-            assert list(zip(source.tolist(), row.tolist(), strict=True)) == [
-                (sample.source, sample.row) for sample in mine[start:stop]
+            columns = (each.tolist() for each in order.samples(epoch, start, stop) if each is not None)
+            assert list(zip(*columns, strict=True)) == [
+                (sample.source, sample.row, sample.stream, sample.number) for sample in mine[start:stop]
             ]
-            assert order.passes(epoch, start, stop).tolist() == [sample.number for sample in mine[start:stop]]
-            assert order.drawn_from(epoch, start, stop).tolist() == [sample.stream for sample in mine[start:stop]]
             assert order.before(epoch, start) == (int(ends[start - 1]) if start else 0)
             tokens = data.draw(st.integers(0, order.of_epoch(epoch)))
             assert order.position(epoch, tokens) == np.searchsorted(ends, tokens, side="right")
@@ -162,8 +160,8 @@ def test_any_part_of_an_epoch_is_found_alone(order: MixtureOrder, data: st.DataO
     """In stages too: each (source, pass, row) comes once, and any span is that of the whole epoch."""
     epoch = data.draw(st.integers(0, 2))
     length = order.length(epoch)
-    source, row = order.rows(epoch, 0, length)
-    passes = order.passes(epoch, 0, length)
+    source, row, _, passes, *_ = order.samples(epoch, 0, length)
+    assert passes is not None
     assert len(set(zip(source.tolist(), passes.tolist(), row.tolist(), strict=True))) == length
     sizes = np.concatenate([each.counts.tokens for each in order.sources])[row]  # type: ignore[attr-defined]
     ends = np.cumsum(sizes)
@@ -194,7 +192,7 @@ def test_other_weights_from_a_place_on_repeat_nothing(order: MixtureOrder, data:
         each
         for source, stop in ((order, at), (changed, length))
         for start in [0 if source is order else at]
-        for each in zip(source.passes(epoch, start, stop), *source.rows(epoch, start, stop), strict=True)
+        for each in zip(*(each for each in source.samples(epoch, start, stop) if each is not None), strict=True)
     ]
     assert len(set(taken)) == len(taken) == length
 
@@ -268,17 +266,17 @@ def test_steps_in_turn_look_at_few_samples() -> None:
     for step in range(40_001, 40_601):
         start, stop = batches.bounds(step, order.length(0))
         samples += len(order.rows(0, start, stop)[1])
-    assert samples < sum(each.asked for each in counts) < 5 * samples  # type: ignore[attr-defined]
+    assert samples < sum(each.asked for each in counts) < 7 * samples  # type: ignore[attr-defined]
 
 
 def test_what_a_caller_writes_into_rows_stays_his() -> None:
     order = MixtureOrder(sources_of([np.arange(1, 50), np.arange(1, 9)], Shuffle()), [Stage(0, (1 << 16, 3 << 16))])
     length = order.length(0)
-    parts = [*order.rows(0, 0, length), order.passes(0, 0, length), order.drawn_from(0, 0, length)]
+    parts = [each for each in order.samples(0, 0, length) if each is not None]
     expected = [part.copy() for part in parts]
     for part in parts:
         part[:] = -1
-    again = [*order.rows(0, 0, length), order.passes(0, 0, length), order.drawn_from(0, 0, length)]
+    again = [each for each in order.samples(0, 0, length) if each is not None]
     assert all(np.array_equal(part, before) for part, before in zip(again, expected, strict=True))
 
 
