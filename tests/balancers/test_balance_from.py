@@ -10,10 +10,6 @@ from hypothesis import strategies as st
 from benchmarks.distributions import DISTRIBUTIONS
 from orchdata.balancers import balance, balance_from, balance_phases, lower_bound
 
-# The first call of a kernel compiles or loads it.
-settings.register_profile("kernels", deadline=None)
-settings.load_profile("kernels")
-
 held_samples = st.integers(1, 9).flatmap(
     lambda num_ranks: st.tuples(
         st.just(num_ranks),

@@ -20,10 +20,6 @@ from orchdata.balancers import (
 )
 from orchdata.bench.plan import OMNI_COST
 
-# The first call of a kernel compiles or loads it.
-settings.register_profile("kernels", deadline=None)
-settings.load_profile("kernels")
-
 held_samples = st.tuples(st.integers(1, 10), st.integers(1, 4)).flatmap(
     lambda shape: st.tuples(
         st.just(shape[0]),

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from orchdata.balancers.bins import Packing, candidate_packings
-
-# The first call of a kernel compiles or loads it.
-settings.register_profile("kernels", deadline=None)
-settings.load_profile("kernels")
 
 items = st.lists(st.tuples(*[st.integers(0, 90)] * 4), min_size=1, max_size=40)
 

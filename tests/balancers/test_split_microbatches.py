@@ -13,10 +13,6 @@ from numpy.typing import NDArray
 from benchmarks.distributions import omni_lengths, quadratic
 from orchdata.balancers import balance, split_microbatches
 
-# The first call of a kernel compiles or loads it.
-settings.register_profile("kernels", deadline=None)
-settings.load_profile("kernels")
-
 size_lists = st.lists(st.integers(1, 40), max_size=40)
 small_samples = st.lists(
     st.tuples(st.integers(0, 2), st.integers(1, 30), st.integers(0, 12), st.integers(0, 12)), max_size=8

@@ -6,32 +6,12 @@ import numpy as np
 
 from orchdata.native.permutation import hash_keys
 
-MASK = (1 << 64) - 1
-
-
-def twin(key: bytes, seed: int) -> int:
-    def finished(value: int) -> int:
-        value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK
-        value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK
-        return value ^ value >> 31
-
-    value = finished(0xCBF29CE484222325 ^ seed)
-    for byte in key:
-        value = (value ^ byte) * 0x100000001B3 & MASK
-    return finished(value)
-
 
 def hashes(keys: list[bytes], seed: int) -> list[int]:
     out = np.empty(len(keys), np.uint64)
     offsets = np.cumsum([0, *map(len, keys)]).astype(np.int64)
     hash_keys(offsets, np.frombuffer(b"".join(keys), np.uint8).copy(), np.uint64(seed), out)
     return out.tolist()
-
-
-def test_hashes_are_those_of_the_twin() -> None:
-    keys = [b"", b"a", "ä/0001".encode(), bytes(range(256)), *(str(i).encode() for i in range(50))]
-    for seed in (0, 1, (1 << 63) - 1):
-        assert hashes(keys, seed) == [twin(key, seed) for key in keys]
 
 
 def test_counting_keys_fall_evenly_and_seeds_are_independent() -> None:

@@ -103,11 +103,6 @@ def test_permute_equals_its_twin(size: int) -> None:
         assert got.tolist() == [twin_permute(value, size, key) for value in values.tolist()]
 
 
-@pytest.mark.parametrize("key, value", [(0, 0), (0, 1), (MASK, MASK), (12345, 678)])
-def test_derive_key_equals_its_twin(key: int, value: int) -> None:
-    assert derive_key(np.uint64(key), np.uint64(value)) == twin_derive_key(key, value)
-
-
 @pytest.mark.parametrize("window", [1, 3, 64])
 @pytest.mark.parametrize("streams", [1, 2, 7, 300])
 @pytest.mark.parametrize("num_samples", [1, 2, 255, 256, 257, 1500, 5000])

@@ -114,12 +114,7 @@ class Found:
 
 
 class Soak:
-    """Launches in turn.
-
-    Args:
-        folder: of its own.
-        workers: numbers of worker processes to choose from.
-    """
+    """Launches in turn."""
 
     def __init__(self, folder: Path, seed: int, workers: list[int]) -> None:
         self._random = random.Random(seed)

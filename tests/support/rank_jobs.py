@@ -52,17 +52,7 @@ def run_ranks(
     lost: Collection[int] = (),
     limit_seconds: float = LIMIT_SECONDS,
 ) -> list[Any]:
-    """What each rank's `work(*arguments)` returned; None for those in `lost`, which must end or stop without a word.
-
-    Args:
-        script: a file that calls `run_rank`.
-        folder: takes what the ranks write, a log each.
-        environment: set for the ranks, besides this process's own and what torchrun would set.
-        limit_seconds: after which a job hangs.
-
-    Raises:
-        RanksFailed: another rank has no result, or one of `lost` has.
-    """
+    """What each rank's `work(*arguments)` returned; None for those in `lost`, which must end or stop without a word."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's, it outlives ranks
     own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     own |= {"TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}

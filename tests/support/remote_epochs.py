@@ -21,12 +21,7 @@ LOADER: dict[str, Any] = {"batch_size": 4, "seed": 3, "shuffle": True}
 
 
 class Epochs:
-    """Some shards on this machine, and what an epoch over them gives.
-
-    Args:
-        folder: of the test.
-        shards, samples: how many shards, and samples in each.
-    """
+    """Some shards on this machine, and what an epoch over them gives."""
 
     def __init__(self, folder: Path, *, shards: int = 3, samples: int = 20) -> None:
         self.paths = omni_shards(folder, shards=shards, samples=samples)

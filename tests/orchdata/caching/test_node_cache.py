@@ -32,11 +32,7 @@ GROUPED: dict[str, Any] = {
 
 
 class Remote:
-    """Shards in a bucket, read through a proxy.
-
-    Args:
-        sizes: name -> bytes.
-    """
+    """Shards in a bucket, read through a proxy."""
 
     def __init__(self, server: S3Server, bucket: str, proxy: Proxy, sizes: dict[str, int]) -> None:
         self.proxy, self.sizes = proxy, sizes

@@ -136,18 +136,6 @@ def test_describe_names_what_the_sequence_depends_on() -> None:
     assert describe() == describe(1)  # without shuffling the seed has no effect
 
 
-@pytest.mark.parametrize("arguments", [(0, -1, 2), (0, 3, 2), (0, 0, 11), (-1, 0, 1)])
-def test_positions_outside_an_epoch_are_refused(arguments: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="epoch"):
-        Order(10, shuffle=None, seed=0).rows(*arguments)
-
-
-@pytest.mark.parametrize("excluded", [[3, 1], [1, 1], [-1], [10]])
-def test_rows_to_leave_out_must_be_sorted_and_within(excluded: list[int]) -> None:
-    with pytest.raises(ValueError, match="sorted, distinct rows below 10"):
-        Order(10, shuffle=None, seed=0, excluded=np.array(excluded))
-
-
 @pytest.mark.parametrize("name", ["window", "streams"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, 1 << 40])
 def test_shuffle_refuses_what_is_not_a_count(name: str, value: object) -> None:

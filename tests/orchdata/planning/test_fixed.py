@@ -18,10 +18,6 @@ from orchdata.planning.sharing.accumulated import FixedCost
 from orchdata.planning.sharing.packed import NO_PADDING
 from orchdata.planning.sharing.shares import Shares, StepSamples
 
-# The first call of a kernel compiles or loads it.
-settings.register_profile("kernels", deadline=None)
-settings.load_profile("kernels")
-
 Ints = NDArray[np.int64]
 COST = CostModel(image=PhaseCost(1.0, 0.01), llm=PhaseCost(2.0, 0.02))
 

@@ -12,15 +12,11 @@ from hypothesis import strategies as st
 
 from orchdata.balancers import PhaseCost
 from orchdata.planning.balance import Balance
-from orchdata.planning.sharing.packed import PaddedCost, assign_blocks, split_padded
+from orchdata.planning.sharing.packed import PaddedCost, split_padded
 from orchdata.planning.sharing.shares import Shares, StepSamples, one_microbatch
 
 TOKENS = PaddedCost(PhaseCost(1.0))
 LINEAR = PaddedCost(PhaseCost(4.0, 0.001))  # As `global_batches` has it.
-
-
-def in_turn(num_samples: int, num_ranks: int) -> np.ndarray:
-    return (np.arange(num_samples) % num_ranks).astype(np.int32)
 
 
 def step_of(
@@ -44,16 +40,6 @@ def cut(rank: np.ndarray, positions: np.ndarray, balance: Balance) -> Shares:
 def padded_loads(positions: np.ndarray, rank: np.ndarray, num_ranks: int) -> np.ndarray:
     """In one microbatch."""
     return TOKENS.loads(positions, positions, one_microbatch(rank), num_ranks)[:, 0]
-
-
-def test_the_example_by_hand() -> None:
-    positions = np.array([10, 2, 10, 2, 2, 2])
-    rank = TOKENS.assign(positions, 2)
-    assert rank[0] == rank[2] != rank[1]  # two rows of 10 together: 20, and four of 2: 8
-    assert sorted(padded_loads(positions, rank, 2).tolist()) == [8, 20]
-    assert padded_loads(positions, in_turn(6, 2), 2).tolist() == [30, 6]
-    # equal counts: the longest three, 3 * 10, and the shortest, 3 * 2
-    assert padded_loads(positions, assign_blocks(positions, 2), 2).tolist() == [30, 6]
 
 
 @settings(max_examples=60, deadline=None)
@@ -86,12 +72,6 @@ def test_a_sample_above_the_cap(oversize: str) -> None:
             cut(rank, positions, balance)
     else:
         assert cut(rank, positions, balance).microbatch.tolist() == [0, 1, 1]
-
-
-def test_padding_is_aligned_before_it_is_counted() -> None:
-    aligned = np.array([64, 64, 64, 128])  # 1, 60, 64 and 65 positions in multiples of 64
-    rank = PaddedCost(PhaseCost(1.0), 64).assign(np.array([1, 60, 64, 65]), 2)
-    assert padded_loads(aligned, rank, 2).max() == 192  # 3 * 64
 
 
 @settings(max_examples=150, deadline=None)
