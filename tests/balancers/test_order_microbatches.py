@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -95,46 +93,6 @@ def test_three_stages_four_microbatches_alternate() -> None:
     # stage 2 | F0 2-3 | B0 3-4 | F1 4-5 | B1 5-6 | F2 6-7 | B2 7-8 | F3 11-12 | B3 12-13 |
     # B2 could run on stage 1 from 8 on, but F3 comes before it there.
     assert simulate_1f1b(forward, backward) == 15
-
-
-def operations(stage: int, num_stages: int, count: int) -> list[tuple[str, int]]:
-    """What a stage runs, in order: warm-up forwards, one forward and one backward in turn, the other backwards."""
-    warm_up = min(num_stages - stage - 1, count)
-    listed = [("forward", position) for position in range(warm_up)]
-    for position in range(warm_up, count):
-        listed += [("forward", position), ("backward", position - warm_up)]
-    return listed + [("backward", position) for position in range(count - warm_up, count)]
-
-
-def makespan_twin(forward: Times, backward: Times, order: list[int]) -> float:
-    """Run all that is ready, stage by stage, until all is done."""
-    num_stages, count = len(forward), len(order)
-    queues = [operations(stage, num_stages, count) for stage in range(num_stages)]
-    ends: dict[tuple[str, int, int], float] = {}
-    free = [0.0] * num_stages
-    while any(queues):
-        for stage, queue in enumerate(queues):
-            while queue:
-                kind, position = queue[0]
-                needs: tuple[str, int, int] | None = (kind, stage + (1 if kind == "backward" else -1), position)
-                if needs == ("forward", -1, position):
-                    needs = None
-                elif needs == ("backward", num_stages, position):
-                    needs = ("forward", stage, position)
-                if needs is not None and needs not in ends:
-                    break
-                time = float((forward if kind == "forward" else backward)[stage][order[position]])
-                free[stage] = max(free[stage], ends[needs] if needs else 0.0) + time
-                ends[kind, stage, position] = free[stage]
-                queue.pop(0)
-    return max(free)
-
-
-@given(times(), st.randoms(use_true_random=False))
-def test_makespan_equals_its_twin(case: tuple[Times, Times], random: Any) -> None:
-    order = list(range(case[0].shape[1]))
-    random.shuffle(order)
-    assert simulate_1f1b(*case, order) == makespan_twin(*case, order)
 
 
 @given(times())

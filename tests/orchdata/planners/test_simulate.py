@@ -138,8 +138,9 @@ def test_modules_of_several_replicas_run_as_by_events(seed: int) -> None:
     joined = np.concatenate(forward), np.concatenate(backward)
     end = run_modules(*joined, travel, back, stages, replicas, True)
     assert end == by_events([*zip(stages.tolist(), forward, backward, strict=True)], travel, back)
-    if (replicas == 1).all() and not travel.any():
-        assert end == simulate_1f1b(np.repeat(joined[0], stages, 0), np.repeat(joined[1], stages, 0))
+    alone = [(1, ahead[None], back[None]) for ahead, back in zip(*joined, strict=True)]
+    nothing = np.zeros((len(alone), count))
+    assert simulate_1f1b(*joined) == by_events(alone, nothing, nothing)
 
 
 def test_rows_of_features_take_their_link_time_once_each_way() -> None:
