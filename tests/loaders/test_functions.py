@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchdata.loaders.errors import StorageError
 from orchdata.loaders.functions import UserFunction
 
 SCALE = 3
@@ -100,12 +99,3 @@ def test_id_follows_the_source_and_the_modules_that_it_names(tmp_path: Path) -> 
     assert identity(first) != identity(function_of(text.format("pickle"), tmp_path, "c"))
     changed = text.format("json").replace("dumps(record)", "dumps([record])")
     assert identity(first) != identity(function_of(changed, tmp_path, "d"))
-
-
-def test_errors_that_say_nothing_about_the_data_pass(tmp_path: Path) -> None:
-    function = function_of("def f(record):\n    raise OSError(5, 'input/output error')\n", tmp_path)
-    with pytest.raises(StorageError):
-        UserFunction.of("Recipe.record", function, None)({})
-    short = function_of("def f(record):\n    raise MemoryError\n", tmp_path, "short")
-    with pytest.raises(MemoryError):
-        UserFunction.of("Recipe.record", short, None)({})

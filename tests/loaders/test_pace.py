@@ -34,13 +34,6 @@ def test_where_threads_wait_all_are_at_work(most: int) -> None:
     assert spent[most] > 50
 
 
-def test_storage_that_becomes_slow_gets_more_threads() -> None:
-    def rate(threads: int, now: float) -> float:
-        return 1000 / threads if now < 20 else 50 * threads
-
-    assert worked(Pace(8, 0.0), rate, 120)[8] > 50
-
-
 def test_threads_that_hang_take_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are not at work: the others go on one at a time, and wait for nothing."""
     monkeypatch.setattr(pace, "_SHORT_SECONDS", 0.0)

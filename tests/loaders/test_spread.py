@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +13,8 @@ import pytest
 
 from orchdata.loaders.index import measuring as reading
 from orchdata.loaders.index.build import build_index
-from orchdata.loaders.pace import Turns
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
-from orchdata.loaders.spread import Spread
 from orchdata.loaders.storage.cache import CacheFolder
-
-
-@pytest.fixture
-def spread() -> Iterator[Spread]:
-    turns = Turns(3)
-    helpers = Spread(turns, 3)
-    with turns.turn():
-        yield helpers
-    helpers.close()
-    assert turns._num_lent == 0 and not [each for each in threading.enumerate() if "helper" in each.name]
-
-
-def test_an_error_comes_in_its_place_and_ends_the_others(spread: Spread) -> None:
-    def work(item: str) -> str:
-        if item == "3":
-            raise MemoryError(item)
-        return item
-
-    results = spread.in_order(work, map(str, range(50)))
-    got: list[str] = []
-    with pytest.raises(MemoryError, match="3"):
-        got.extend(results)
-    assert got == ["0", "1", "2"]
 
 
 class Words:

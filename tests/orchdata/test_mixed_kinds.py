@@ -147,13 +147,6 @@ RUNS = {"kind": kinds, "stretched": stretches, "size": sizes, "scope": scopes, "
 
 
 @pytest.mark.slow
-@settings(UNHURRIED, max_examples=12)
-@given(**RUNS)
-def test_any_run_is_the_undisturbed_one(data: Any, **given: Any) -> None:
-    check_run(data, **given)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @settings(UNHURRIED, max_examples=80)
 @given(**RUNS)

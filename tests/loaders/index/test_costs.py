@@ -16,7 +16,7 @@ from orchdata.loaders.errors import FieldError, StaleIndexError, StorageError
 from orchdata.loaders.index.costs import CostTable, ShardCosts, cost_shard
 from orchdata.loaders.index.facts import Probes
 from orchdata.loaders.index.table import views
-from orchdata.loaders.modalities.builtin import OTHER, TEXT
+from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.fields import GZIP, RAW
 from orchdata.loaders.shards.shard import SCHEMA, Facts, FactsMeta, FactsTable, ShardInfo
@@ -83,47 +83,6 @@ def errors(costs: ShardCosts) -> dict[str, tuple[str, ...]]:
     }
 
 
-def test_rows_of_a_mixed_shard() -> None:
-    text = gzip.compress(b"hello")
-    shard = FakeShard(b"one two three<image>" + text)
-    costs = measured_under(
-        facts(
-            {"sample": 0, "key": "a", "field": "txt", "offset": 4, "size": 9},
-            {"sample": 0, "key": "a", "field": "cls", "kind": OTHER, "size": 1},
-            {"sample": 1, "key": "b", "field": "jpg", "kind": IMAGE, "size": 70, "header0": 56, "header1": 56},
-            {"sample": 1, "key": "b", "field": "wav", "kind": AUDIO, "size": 80, "header0": 8000, "header1": 8000},
-            {"sample": 1, "key": "b", "field": "txt.gz", "offset": 20, "size": len(text), "encoding": GZIP},
-        ),
-        shard.open,
-        Recipe(),
-    )
-    columns = costs.columns
-    # 9 bytes; then 4 image tokens (56x56 at patch 14, merged 2x2), 25 audio tokens (1 s) and 5 bytes.
-    assert columns.llm_tokens.tolist() == [9, 4 + 25 + 5]
-    assert columns.loss_tokens.tolist() == [8, 5]
-    assert columns.part_offsets.tolist() == [0, 0, 2]
-    assert columns.part_modality.tolist() == [IMAGE, AUDIO]
-    assert columns.part_member.tolist() == [0, 1]
-    assert columns.part_positions.tolist() == [16, 50]
-    assert columns.part_rows.tolist() == [16, 100]
-    assert columns.part_extent.tolist() == [[4, 4], [16_000, 100]]
-    assert columns.member_offsets.tolist() == [0, 1, 4]
-    assert [costs.fields[number] for number in columns.member_field] == ["txt", "jpg", "wav", "txt.gz"]
-    assert columns.member_header.tolist() == [[0, 0], [56, 56], [8000, 8000], [0, 0]]
-    assert columns.member_encoding.tolist() == [RAW, RAW, RAW, GZIP]
-    assert errors(costs) == {}
-    assert costs.totals["ignored_fields"] == {"cls": 1}
-    assert costs.totals["bytes"] == 9 + 70 + 80 + len(text)
-    assert costs.totals["modalities"]["audio"] == {
-        "samples": 1,
-        "parts": 1,
-        "positions": 50,
-        "tokens": 25,
-        "max_positions": 50,
-    }
-    assert (shard.opened, shard.closed) == (1, 0)  # its opener closes it
-
-
 def test_neighbouring_texts_are_read_in_one_go() -> None:
     step, gap = 1024, 64 << 10
     rows = [
@@ -140,35 +99,6 @@ def test_a_read_ahead_that_fails_blames_the_right_sample() -> None:
     costs = measured_under(facts(*rows), FakeShard(b"x" * 500, unreadable=range(210, 220)).open, Recipe())
     assert errors(costs) == {"k2": ("txt", "cut")}
     assert costs.columns.llm_tokens.tolist() == [50, 50, 0, 50, 50]
-
-
-def test_a_shard_without_text_is_not_opened() -> None:
-    shard = FakeShard(b"")
-    measured_under(facts({"field": "jpg", "kind": IMAGE, "header0": 56, "header1": 56}), shard.open, Recipe())
-    assert shard.opened == 0
-
-
-def test_errors_of_samples_and_of_fields() -> None:
-    costs = measured_under(
-        facts(
-            {"sample": 0, "key": "structure", "field": "txt", "size": 3},
-            {"sample": 0, "key": "structure", "field": "txt", "kind": OTHER, "error": "comes twice"},
-            {"sample": 1, "key": "used", "field": "jpg", "kind": IMAGE, "error": "truncated"},
-            {"sample": 2, "key": "unused", "field": "wav", "kind": AUDIO, "error": "not a wav"},
-            {"sample": 2, "key": "unused", "field": "txt", "size": 3},
-            {"sample": 3, "key": "nothing", "field": "pth", "kind": OTHER},
-        ),
-        FakeShard(b"abc").open,
-        Recipe(audio=None),
-    )
-    failures = errors(costs)
-    assert failures["structure"] == ("txt", "comes twice")
-    assert failures["used"] == ("jpg", "truncated")
-    assert failures["nothing"][1].startswith("no usable field among: pth")
-    assert sorted(failures) == ["nothing", "structure", "used"]
-    assert costs.columns.llm_tokens.tolist() == [0, 0, 3, 0]
-    assert costs.totals["bad"] == 3
-    assert costs.totals["ignored_fields"] == {"wav": 1, "pth": 1}
 
 
 META = FactsMeta(url="fake.tar", size=3, version="1", checksum="sum", ignored={"pth": 2})

@@ -100,14 +100,6 @@ def test_stale_facts_are_scanned_again(
     assert (0 in table.errors) == (change == "limits")
 
 
-def test_facts_of_a_few_members_are_not_kept(tmp_path: Path, cache: CacheFolder, load: Loads) -> None:
-    url = shard(tmp_path / "a.tar", "a.txt", "a.pth")
-    tables = [load(url, cache=cache) for _ in range(2)]
-    assert tables[0] == tables[1]
-    assert load.scans == 2  # no more work than reading them would be
-    assert not (tmp_path / "cache" / "facts").exists()
-
-
 def test_large_facts_come_back(tmp_path: Path, cache: CacheFolder, load: Loads) -> None:
     url = shard(tmp_path / "a.tar", *(f"{i}.txt" for i in range(3_000)))
     first = load(url, cache=cache)

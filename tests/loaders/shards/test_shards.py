@@ -114,18 +114,6 @@ def test_closing_waits_for_readers_and_ends_reading(tmp_path: Path) -> None:
     file.close()
 
 
-def test_a_compressed_shard_is_fetched_whole_and_then_read_from_the_cache(tmp_path: Path, shards: OpenShards) -> None:
-    path = tmp_path / "a.tar.gz"
-    path.write_bytes(gzip.compress(tar_bytes(b"x")))
-    for _ in range(2):
-        shards.get(str(path)).read(512, 1, 0, "txt")
-    # The first four bytes are read twice: is it compressed, and how.
-    assert shards.reads.as_dict() == {"storage_bytes": 8 + path.stat().st_size, "cache_bytes": 2, "used_bytes": 0}
-    shards.close()
-    shards.get(str(path))
-    assert shards.reads.storage.value == 12 + path.stat().st_size
-
-
 def test_another_size_than_indexed_is_stale(tmp_path: Path, shards: OpenShards) -> None:
     path = tmp_path / "a.tar"
     path.write_bytes(tar_bytes(b"x"))
