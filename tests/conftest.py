@@ -67,7 +67,6 @@ BEGUN_FIRST = (
     "loaders/index/test_jobs.py",
     "benchmarks/test_index_text.py",
     "test_recipes.py",
-    "benchmarks/test_start.py",
     "benchmarks/test_throughput.py",
     "orchdata/test_fixture_epochs.py",
 )
