@@ -119,6 +119,13 @@ def run_rank(
     os._exit(0)
 
 
+def made_on_rank_0(like: torch.Tensor, make: Callable[..., torch.Tensor], *given: object) -> torch.Tensor:
+    """A reference that is the same on all ranks, computed once."""
+    made = make(*given) if dist.get_rank() == 0 else torch.empty_like(like)
+    dist.broadcast(made, 0)
+    return made
+
+
 def store_on_rank_0() -> dist.TCPStore:
     """A store that ends with rank 0, which tells its port to the others."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

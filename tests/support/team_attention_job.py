@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from rank_jobs import run_rank
+from rank_jobs import made_on_rank_0, run_rank
 from teams_job import loader
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -136,14 +136,19 @@ def gradients(model: nn.Module) -> Tensor:
     return torch.cat([each.flatten() for each in whole])
 
 
-def distance(case: Case, attend: Any, accumulate: int = 2) -> float:
-    """How far gradients of all ranks are from those of one that has all sequences, over the largest."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    alone, model = Model(case), Model(case)
-    for _, _, lengths in SEQUENCES[size]:
+def whole(case: Case, num_ranks: int, accumulate: int) -> Tensor:
+    alone = Model(case)
+    for _, _, lengths in SEQUENCES[num_ranks]:
         for ids in map(ids_of, lengths):
             labels = F.pad(ids[1:], (0, 1), value=-100)
             (accumulate * alone(ids, torch.arange(len(ids)), labels, None, None)).backward()
+    return gradients(alone)
+
+
+def distance(case: Case, attend: Any, accumulate: int = 2) -> float:
+    """How far gradients of all ranks are from those of one that has all sequences, over the largest."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = Model(case)
     wrapped: nn.Module = DistributedDataParallel(model) if case.wrapper == "ddp" else model
     if case.wrapper == "fsdp2":
         for module in (*model.blocks, model):
@@ -154,7 +159,7 @@ def distance(case: Case, attend: Any, accumulate: int = 2) -> float:
     found = gradients(model) * (size if case.wrapper else 1)
     if not case.wrapper:
         dist.all_reduce(found)
-    wanted = gradients(alone)
+    wanted = made_on_rank_0(found, whole, case, size, accumulate)
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
@@ -222,6 +227,11 @@ def refusals(texts: str) -> dict[str, Any]:
     return found
 
 
+def trained(model: nn.Module, batch: od.Batch) -> Tensor:
+    model(**batch.model_inputs()).loss.backward()
+    return gradients(model)
+
+
 def hugging_face(texts: str, way: str) -> dict[str, Any]:
     """Steps of a Llama whose loader cuts sequences, in two microbatches, against one rank that has them whole."""
     config = transformers.LlamaConfig(
@@ -250,11 +260,11 @@ def hugging_face(texts: str, way: str) -> dict[str, Any]:
         for batch in shared:
             sizes |= {team.size for team in batch.teams}
             wrapped(**batch.model_inputs()).loss.backward()
-        alone(**one.model_inputs()).loss.backward()
-        found, wanted = gradients(model), gradients(alone)
+        found = gradients(model)
         if way in ("", "checkpointed"):
             dist.all_reduce(found)
             found /= dist.get_world_size()
+        wanted = made_on_rank_0(found, trained, alone, one)
         worst = max(worst, float((found - wanted).abs().max() / wanted.abs().max()))
         model.zero_grad()
         alone.zero_grad()

@@ -26,6 +26,8 @@ from orchdata.loaders.index.table import Columns, summarize
 from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.recipe import Recipe
 
+pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
+
 IMAGE, AUDIO = 1, 2
 
 ARRAYS = [name for name in Columns.__slots__ if name.startswith(("part_", "member_"))]

@@ -22,6 +22,8 @@ import orchdata as od
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.modalities.modality import stored
 
+pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
+
 NAMES = ("text", "image", "audio", "points", "tracks")
 
 

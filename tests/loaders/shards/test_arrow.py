@@ -33,6 +33,8 @@ from orchdata.loaders.storage.local import LocalFile
 from orchdata.loaders.storage.paths import expand_paths
 from orchdata.loaders.text.preprocessor import TextPreprocessor
 
+pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
+
 
 def photo(seed: int) -> bytes:
     stream = io.BytesIO()

@@ -27,6 +27,8 @@ from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.storage.cache import CacheFolder
 
+pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
+
 SAMPLES = 12
 TEXTS = [f"text {number} " * (20 + number) for number in range(SAMPLES)]
 TURNS = [[{"role": "user", "content": text}] for text in TEXTS]

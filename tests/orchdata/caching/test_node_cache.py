@@ -23,6 +23,8 @@ from orchdata.loaders.storage.node import FOLDER, SUFFIX
 from orchdata.loop.loop import Place
 from orchdata.ranks.parallel import Rank
 
+pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
+
 SHARDS, SAMPLES = 8, 8
 GROUPED: dict[str, Any] = {
     "balance": od.Balance(scope="grouped", group_size=1),

@@ -20,6 +20,8 @@ from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
 
+pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
+
 ROWS = [
     {"text": f"text {number} " + "word " * (number % 7), "score": number / 10, "id": f"k{number}"}
     for number in range(40)

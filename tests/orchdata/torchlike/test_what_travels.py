@@ -13,7 +13,7 @@ import torch
 from rank_jobs import run_ranks
 from shared_draws_job import DATA, OPTIONS
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 import orchdata as od
 
@@ -100,14 +100,22 @@ def described(value: Any) -> Any:
     return traits, strides, value.shape, plain.tolist(), getattr(value, "tag", None)
 
 
+@pytest.fixture(scope="module")
+def arrived() -> list[dict[str, Any]]:
+    """Values by their names, from a process of our loader and from one of torch's."""
+    data = ConcatDataset([Makes(make) for make in MADE.values()])
+    options: dict[str, Any] = {"num_workers": 1, "collate_fn": list}
+    each = ([item["made"] for (item,) in loader(data, **options)][::2] for loader in (od.DataLoader, DataLoader))
+    return [dict(zip(MADE, values, strict=True)) for values in each]
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MADE)
-def test_what_torch_passes_arrives(name: str) -> None:
-    options: dict[str, Any] = {"num_workers": 1, "collate_fn": list}
-    (ours,), (theirs,) = (next(iter(loader(Makes(MADE[name]), **options))) for loader in (od.DataLoader, DataLoader))
-    assert described(ours["made"]) == described(theirs["made"])
-    if isinstance(theirs["made"], list):
-        assert ours["made"][0] is ours["made"][1] and theirs["made"][0] is theirs["made"][1]
+def test_what_torch_passes_arrives(arrived: list[dict[str, Any]], name: str) -> None:
+    ours, theirs = (values[name] for values in arrived)
+    assert described(ours) == described(theirs)
+    if isinstance(theirs, list):
+        assert ours[0] is ours[1] and theirs[0] is theirs[1]
 
 
 @pytest.mark.parametrize("name", UNSENT)
