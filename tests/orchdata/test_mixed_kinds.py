@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from global_digest import content
+from digests import content
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shard_factory import RECIPE, omni_shards, write_shard

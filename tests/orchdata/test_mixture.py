@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from delivered_once import tar_keys, wrong_deliveries
-from global_digest import content
+from digests import content
 from mixed_data import data, mixture, planned  # noqa: F401
 from mixture_cases import periods_of, sources_of
 from rank_loaders import loaders, rows_of, steps_of

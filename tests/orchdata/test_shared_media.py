@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from digests import digest
 from hf_families.families import FAMILIES
 from hf_families.samples import made_up, write_samples
-from mesh_job import digest
 from rank_jobs import run_ranks
 from shard_factory import RECIPE, audio, jpeg, write_shard
 from shared_media_job import __file__ as JOB

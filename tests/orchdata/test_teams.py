@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mesh_job import digest
+from digests import digest
 from rank_jobs import run_ranks
 from teams_job import RECIPE, SIZE, loader
 from teams_job import __file__ as JOB

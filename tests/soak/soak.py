@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 from delivered_once import tar_keys, wrong_deliveries
-from global_digest import Content, content, joined
+from digests import Content, content, joined
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from mesh_job import digest
+from digests import digest
 from rank_jobs import made_on_rank_0, run_rank
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from global_digest import global_batch
+from digests import global_batch
 from servers.fixtures import Proxied
 from servers.http_server import HttpServer
 from servers.s3_server import S3Server

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from global_digest import global_batch
+from digests import global_batch
 from servers.fixtures import Proxied
 from servers.proxy import Proxy, Request
 from servers.s3_server import S3Server
