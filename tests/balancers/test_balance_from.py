@@ -74,7 +74,6 @@ def test_moves_little_of_what_is_dealt_in_turn() -> None:
     assert np.mean(shares) <= 0.2
 
 
-@settings(max_examples=150)
 @given(
     st.integers(1, 8),
     st.integers(1, 4),
@@ -142,7 +141,6 @@ def test_errors_name_value_and_limit(arguments: tuple[object, ...], options: dic
         balance_from(*arguments, **options)  # type: ignore[arg-type]
 
 
-@settings(max_examples=60)
 @given(
     st.integers(1, 8),
     st.integers(1, 4),

@@ -65,7 +65,6 @@ def two_rounds(costs: NDArray[np.int64], owner: NDArray[np.int64], num_ranks: in
     return plan
 
 
-@settings(max_examples=60)
 @given(held_samples)
 def test_ranks_that_hear_only_row_and_column_find_the_same_plan(held: Held) -> None:
     num_ranks, ranks_per_node, samples = held

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -52,7 +52,6 @@ def test_max_samples_holds(rows: list[tuple[int, int, int]], num_ranks: int, spa
     assert np.bincount(rank, minlength=num_ranks).max() <= cap
 
 
-@settings(max_examples=150)
 @given(
     rows=samples,
     num_ranks=st.integers(1, 6),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -92,7 +92,6 @@ def test_left_out_samples_and_empty_input() -> None:
     assert (microbatch.tolist(), count) == ([], 1)
 
 
-@settings(max_examples=60)
 @given(small_samples, st.integers(1, 3), st.booleans())
 def test_the_count_equals_brute_force_with_several_caps(
     samples: list[tuple[int, int, int, int]], num_caps: int, in_step: bool

@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 from digests import digest
 from map_dataset import Numbers
-from rank_jobs import PATIENCE, run_rank, run_ranks
+from rank_jobs import PATIENCE, message, run_rank, run_ranks
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -304,15 +303,6 @@ def seen(loader: od.DataLoader) -> Found:
 def num_threads() -> int:
     """Threads of this process, but for the one that ends what was dropped."""
     return sum(each.name != "orchdata finalizers" for each in threading.enumerate())
-
-
-def message(act: Callable[[], Any]) -> str | None:
-    """The error of `act`, with its type."""
-    try:
-        act()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 @contextmanager

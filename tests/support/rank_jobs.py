@@ -126,6 +126,15 @@ def made_on_rank_0(like: torch.Tensor, make: Callable[..., torch.Tensor], *given
     return made
 
 
+def message(act: Callable[[], Any]) -> str | None:
+    """The error of `act`, with its type."""
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 def store_on_rank_0() -> dist.TCPStore:
     """A store that ends with rank 0, which tells its port to the others."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from rank_jobs import made_on_rank_0, run_rank
+from rank_jobs import made_on_rank_0, message, run_rank
 from teams_job import loader
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -210,17 +210,17 @@ def refusals(texts: str) -> dict[str, Any]:
 
     q = torch.zeros(3, size + 1, 2)
     found: dict[str, Any] = {
-        "heads": said(lambda: od.TeamAttention(ours)(q, q, q, microbatch(dist.get_rank(), size)[3])),
-        "no teams": said(lambda: od.TeamAttention(ours)(q, q, q, ())),
-        "a loader without teams": said(lambda: od.TeamAttention(loader(texts, None, balance="global"))),
-        "(rank, size)": said(lambda: od.TeamAttention(loader(texts, (0, size)))),
+        "heads": message(lambda: od.TeamAttention(ours)(q, q, q, microbatch(dist.get_rank(), size)[3])),
+        "no teams": message(lambda: od.TeamAttention(ours)(q, q, q, ())),
+        "a loader without teams": message(lambda: od.TeamAttention(loader(texts, None, balance="global"))),
+        "(rank, size)": message(lambda: od.TeamAttention(loader(texts, (0, size)))),
     }
     if size == 4:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-        found["pipeline"] = said(lambda: od.TeamAttention(loader(texts, mesh)))
+        found["pipeline"] = message(lambda: od.TeamAttention(loader(texts, mesh)))
         with_tp = loader(texts, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
         few = dist.new_group([0, 1])
-        found["groups of some"] = said(lambda: od.TeamAttention(with_tp))
+        found["groups of some"] = message(lambda: od.TeamAttention(with_tp))
         if few != dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(few)
         found["over tp"] = dist.get_process_group_ranks(od.TeamAttention(with_tp).group(2))
@@ -250,7 +250,7 @@ def hugging_face(texts: str, way: str) -> dict[str, Any]:
     alone, worst, sizes = copy.deepcopy(model), 0.0, set()
     ours = loader(texts, None, "loader", collate_fn=inputs, accumulate=2)
     whole = loader(texts, (0, 1), collate_fn=inputs, balance="global")
-    refused = said(lambda: next(iter(ours)).model_inputs())
+    refused = message(lambda: next(iter(ours)).model_inputs())
     od.hf.share_attention(model, ours)
     for module in (*model.model.layers, model) if way == "fsdp2" else ():
         fully_shard(module)
@@ -340,16 +340,7 @@ def forgotten(texts: str) -> str:
     """What the loader of a plain model that does not attend in teams says."""
     given = iter(loader(texts, None, "loader"))
     next(given).model_inputs()
-    return said(lambda: next(given))
-
-
-def said(call: Any) -> str:
-    """The error of a call that must be refused."""
-    try:
-        call()
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return "nothing"
+    return message(lambda: next(given))
 
 
 def work(texts: str, chats: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ SIZE = 12
 def loader(texts: str, dp: Any, cut: Any = "trainer", **options: Any) -> od.DataLoader:
     """Steps of 12 texts, some longer than a rank's share. Two sources have the same ones but the longest."""
     data = od.ShardDataset(texts, RECIPE)
-    mixture = od.Mixture({"one": od.Source(data), "two": od.Source(data.filter("tokens < 3000"))}, stop="all")
+    mixture = od.Mixture({"one": od.Source(data), "two": od.Source(data.filter("tokens < 1900"))}, stop="all")
     cost = od.CostModel(llm=od.PhaseCost(1.0, 0.01))
     balance = od.Balance(teams=od.Teams(largest=8, cut=cut))
     given = {"global_batch_size": SIZE, "cost": cost, "balance": balance, "num_threads": 0} | options

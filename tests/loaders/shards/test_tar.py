@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import webdataset
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tars import jpeg, rows, shard, write_tar
 from webdataset.tariterators import group_by_keys, tar_file_expander
@@ -195,7 +195,6 @@ def test_an_archive_that_is_cut_while_it_is_walked_is_stale(tmp_path: Path, left
         opened.facts()
 
 
-@settings(max_examples=60, deadline=None)
 @given(cut=st.integers(1, 5_000).filter(lambda cut: cut % 1024))  # a cut between two members cannot be noticed
 def test_any_cut_leaves_a_prefix_of_good_samples(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
     path = tmp_path_factory.mktemp("t") / "a.tar"
@@ -311,7 +310,6 @@ NAMES = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(names=NAMES, form=st.sampled_from([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]))
 def test_names_group_as_webdataset_groups_them(
     tmp_path_factory: pytest.TempPathFactory, names: list[str], form: int

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from map_dataset import Numbers
 from numpy.typing import NDArray
@@ -28,7 +28,6 @@ def whole(order: Order, epoch: int = 0) -> NDArray[np.int64]:
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
 def test_any_slice_equals_the_same_slice_of_the_epoch(data: st.DataObject) -> None:
     num_rows = data.draw(st.integers(1, 3000))
     shuffle = data.draw(

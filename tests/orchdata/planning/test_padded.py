@@ -47,7 +47,6 @@ def padded_loads(positions: np.ndarray, rank: np.ndarray, num_ranks: int) -> np.
     return TOKENS.loads(positions, positions, one_microbatch(rank), num_ranks)[:, 0]
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=6), st.integers(1, 3))
 def test_one_microbatch_is_as_good_as_the_best_of_all_assignments(lengths: list[int], num_ranks: int) -> None:
     positions = np.maximum(np.array(lengths, np.int64), 1)
@@ -79,7 +78,6 @@ def test_a_sample_above_the_cap(oversize: str) -> None:
         assert cut(rank, positions, balance).microbatch.tolist() == [0, 1, 1]
 
 
-@settings(max_examples=150, deadline=None)
 @given(steps())
 def test_a_step_is_within_its_limits_and_no_dearer_than_the_packed_plan_in_this_layout(
     step: tuple[GlobalBatch, Balance],
@@ -140,7 +138,6 @@ def shared(
     return found, packed, fixed.price(step, found), fixed.price(step, packed)
 
 
-@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.sampled_from([0, 0, 4, 20])), max_size=30),
     st.integers(1, 4),

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -77,7 +77,6 @@ def test_a_step_outside_the_epoch_is_an_error() -> None:
         make_plan(spec(), StepTask(0, 8))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     num_samples=st.integers(1, 200),
     num_ranks=st.integers(1, 20),

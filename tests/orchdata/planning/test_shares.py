@@ -80,7 +80,6 @@ def check_not_dearer(batch: GlobalBatch, shares: Shares, balance: Balance) -> No
             assert found <= waits(cells(batch, other), balance)
 
 
-@settings(max_examples=150, deadline=None)
 @given(steps())
 def test_a_step_is_within_its_limits_and_no_dearer_than_what_it_is_chosen_from(
     step: tuple[GlobalBatch, Balance],

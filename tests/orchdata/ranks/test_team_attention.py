@@ -44,7 +44,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> str:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, chats: str) -> Any:
     texts = tmp_path_factory.mktemp("texts") / "a.jsonl"
-    texts.write_text("".join(json.dumps({"text": "ab" * n, "n": n}) + "\n" for n in [400, 150, *range(3, 25)]))
+    texts.write_text("".join(json.dumps({"text": "ab" * n, "n": n}) + "\n" for n in [1000, 150, *range(3, 25)]))
     od.ShardDataset(str(texts), RECIPE).index()
 
     @functools.cache
