@@ -6,15 +6,11 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.distributions import DISTRIBUTIONS
 from orchdata.balancers import Assignment, balance, balance_from, lower_bound
-
-# The first call of a kernel compiles or loads it.
-settings.register_profile("kernels", deadline=None)
-settings.load_profile("kernels")
 
 cost_lists = st.lists(st.integers(0, 1000), max_size=60)
 
@@ -36,6 +32,19 @@ def test_every_sample_once_and_not_below_the_bound(costs: list[int], num_ranks: 
     found = balance(costs, num_ranks)
     check_books(costs, num_ranks, found)
     assert found.lower_bound == lower_bound(costs, num_ranks)
+
+
+def lower_bound_twin(costs: list[int], num_ranks: int) -> int:
+    """The mean, and what some rank has of the k * num_ranks + 1 largest."""
+    falling = sorted(costs, reverse=True)
+    cut = range(0, len(falling), num_ranks)
+    several = [sum(falling[at - at // num_ranks : at + 1]) for at in cut]
+    return max([-(-sum(costs) // num_ranks), *several])
+
+
+@given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 9))
+def test_lower_bound_equals_its_twin(costs: list[int], num_ranks: int) -> None:
+    assert lower_bound(costs, num_ranks) == lower_bound_twin(costs, num_ranks)
 
 
 @given(cost_lists, st.integers(1, 12))

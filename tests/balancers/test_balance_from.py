@@ -10,10 +10,6 @@ from hypothesis import strategies as st
 from benchmarks.distributions import DISTRIBUTIONS
 from orchdata.balancers import balance, balance_from, balance_phases, lower_bound
 
-# The first call of a kernel compiles or loads it.
-settings.register_profile("kernels", deadline=None)
-settings.load_profile("kernels")
-
 held_samples = st.integers(1, 9).flatmap(
     lambda num_ranks: st.tuples(
         st.just(num_ranks),
@@ -78,7 +74,6 @@ def test_moves_little_of_what_is_dealt_in_turn() -> None:
     assert np.mean(shares) <= 0.2
 
 
-@settings(max_examples=150)
 @given(
     st.integers(1, 8),
     st.integers(1, 4),
@@ -146,7 +141,6 @@ def test_errors_name_value_and_limit(arguments: tuple[object, ...], options: dic
         balance_from(*arguments, **options)  # type: ignore[arg-type]
 
 
-@settings(max_examples=60)
 @given(
     st.integers(1, 8),
     st.integers(1, 4),

@@ -7,16 +7,12 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from orchdata.balancers import Assignment, CostModel, PhaseCost, TransformerCost
 from orchdata.balancers.packed import balance_padded
-
-# The first call of a kernel compiles or loads it.
-settings.register_profile("kernels", deadline=None)
-settings.load_profile("kernels")
 
 TOKENS = PhaseCost(1.0)
 length_lists = st.lists(st.integers(0, 500), max_size=40)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -28,10 +28,6 @@ from benchmarks.teams import (
     team_costs,
 )
 from orchdata.balancers import TeamAssignment, balance, balance_teams
-
-# The first call of a kernel compiles or loads it.
-settings.register_profile("kernels", deadline=None)
-settings.load_profile("kernels")
 
 Ints = NDArray[np.int64]
 
@@ -138,32 +134,6 @@ def test_slices_keep_their_cap(lengths: list[int], num_ranks: int, cap: int) -> 
         found = balance_teams(costs, num_ranks, tokens=tokens, max_tokens=cap)
         check(costs, found, num_ranks)
         assert (-(-tokens // found.size) <= cap).all()
-
-
-def bound(costs: Ints, num_ranks: int) -> int:
-    """The definition, tried from 0 up."""
-    sizes = [1 << k for k in range(costs.shape[1])]
-    peak = 0
-    while True:
-        work = dict.fromkeys(sizes, 0)
-        for row in costs.tolist():
-            within = [
-                (size, size * cost) for size, cost in zip(sizes, row, strict=True) if cost <= peak and size <= num_ranks
-            ]
-            if not within:
-                break
-            work[within[0][0]] += min(each for _, each in within)
-        else:
-            room = {size: num_ranks // size * size * peak for size in sizes}
-            if all(sum(work[larger] for larger in sizes if larger >= size) <= room[size] for size in sizes):
-                return peak
-        peak += 1
-
-
-@given(tables, st.integers(1, 12))
-def test_the_bound_is_what_is_said(rows: list[list[int]], num_ranks: int) -> None:
-    costs = np.array(rows, np.int64)
-    assert balance_teams(costs, num_ranks).lower_bound == bound(costs, num_ranks)
 
 
 def test_no_rank_is_idle_for_a_large_team() -> None:

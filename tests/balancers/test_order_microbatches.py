@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numba import njit
 from numpy.typing import NDArray
@@ -12,10 +12,6 @@ from numpy.typing import NDArray
 from benchmarks.papers.disttrain import order_after_disttrain
 from orchdata.balancers.microbatches import order_microbatches, simulate_1f1b
 from orchdata.native.microbatches.pipeline import run_all
-
-# The first call of a kernel compiles or loads it.
-settings.register_profile("kernels", deadline=None)
-settings.load_profile("kernels")
 
 Times = NDArray[np.float64]
 

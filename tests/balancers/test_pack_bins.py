@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from benchmarks.distributions import DISTRIBUTIONS, LLM_CROSSOVER
 from orchdata.balancers import bin_bound, deal_bins, pack_bins
-
-# The first call of a kernel compiles or loads it.
-settings.register_profile("kernels", deadline=None)
-settings.load_profile("kernels")
 
 Ints = NDArray[np.int64]
 items = st.lists(
@@ -48,6 +46,33 @@ def test_capacities_are_kept_or_an_error_says_what_to_do(
     assert (sums(sizes, fewest, opened) <= caps).all()
     assert opened >= bin_bound(sizes, caps) or not rows
     assert pack_bins(sizes, caps, None, costs, num_ranks=num_ranks).max(initial=0) // num_ranks <= opened // num_ranks
+
+
+def fewest(sizes: list[int], capacity: int, loads: tuple[int, ...] = ()) -> int:
+    """The optimum, by trying everything."""
+    if not sizes:
+        return len(loads)
+    item, rest = sizes[0], sizes[1:]
+    found = [fewest(rest, capacity, (*loads, item))]
+    for at, load in enumerate(loads):
+        if load + item <= capacity:
+            found.append(fewest(rest, capacity, (*loads[:at], load + item, *loads[at + 1 :])))
+    return min(found)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=6), st.integers(20, 40))
+def test_no_packing_needs_fewer_than_the_bound(sizes: list[int], capacity: int) -> None:
+    assert bin_bound(sizes, capacity) <= fewest(sizes, capacity)
+
+
+@pytest.mark.parametrize(("phases", "over"), [(1, 1.0), (2, 1.2)])
+def test_dealing_waits_what_the_best_order_does(phases: int, over: float) -> None:
+    def waits(order: Any) -> int:
+        return int(costs[np.array(order)].reshape(3, 2, phases).max(axis=1).sum())
+
+    for seed in range(20):
+        costs = np.random.default_rng(seed).integers(0, 50, (6, phases))
+        assert waits(np.argsort(deal_bins(costs, 2))) <= over * min(waits(order) for order in permutations(range(6)))
 
 
 def test_bins_are_numbered_from_the_most_costly() -> None:

@@ -11,7 +11,6 @@ import pytest
 from numpy.typing import NDArray
 
 from orchdata.balancers import balance, balance_phases, lower_bound, split_microbatches
-from orchdata.native.microbatches.microbatch import lower_all_peaks
 
 Ints = NDArray[np.int64]
 SAMPLES = 8
@@ -147,21 +146,6 @@ def test_microbatches_keep_pins_and_caps_and_are_near_the_best(in_step: bool) ->
         ratios.append(prices[0] / min(prices))
     assert len(ratios) > CASES // 3
     assert np.mean(ratios) <= 1.02
-
-
-def test_swaps_leave_pinned_samples_in_their_cells_and_find_nearly_the_best() -> None:
-    ratios = []
-    for case in map(a_case, range(CASES)):
-        rank, cut = (np.arange(SAMPLES) % case.num_ranks).astype(np.int32), (np.arange(SAMPLES) % 2).astype(np.int32)
-        pinned = np.where(np.arange(SAMPLES) < SAMPLES - 4, rank, np.int32(-1))
-        ways = np.array(all_ways(np.where(pinned >= 0, rank * 2 + cut, -1), 2 * case.num_ranks))
-        cells = np.einsum("wsc,sp->wcp", ways[:, :, None] == np.arange(2 * case.num_ranks), case.costs)
-        prices = cells.reshape(len(ways), case.num_ranks, 2, 2).max(axis=1).sum(axis=(1, 2))
-        ones, group = np.ones((SAMPLES, 1), np.int64), np.zeros(case.num_ranks, np.int32)
-        lower_all_peaks(case.costs, ones, np.array([SAMPLES]), group, 2, rank, cut, True, 20_000, pinned)
-        (found,) = np.flatnonzero((ways == rank * 2 + cut).all(axis=1))
-        ratios.append(prices[found] / prices.min())
-    assert np.mean(ratios) <= 1.01
 
 
 def test_many_samples_are_balanced_next_to_pinned_ones() -> None:

@@ -14,10 +14,6 @@ from benchmarks.distributions import DISTRIBUTIONS
 from orchdata.balancers import balance, placement
 from orchdata.balancers.placement import NodePlacement, place_on_nodes, renamed, traffic_between
 
-# The first call of a kernel compiles or loads it.
-settings.register_profile("kernels", deadline=None)
-settings.load_profile("kernels")
-
 
 @st.composite
 def squares(draw: st.DrawFn, most: int = 12) -> NDArray[np.int64]:

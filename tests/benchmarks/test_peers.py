@@ -37,14 +37,12 @@ def test_every_sample_that_costs_is_on_one_rank(name: str, costs: list[int], num
     assert makespan(costs, rank, num_ranks) >= lower_bound(np.array(costs, np.int64), num_ranks)
 
 
-@settings(deadline=None, max_examples=60)
 @given(costs=costs_lists, num_ranks=st.integers(1, 9))
 def test_differencing_is_the_same_in_python_and_numba(costs: list[int], num_ranks: int) -> None:
     array = np.array(costs, np.int64)
     assert (peers.karmarkar_karp(array, num_ranks) == peers.karmarkar_karp_python(array, num_ranks)).all()
 
 
-@settings(deadline=None, max_examples=60)
 @given(rows=st.integers(1, 6), num_ranks=st.integers(1, 7), seed=st.integers(0, 99))
 def test_balanced_differencing_holds_equal_counts(rows: int, num_ranks: int, seed: int) -> None:
     costs = np.random.default_rng(seed).integers(1, 30, rows * num_ranks)

@@ -62,13 +62,7 @@ class Figures:
 
 
 class Fuzzer:
-    """Runs cases in batches.
-
-    Args:
-        runner: forks the children.
-        folder: for shards while they run, and for findings.
-        misbehave: a fault put into the children, to see that it is found.
-    """
+    """Runs cases in batches."""
 
     def __init__(self, runner: Runner, folder: Path, seed: int, *, misbehave: str = "") -> None:
         self._runner = runner

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from children import only_root
+from fresh_index import content
 from shard_factory import omni_shards
 from typer.testing import CliRunner
 
@@ -25,7 +26,6 @@ import orchdata as od
 from orchdata.cli import app
 from orchdata.loaders.index import index as index_module
 from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.index_file import open_index
 from orchdata.loaders.storage.cache import KINDS, CacheFolder, MappedArray, Pruned, prune
 
@@ -39,10 +39,6 @@ ALL = {"facts": 3, "texts": 3, "costs": 3, "index": 1}
 @pytest.fixture
 def shards(tmp_path: Path) -> list[str]:
     return omni_shards(tmp_path, shards=3, samples=9)
-
-
-def content(index: Index) -> list[Any]:
-    return [index.key(row) for row in range(index.num_rows)] + [index.llm_tokens.tolist(), index.totals]
 
 
 def kept(*folders: str) -> list[Path]:

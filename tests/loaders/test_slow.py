@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import base64
 import gc
+import json
+import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from video_clips import clip
 
+from orchdata.loaders import pace
+from orchdata.loaders.index.build import build_index
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.video.decode import open_video
+from orchdata.loaders.pace import Pace, Turns
+from orchdata.loaders.recipe import Recipe, TextPreprocessor
 from orchdata.loaders.shards.jsonl.named_media import media_of
+from orchdata.loaders.shards.parquet.children import measuring as reading
+from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.text.jinja import Inputs, JinjaTemplate, Work
 from orchdata.loaders.text.loss_spans import loss_spans
 from orchdata.loaders.text.template import ChatTemplate
@@ -86,3 +97,153 @@ def test_clips_leave_no_garbage() -> None:
     collected = [left() for _ in range(3)]
     assert min(collected) == 0, f"{collected} objects are left by 5 clips"
     assert sys.getrefcount(data) < 5
+
+
+# As many threads are at work as get most done.
+
+
+def worked(pace: Pace, rate_of: Callable[[int, float], float], seconds: float) -> dict[int, float]:
+    """Seconds at each number of threads, where so many of them do `rate_of(threads, now)` jobs a second."""
+    now, spent = 0.0, dict.fromkeys(range(1, 65), 0.0)
+    while now < seconds:
+        step = 1 / rate_of(pace.at_work, now)
+        spent[pace.at_work] += step
+        now += step
+        pace.done(1.0, now)
+    return spent
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8])
+def test_where_threads_hinder_one_another_one_is_left(most: int) -> None:
+    spent = worked(Pace(most, 0.0), lambda threads, _: 1400 / threads**0.5, 60)
+    assert spent[1] > 55
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8])
+def test_where_threads_wait_all_are_at_work(most: int) -> None:
+    spent = worked(Pace(most, 0.0), lambda threads, _: 100 * threads, 60)
+    assert spent[most] > 50
+
+
+def test_threads_that_hang_take_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not at work: the others go on one at a time, and wait for nothing."""
+    monkeypatch.setattr(pace, "_SHORT_SECONDS", 0.0)
+    turns, hangs, inside = Turns(3), threading.Event(), threading.Semaphore(0)
+    turns._pace.at_work = 1
+
+    def hang() -> None:
+        with turns.turn():
+            inside.release()
+            hangs.wait()
+
+    threads = [threading.Thread(target=hang) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        assert inside.acquire(timeout=60)
+    monkeypatch.setattr(pace, "_SHORT_SECONDS", 3600.0)
+    turns._begun.update(dict.fromkeys(turns._begun, -3600.0))  # an hour ago
+    for _ in range(100):
+        with turns.turn() as tell:
+            tell(1.0)
+    hangs.set()
+    for thread in threads:
+        thread.join()
+    assert not turns._begun
+
+
+def test_no_more_are_inside_than_may_be_and_the_end_lets_all_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "_SHORT_SECONDS", 3600.0)
+    turns, inside, most_inside = Turns(1), 0, 0
+    entered = threading.Semaphore(0)
+    leave = threading.Event()
+
+    def work() -> None:
+        nonlocal inside, most_inside
+        with turns.turn() as done:
+            inside += 1
+            most_inside = max(most_inside, inside)
+            entered.release()
+            leave.wait()
+            inside -= 1
+            done(1.0)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert entered.acquire(timeout=60)
+    assert not entered.acquire(timeout=0.05) and most_inside == 1
+    turns.end()
+    assert entered.acquire(timeout=60) and entered.acquire(timeout=60)
+    leave.set()
+    for thread in threads:
+        thread.join()
+
+
+# One large shard is measured by all idle threads of a build, with the result of one thread.
+
+
+class Words:
+    """A tokenizer that fails for some texts, and counts the threads that are in it."""
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+
+    def __call__(self, text: str) -> list[int]:
+        self.threads.add(threading.get_ident())
+        if "7" in text:
+            raise ValueError(f"cannot read {text[:20]}")
+        return list(text.encode())
+
+
+def keep(record: dict[str, Any]) -> Any:
+    return None if record["text"].startswith("5") else record
+
+
+def test_the_index_is_the_same_with_any_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_CHUNK_SAMPLES", 8)
+    path = tmp_path / "a.jsonl"
+    lines = [{"text": str(number) * (number % 11)} if number % 13 else {"other": 1} for number in range(400)]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    for record in (None, keep):
+        built = []
+        for threads in (1, 4):
+            tokenizer = Words()
+            text = TextPreprocessor(tokenizer, id="words", max_tokens=16, overflow="split", thread_safe=True)
+            cache = CacheFolder(tmp_path / f"{threads} {record is None}")
+            index = build_index([str(path)], Recipe(text=text, record=record), cache=cache, num_threads=threads)
+            built.append((index.build_id, index.path.read_bytes(), index.totals))
+        assert built[0] == built[1]
+        assert built[0][2]["bad"] > 30 and index.is_split
+
+
+def test_ctrl_c_ends_all_threads_of_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"text": "{number}"}}\n' for number in range(20_000)))
+    job = f"""
+import signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from orchdata.loaders.index.build import build_index
+from orchdata.loaders.recipe import Recipe, TextPreprocessor
+from orchdata.loaders.storage.cache import CacheFolder
+threads, calls = set(), []
+def slow(text):  # 20,000 s in one thread
+    calls.append(text)
+    threads.add(threading.get_ident())
+    if len(threads) == 3:
+        print("at work", flush=True)
+        threads.add(0)
+    time.sleep(1)
+    return [1]
+try:
+    text = TextPreprocessor(slow, id="slow", thread_safe=True)
+    build_index([{str(path)!r}], Recipe(text=text), cache=CacheFolder({str(tmp_path)!r}), num_threads=3)
+except KeyboardInterrupt:
+    # Each thread ends the text that it is at, and not those that it would tokenize with that.
+    print("interrupted", len(calls) < 60, [each.name for each in threading.enumerate() if "orchdata" in each.name])
+"""
+    with subprocess.Popen([sys.executable, "-c", job], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "at work\n"
+        child.send_signal(2)
+        output, _ = child.communicate(timeout=120)
+    assert output == "interrupted True []\n"

@@ -2,56 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from orchdata.native.costs import COST_SHIFT, MAX_FIXED_POINT, longest_sequence, part_costs, sequence_costs
-
-# The first call of a kernel compiles or loads it.
-settings.register_profile("kernels", deadline=None)
-settings.load_profile("kernels")
+from orchdata.native.costs import COST_SHIFT, longest_sequence, part_costs, sequence_costs
 
 NO_WINDOWS = np.empty((0, 2), np.int64)
-windows = st.lists(st.tuples(st.integers(1, 2**31 - 1), st.integers(0, 2**21)), max_size=3)
-coefficients = st.tuples(
-    st.integers(0, 2**40),
-    st.integers(0, 2**21),
-    st.integers(0, 2**50),
-    windows.map(lambda pairs: np.array(pairs, np.int64).reshape(-1, 2)),
-)
-Coefficients = tuple[int, int, int, np.ndarray]
-
-
-def fixed_point(length: int, linear: int, quadratic: int, constant: int, windows: np.ndarray) -> int:
-    in_windows = sum(coefficient * length * min(length, width) for width, coefficient in windows.tolist())
-    return linear * length + quadratic * length**2 + constant + in_windows
-
-
-def cost_twin(length: int, *values: Any) -> int:
-    return max(1, fixed_point(length, *values) >> COST_SHIFT) if length > 0 else 0
-
-
-@given(st.lists(st.integers(0, 2**20), max_size=20), coefficients)
-def test_sequence_costs_equal_their_twin(lengths: list[int], values: Coefficients) -> None:
-    longest = longest_sequence(*values)
-    lengths = [length for length in lengths if length <= longest]
-    assert sequence_costs(np.array(lengths, np.int64), *values).tolist() == [cost_twin(x, *values) for x in lengths]
-
-
-@given(coefficients)
-def test_longest_sequence_is_the_last_that_fits(values: Coefficients) -> None:
-    longest = int(longest_sequence(*values))
-    assert fixed_point(longest, *values) <= MAX_FIXED_POINT
-    assert longest == 2**31 - 1 or fixed_point(longest + 1, *values) > MAX_FIXED_POINT
-
-
-def test_too_long_a_sequence_is_an_error_not_an_overflow() -> None:
-    with pytest.raises(ValueError, match="too long"):
-        sequence_costs(np.array([2**22], np.int64), 1, 2**20, 0, NO_WINDOWS)
 
 
 @pytest.mark.parametrize(("width", "longest"), [(1, 2**22), (2**10, 2**12), (2**31 - 1, 2**11)])

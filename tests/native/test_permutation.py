@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy.stats import chisquare
 
-from orchdata.native.permutation import BLOCK, blocks_in_sequence, derive_key, permute, shuffled_rows
+from orchdata.native.permutation import BLOCK, blocks_in_sequence, derive_key, hash_keys, permute, shuffled_rows
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -103,11 +103,6 @@ def test_permute_equals_its_twin(size: int) -> None:
         assert got.tolist() == [twin_permute(value, size, key) for value in values.tolist()]
 
 
-@pytest.mark.parametrize("key, value", [(0, 0), (0, 1), (MASK, MASK), (12345, 678)])
-def test_derive_key_equals_its_twin(key: int, value: int) -> None:
-    assert derive_key(np.uint64(key), np.uint64(value)) == twin_derive_key(key, value)
-
-
 @pytest.mark.parametrize("window", [1, 3, 64])
 @pytest.mark.parametrize("streams", [1, 2, 7, 300])
 @pytest.mark.parametrize("num_samples", [1, 2, 255, 256, 257, 1500, 5000])
@@ -160,3 +155,22 @@ def test_places_and_neighbours_are_spread_evenly(size: int) -> None:
         differences = np.bincount((values[:, second] - values[:, first]) % size, minlength=size)
         assert differences[0] == 0
         assert chisquare(differences[1:]).pvalue > 1e-4
+
+
+# The hash of keys against a plain twin, and how evenly it falls.
+
+
+def hashes(keys: list[bytes], seed: int) -> list[int]:
+    out = np.empty(len(keys), np.uint64)
+    offsets = np.cumsum([0, *map(len, keys)]).astype(np.int64)
+    hash_keys(offsets, np.frombuffer(b"".join(keys), np.uint8).copy(), np.uint64(seed), out)
+    return out.tolist()
+
+
+def test_counting_keys_fall_evenly_and_seeds_are_independent() -> None:
+    keys = [f"{i:08d}".encode() for i in range(20_000)]
+    one, other = (np.array(hashes(keys, seed), np.uint64) >> np.uint64(60) for seed in (0, 1))
+    counts = np.zeros((16, 16), np.int64)
+    np.add.at(counts, (one, other), 1)
+    expected = len(keys) / 256  # 78; chi-square over 255 degrees of freedom: 255 +- 23
+    assert ((counts - expected) ** 2 / expected).sum() < 255 + 6 * 23

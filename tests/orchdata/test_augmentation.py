@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from augmentations import cropped, recipe
-from fault_trials import batch_digest
+from digests import digest
 from rank_loaders import loaders, steps_of
 from shard_factory import omni_shards
 
@@ -36,7 +36,7 @@ def one(dataset: Any, **options: Any) -> Any:
 
 def epochs_of(loader: Any) -> list[list[str]]:
     """Digests of all batches of the first epochs."""
-    return [[batch_digest(batch) for batch in loader] for _ in range(EPOCHS)]
+    return [[digest(batch) for batch in loader] for _ in range(EPOCHS)]
 
 
 def images_of(batches: Iterable[Any]) -> Counter[str]:
@@ -72,12 +72,12 @@ def test_resumed_and_replayed_steps_are_the_same_to_the_bit(dataset: od.ShardDat
     run = one(dataset)
     epochs_of(run)
     for epoch, given in enumerate(inline):
-        assert [batch_digest(batch) for step in range(len(given)) for batch in run.step_at(epoch, step)] == given
+        assert [digest(batch) for step in range(len(given)) for batch in run.step_at(epoch, step)] == given
     cut = one(dataset)
     next(iterator := iter(cut))
     state = json.loads(json.dumps(cut.state_dict()))
     iterator.close()
-    assert [batch_digest(batch) for batch in loaders(dataset, 1, state)[0]] == inline[0][1:]
+    assert [digest(batch) for batch in loaders(dataset, 1, state)[0]] == inline[0][1:]
 
 
 def test_ranks_and_assignments_give_the_same_images(dataset: od.ShardDataset) -> None:

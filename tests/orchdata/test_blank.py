@@ -12,8 +12,6 @@ import torch
 from shard_factory import RECIPE, jpeg, omni_shards, write_shard
 
 import orchdata as od
-from orchdata import runtime
-from orchdata.runtime import describe_loader
 
 POISON = ("omni-000001.tar", "s1-0006")  # a picture and a text
 PIECES = ("long.tar", "b")
@@ -223,17 +221,3 @@ def test_what_names_no_sample_is_an_error(
 def test_data_that_are_not_in_shards_have_no_names() -> None:
     with pytest.raises(ValueError, match="blank is for an od.ShardDataset"):
         loaders([1, 2, 3], global_batch_size=1)
-
-
-def test_ranks_compare_their_lists(dataset: od.ShardDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    described: list[Any] = []
-
-    def describe(*arguments: Any) -> Any:
-        described.append(describe_loader(*arguments)["blank"])
-        return describe_loader(*arguments)
-
-    monkeypatch.setattr(runtime, "describe_loader", describe)
-    for blank in ([POISON], [POISON], [], [("omni-000000.tar", "s0-0000")]):
-        loaders(dataset, blank=blank)[0].stats()
-    if described:  # a rank alone has nothing to compare
-        assert described[0] == described[1] and len({*described}) == 3

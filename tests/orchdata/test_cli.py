@@ -6,13 +6,19 @@ import json
 import subprocess
 import sys
 from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from printed import run, run_json
 from shard_factory import write_shard
+
+from orchdata import notices as progress
+from orchdata.cli import machine
+from orchdata.notices import progress_bar
 
 
 def error_line(*arguments: object) -> str:
@@ -262,3 +268,75 @@ def test_index_with_a_limit_ends_as_index_does(tmp_path: Path) -> None:
     words = "leave --jobs, --out, --share, --index-field, --again out"
     for more in (["--again"], ["--jobs", "2"]):
         assert words in run("index", shard, "--limit", "5", *more).stderr
+
+
+# `orchdata doctor`: what it says is so, and what is broken makes it fail.
+
+
+def findings() -> tuple[int, dict[str, dict[str, str]]]:
+    result = run("doctor", "--json")
+    return result.exit_code, {each["name"]: each for each in json.loads(result.stdout)["findings"]}
+
+
+def test_a_machine_that_works(private_cache: Path) -> None:
+    code, by_name = findings()
+    assert code == 0
+    assert by_name["numpy"]["found"] == version("numpy")
+    assert by_name["cache folder"]["found"].startswith(f"{private_cache}: ")
+    assert not [each for each in by_name.values() if each["verdict"] == "broken"]
+    printed = run("doctor").stdout
+    assert printed.splitlines()[-1] == "all that loading needs is here"
+    assert "\x1b" not in printed
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_a_cache_folder_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "file"))
+    code, by_name = findings()
+    assert (code, by_name["cache folder"]["verdict"]) == (1, "broken")
+    assert run("doctor").stdout.splitlines()[-1] == "1 broken"
+
+
+@pytest.mark.parametrize(
+    ("package", "error", "verdict", "hint"),
+    [
+        ("transformers", PackageNotFoundError("transformers"), "missing", "pip install"),
+        ("av", OSError("libavcodec.so.62: no such file"), "missing", "pip install --force-reinstall --no-deps 'av"),
+        ("torchaudio", RuntimeError("made for\nanother torch"), "missing", "pip install --force-reinstall"),
+        ("soundfile", OSError("libsndfile.so.1"), "broken", "pip install --force-reinstall --no-deps 'soundfile"),
+        ("pyarrow", ModuleNotFoundError("no C", name="planted_c"), "broken", "pip install 'planted_c'"),
+    ],
+)
+def test_only_a_package_that_loading_needs_is_broken(
+    monkeypatch: pytest.MonkeyPatch, package: str, error: Exception, verdict: str, hint: str
+) -> None:
+    imported = machine.importlib.import_module
+
+    def failing(name: str, *given: Any, **options: Any) -> Any:
+        if name == package:
+            raise error
+        return imported(name, *given, **options)
+
+    monkeypatch.setattr(machine.importlib, "import_module", failing)
+    code, by_name = findings()
+    assert (code, by_name[package]["verdict"]) == (int(verdict == "broken"), verdict)
+    assert " ".join(str(error).split()) in by_name[package]["found"]
+    assert by_name[package]["hint"].startswith(hint)
+
+
+# What long work shows on stderr: a bar in a notebook; elsewhere lines, after two seconds and every half minute.
+
+
+def test_without_a_terminal_a_line_is_written_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress_bar("indexing") as advance:
+        for now[0] in (101.0, 110.0, 131.0, 140.0, 162.0):
+            advance(now[0] / 100, 4)
+    assert capsys.readouterr().err.splitlines() == [
+        "indexing: 1.1 of 4 (28%)",
+        "indexing: 1.4 of 4 (35%)",
+    ]

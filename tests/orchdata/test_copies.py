@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("same_cache")
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> od.ShardDataset:
-    dataset = od.ShardDataset(omni_shards(tmp_path_factory.mktemp("omni"), shards=2, samples=20), RECIPE)
+    dataset = od.ShardDataset(omni_shards(tmp_path_factory.mktemp("omni"), shards=2, samples=14), RECIPE)
     dataset.index()
     return dataset
 

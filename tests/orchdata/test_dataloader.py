@@ -1,19 +1,25 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
 import warnings
 import weakref
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from forked_program import run_forked
 from map_dataset import Numbers
 from shard_factory import omni_shards, write_shard
+from torch import Tensor
+from torch.utils.data import default_collate, default_convert
 
 import orchdata as od
 
@@ -265,3 +271,107 @@ def test_quarantine_from_a_file(dataset: od.ShardDataset, tmp_path: Path) -> Non
 def test_bad_arguments(dataset: od.ShardDataset, options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         loader(dataset, **options)
+
+
+# Loaders without a step: a warning says why and what to change, and a filter that leaves nothing is an error.
+
+
+def texts(folder: Path, name: str = "a") -> od.ShardDataset:
+    path = folder / f"{name}.tar"
+    if not path.exists():  # written once: a file with another time would be measured again
+        write_shard(path, [{"__key__": f"{name}{number}", "txt": b"x" * (number + 1)} for number in range(20)])
+    data = od.ShardDataset(path)
+    data.index()  # which one rank of several would not build
+    return data
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        ({"batch_size": 50}, "20 usable rows of 20 samples, global_batch_size=50 over all ranks"),
+        ({"batch_size": 5, "dp": (1, 8)}, "20 usable rows of 20 samples, global_batch_size=40 over all ranks"),
+        ({"global_batch_tokens": 10**6}, "20 usable rows of 20 samples, global_batch_tokens=1000000 over all ranks"),
+    ],
+)
+def test_a_batch_larger_than_the_data_warns_once(tmp_path: Path, options: dict[str, Any], size: str) -> None:
+    with pytest.warns(UserWarning, match=f"no steps: {size}, drop_last=True: make the batch smaller, or leave out"):
+        loader = od.DataLoader(texts(tmp_path), drop_last=True, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert (len(loader), list(loader), list(loader)) == (0, [], [])
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (2, 4)])
+def test_a_choice_that_leaves_nothing_is_an_error_of_the_iteration(tmp_path: Path, ranks: tuple[int, int]) -> None:
+    chosen = texts(tmp_path).filter("tokens > 900").split("train", 0.5)
+    said = "no sample is chosen by filter='tokens > 900', split='train', fraction=0.5, seed=0"
+    with pytest.warns(UserWarning, match=f"the loader has no steps: {said}"):
+        loader = od.DataLoader(chosen, batch_size=2, dp=ranks)
+    assert len(loader) == 0
+    for iterate in (loader, loader.steps()):
+        with pytest.raises(ValueError, match=f"{said}, so there is no step to iterate: choose other bounds"):
+            iter(iterate)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("collate", [default_collate, default_convert, partial(default_collate)])
+def test_torchs_own_collate_fn_is_refused_for_shards(tmp_path: Path, collate: Any) -> None:
+    dataset = texts(tmp_path)
+    name = getattr(collate, "func", collate).__name__
+    for data in (dataset, od.Mixture({"a": od.Source(dataset)})):
+        with pytest.raises(TypeError, match=rf"collate_fn={name} takes tensors, .*pass od.Padded\(\)"):
+            od.DataLoader(data, batch_size=2, collate_fn=collate)
+    assert len(list(od.DataLoader([1, 2, 3, 4], batch_size=2, collate_fn=collate))) == 2
+
+
+# The evaluation loop of docs/training.md gives the mean over all tokens, however samples are distributed.
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "training.md"
+WHOLE_BATCH = 100
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = torch.nn.Embedding(260, 8), torch.nn.Linear(8, 260)
+        self.double()
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **_: Any) -> SimpleNamespace:
+        logits = self.head(self.embed(input_ids)).reshape(-1, 260)
+        return SimpleNamespace(loss_sum=F.cross_entropy(logits[:-1], labels.flatten()[1:], reduction="sum"))
+
+
+def evaluate(model: Model, loader: od.DataLoader, other_ranks: list[Tensor]) -> float:
+    """Call the page's function as one of several ranks; appends this rank's sums to those of the others."""
+    (block,) = re.findall(r"^```python\n([^`]*?def evaluate[^`]*?)^```", PAGE.read_text(), re.MULTILINE)
+
+    def all_reduce(sums: Tensor) -> None:
+        mine = sums.clone()
+        for each in other_ranks:
+            sums += each
+        other_ranks.append(mine)
+
+    names: dict[str, Any] = {}
+    exec(block, names)
+    names["dist"] = SimpleNamespace(is_initialized=lambda: True, all_reduce=all_reduce)
+    return float(names["evaluate"](model, loader))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_the_loop_gives_the_mean_over_all_tokens(tmp_path: Path, num_ranks: int) -> None:
+    samples = [{"__key__": f"s{n}", "txt": bytes(range(65, 68 + 7 * (n % 5)))} for n in range(13)]
+    data = od.ShardDataset(write_shard(tmp_path / "a.tar", samples), recipe=od.Recipe(image=None, audio=None))
+    model = Model()
+    (whole,) = od.DataLoader(data, batch_size=WHOLE_BATCH)
+    expected = model(**whole.model_inputs()).loss_sum.item() / whole.loss_tokens
+
+    loaders = [
+        od.DataLoader(data, batch_size=2, dp=(rank, num_ranks), balance=od.Balance(max_tokens=40))
+        for rank in range(num_ranks)
+    ]
+    for _ in range(2):  # the second time from the first sample again
+        sums: list[Tensor] = []
+        found = [evaluate(model, loader, sums) for loader in loaders][-1]
+        assert found == pytest.approx(expected, rel=1e-12)
+        assert sum(int(each[1]) for each in sums) == whole.loss_tokens

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from delivered_once import tar_keys, wrong_deliveries
-from global_digest import global_batch
+from digests import global_batch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rank_loaders import rows_of

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from global_digest import content
+from digests import content
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shard_factory import RECIPE, omni_shards, write_shard
@@ -147,13 +147,6 @@ RUNS = {"kind": kinds, "stretched": stretches, "size": sizes, "scope": scopes, "
 
 
 @pytest.mark.slow
-@settings(UNHURRIED, max_examples=12)
-@given(**RUNS)
-def test_any_run_is_the_undisturbed_one(data: Any, **given: Any) -> None:
-    check_run(data, **given)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @settings(UNHURRIED, max_examples=80)
 @given(**RUNS)
@@ -164,7 +157,7 @@ def test_very_many_runs_are_the_undisturbed_one(data: Any, **given: Any) -> None
 @pytest.mark.parametrize("stop", ["all", "repeat"])
 def test_a_resume_at_every_step_and_a_second_one(data: dict[str, od.ShardDataset], stop: str) -> None:
     mixed = mixture(data, stop=stop, by="tokens", staged=True, weights=(3, 1, 4, 1, 5))
-    options = {"shuffle": od.Shuffle(streams=2), "global_batch_tokens": 700}
+    options = {"shuffle": od.Shuffle(streams=2), "global_batch_tokens": 1000}
     undisturbed = run(mixed, [Stretch(1, 0, 0)], **options)
     for position in range(len(undisturbed)):
         cut = [Stretch(2, 1, position), Stretch((8, 1, 3)[position % 3], position, 2), Stretch(3, 0, 0)]

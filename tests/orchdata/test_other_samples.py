@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +15,6 @@ from rank_loaders import Steps, loaders, steps_of
 from shard_factory import write_shard
 
 import orchdata as od
-from orchdata.dataset.shards import SourceRows
 
 pytestmark = pytest.mark.usefixtures("same_cache")
 
@@ -181,55 +177,3 @@ def test_damage_is_an_error_that_says_so(name: str, value: Any, folder: Path) ->
         loaders_of("samples", folder, 1, state)
     with pytest.raises(od.StateError, match="damaged: its 'rows'"):
         loaders_of("samples", folder, 1, state | {"rows": []})
-
-
-def made_up(draw: random.Random, num_rows: int, excluded: set[int], renamed: Sequence[int] = ()) -> SourceRows:
-    """Rows of five shards, some without a row."""
-    keys = [f"key {row}{'!' * (row in renamed)}".encode() for row in range(num_rows)]
-    offsets = np.append(0, np.cumsum([len(key) for key in keys]))
-    index = SimpleNamespace(
-        shard_rows=np.array([0, *sorted(draw.choices(range(num_rows + 1), k=4)), num_rows]),
-        shards=[SimpleNamespace(url=f"{number}.tar") for number in range(5)],
-        keys=lambda start, stop: (
-            offsets[start : stop + 1] - offsets[start],
-            np.frombuffer(b"".join(keys[start:stop]), np.uint8),
-        ),
-        piece=np.zeros(num_rows, np.int32),
-        is_split=False,
-    )
-    return SourceRows(
-        name="",
-        index=index,  # type: ignore[arg-type]
-        num_rows=num_rows,
-        excluded=np.array(sorted(excluded), np.int64),
-        excluded_digest="",
-        by_tokens=False,
-    )
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_the_shards_of_the_first_change_are_named(seed: int) -> None:
-    draw = random.Random(seed)
-    num_rows = draw.choice([1, 5, 63, 64, 65, 200, 1000])
-    before = {row for row in range(num_rows) if draw.random() < draw.choice([0, 0.2])}
-    then = made_up(random.Random(seed), num_rows, before)
-    assert then.change_since(made_up(random.Random(seed), num_rows, before).digest) == ""
-    row = draw.randrange(num_rows)
-    if row in before or draw.random() < 0.7:
-        now = made_up(random.Random(seed), num_rows, before ^ {row})
-        assert f"{then.num_usable:,} in the state and {now.num_usable:,} here" in now.change_since(then.digest)
-    else:
-        now = made_up(random.Random(seed), num_rows, before, [row])
-    first, last = (int(np.searchsorted(now.index.shard_rows, at, side="right")) - 1 for at in (row, num_rows - 1))
-    words = now.change_since(then.digest)
-    named = words.rpartition("first in ")[2]
-    assert f"{first}.tar" in named or ("more shards" in named and first > 2), words
-    if num_rows > 500 and first not in (0, last):  # a run is a 64th of it
-        assert named.count(".tar") <= 3
-
-
-def test_a_sample_in_another_shard_is_another_one() -> None:
-    one = made_up(random.Random(1), 100, set())
-    shard_rows = one.index.shard_rows + np.array([0, 0, 1, 0, 0, 0])
-    other = replace(one, index=SimpleNamespace(**{**vars(one.index), "shard_rows": shard_rows}))  # type: ignore[arg-type]
-    assert other.change_since(one.digest) and not one.change_since(one.digest)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fault_trials import batch_digest
+from digests import digest
 from rank_loaders import loaders
 from shard_factory import RECIPE, omni_shards
 from torch.utils.data import BatchSampler, RandomSampler
@@ -28,7 +28,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> od.
 
 
 def digests(step: list[Any]) -> list[str]:
-    return [batch_digest(batch) for batch in step]
+    return [digest(batch) for batch in step]
 
 
 @pytest.mark.parametrize(

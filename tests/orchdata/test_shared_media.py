@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from digests import digest
 from hf_families.families import FAMILIES
 from hf_families.samples import made_up, write_samples
-from mesh_job import digest
 from rank_jobs import run_ranks
 from shard_factory import RECIPE, audio, jpeg, write_shard
 from shared_media_job import __file__ as JOB
@@ -42,7 +42,7 @@ def shard(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> str:
     return shard
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 4])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, shard: str) -> Any:
     family = FAMILIES["qwen2_5_vl"]
     shards = write_samples(family, made_up(family, 9, 1), tmp_path_factory.mktemp("family"))

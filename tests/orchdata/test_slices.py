@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from mesh_job import digest
+from digests import digest
 
 import orchdata as od
 from orchdata.batch.tensors import whole_lengths

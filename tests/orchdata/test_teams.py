@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mesh_job import digest
+from digests import digest
 from rank_jobs import run_ranks
 from teams_job import RECIPE, SIZE, loader
 from teams_job import __file__ as JOB
@@ -147,7 +147,7 @@ def test_the_code_of_the_page_counts_each_label_once(texts: str, monkeypatch: py
         assert counted == batch.plan.loss_tokens
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 4])
 def ranks(request: pytest.FixtureRequest, texts: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     kept = {"ORCHDATA_CACHE": os.environ["ORCHDATA_CACHE"]}
     return run_ranks(JOB, texts, num_ranks=request.param, folder=tmp_path_factory.mktemp("job"), environment=kept)

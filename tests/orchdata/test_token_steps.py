@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from delivered_once import tar_keys, wrong_deliveries
-from global_digest import global_batch
+from digests import global_batch
 from rank_loaders import BUDGET, loaders, rows_of, steps_of
 from shard_factory import RECIPE, omni_shards
 

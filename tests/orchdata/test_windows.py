@@ -21,6 +21,8 @@ from shard_factory import omni_shards
 import orchdata as od
 from orchdata.batch.batch import Batch
 
+pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
+
 LENGTH, WINDOWS = 64, 6
 ORDER: dict[str, Any] = {"shuffle": True, "seed": 3}
 SIZES = [1, 1, 2, 3, 40, LENGTH - 1, LENGTH, LENGTH + 1, 150, 400, 5 * LENGTH]

@@ -82,25 +82,6 @@ def test_values_and_bytes_are_counted(file: Path, monkeypatch: pytest.MonkeyPatc
         read_yaml(file)
 
 
-def test_names_are_compared_in_time_that_grows_with_their_number(file: Path) -> None:
-    """Once, each name was counted among all of them."""
-
-    class Name(str):
-        compared = 0
-
-        def __eq__(self, other: object) -> bool:
-            Name.compared += 1
-            return str.__eq__(self, other)
-
-        __hash__ = str.__hash__
-
-    node = yaml_file.yaml.compose("{" + ", ".join(f"n{i}: 1" for i in range(1000)) + "}")
-    for name, _ in node.value:
-        name.value = Name(name.value)
-    yaml_file._Loader("").construct_mapping(node)
-    assert Name.compared < 5_000
-
-
 def test_braces_that_stand_for_too_many_paths_are_refused(file: Path) -> None:
     file.write_text(f'sources: {{web: {{paths: "{"{a,b}" * 40}.tar", weight: 1}}}}')
     with pytest.raises(ValueError, match=r"a\.yaml: .*its braces stand for more than 1,000,000 paths.*give a glob"):

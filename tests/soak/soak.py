@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 from delivered_once import tar_keys, wrong_deliveries
-from global_digest import Content, content, joined
+from digests import Content, content, joined
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
@@ -114,12 +114,7 @@ class Found:
 
 
 class Soak:
-    """Launches in turn.
-
-    Args:
-        folder: of its own.
-        workers: numbers of worker processes to choose from.
-    """
+    """Launches in turn."""
 
     def __init__(self, folder: Path, seed: int, workers: list[int]) -> None:
         self._random = random.Random(seed)

@@ -84,11 +84,7 @@ def reference(
     marks: dict[str, str] | None = None,
     **inputs: Any,
 ) -> Tokens:
-    """What transformers makes of it; the answers numbered `masked` go without loss.
-
-    Args:
-        marks: mark of media -> what stands for it in the text.
-    """
+    """What transformers makes of it; the answers numbered `masked` go without loss."""
     if not masked and not marks:
         found = tokenizer.apply_chat_template(
             messages,

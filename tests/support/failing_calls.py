@@ -111,9 +111,6 @@ def every_point(trace: Sequence[Sequence[str]], name: str) -> list[Fault]:
 
     The call fails for a moment and for good, each time with another errno, of all there are; a read or a write is cut.
     The process ends at each call that changes something on the disk: before all others it leaves what it leaves there.
-
-    Args:
-        name: of the run: another one begins with another errno.
     """
     points, turn = [], zlib.crc32(name.encode())
     for nth, (kind, _, path) in enumerate(trace, 1):

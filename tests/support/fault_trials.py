@@ -25,14 +25,14 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import fault_data
 import numpy as np
 import torch
+from digests import digest
 from failing_calls import Control, Fault
 from shard_factory import RECIPE
 
@@ -52,28 +52,6 @@ def index_digest(index: Index) -> str:
     shards = [(os.path.basename(shard.url), shard.size, shard.checksum) for shard in index.shards]
     failures = [index.failure(int(row)).args for row in index.bad_rows()]
     return _digest(json.dumps([held, shards, failures, index.totals, list(index.fields)], sort_keys=True))
-
-
-def batch_digest(batch: Any) -> str:
-    """Of every tensor of a batch, and its keys."""
-    digest = hashlib.blake2b(digest_size=8)
-
-    def add(name: str, value: Any) -> None:
-        digest.update(name.encode())
-        if isinstance(value, torch.Tensor):
-            digest.update(str((value.dtype, tuple(value.shape))).encode() + value.contiguous().numpy().tobytes())
-        elif isinstance(value, Mapping):
-            for key, held in value.items():
-                add(str(key), held)
-        elif is_dataclass(value) and not isinstance(value, type):
-            for field in fields(value):
-                if field.name not in ("plan", "route"):  # what they say is in the tensors
-                    add(field.name, getattr(value, field.name))
-        else:
-            digest.update(repr(value).encode())
-
-    add("batch", batch)
-    return digest.hexdigest()
 
 
 def _digest(text: str) -> str:
@@ -138,7 +116,7 @@ class Trial:
 
     def delivered(self, loader: od.DataLoader) -> str:
         for batch in loader:
-            self.batches.append(batch_digest(batch))
+            self.batches.append(digest(batch, without=("plan", "route")))  # what they say is in the tensors
             self.keys += [key for _, key in batch.sample_ids]
         failures = loader.stats()["failures"]
         self.failures = [json.dumps(failure) for failure in failures["samples"]]

@@ -25,17 +25,11 @@ _IN_MEDIA = ("cu_seqlens", "mask", "token_places", "valid")
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCase:
-    """Plans of a loader.
+    """Plans of a loader."""
 
-    Attributes:
-        make: makes the loader.
-        ranks: each number of ranks that is planned for.
-        steps: (epoch, step) of each plan.
-    """
-
-    make: Make
-    ranks: tuple[int, ...] = (1, 5, 8)
-    steps: tuple[tuple[int, int], ...] = ((0, 0), (3, 1))
+    make: Make  # makes the loader
+    ranks: tuple[int, ...] = (1, 5, 8)  # each number of ranks that is planned for
+    steps: tuple[tuple[int, int], ...] = ((0, 0), (3, 1))  # (epoch, step) of each plan
 
     def stored(self, data: GoldenData) -> dict[str, str]:
         """The hash of each plan, and its number of microbatches."""
@@ -50,19 +44,12 @@ class PlanCase:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchCase:
-    """Microbatches of a loader.
+    """Microbatches of a loader."""
 
-    Attributes:
-        make: makes the loader.
-        ranks: of the job.
-        step: of epoch 1.
-        options: of the loader, besides those of `make`.
-    """
-
-    make: Make
-    ranks: int = 1
-    step: int = 1
-    options: Mapping[str, Any] = field(default_factory=dict)
+    make: Make  # makes the loader
+    ranks: int = 1  # of the job
+    step: int = 1  # of epoch 1
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the loader, besides those of `make`
 
     def stored(self, data: GoldenData) -> dict[str, Any]:
         """By rank, what each of its microbatches has."""

@@ -62,11 +62,7 @@ def draw(*numbers: int) -> int:
 
 
 class GoldenData:
-    """The shards in a folder, and the data sets over them.
-
-    Args:
-        folder: the shards are written there.
-    """
+    """The shards in a folder, and the data sets over them."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -32,40 +32,24 @@ Make = Callable[..., od.DataLoader]
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A loader that goes on from the state of another one, which had other arguments.
+    """A loader that goes on from the state of another one, which had other arguments."""
 
-    Attributes:
-        make: the first loader.
-        steps: that it delivers.
-        allow: of `load_state_dict`.
-    """
-
-    make: Make
-    steps: int
-    allow: Sequence[str] = ()
+    make: Make  # the first loader
+    steps: int  # that it delivers
+    allow: Sequence[str] = ()  # of `load_state_dict`
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateCase:
-    """A state of a loader.
+    """A state of a loader."""
 
-    Attributes:
-        make: makes the loader from the data; its keywords are further arguments of the loader.
-        steps: delivered before the state is taken; None: all of the epoch, up to its end.
-        set_epoch: the epoch that the loader is put to before.
-        whole: epochs that it goes through before.
-        following: steps that are stored, those of later epochs among them.
-        since: the run that it goes on with.
-        put: replaces entries of the state.
-    """
-
-    make: Make
-    steps: int | None
-    set_epoch: int = 0
-    whole: int = 0
-    following: int = 4
-    since: Change | None = None
-    put: Mapping[str, Any] | None = None
+    make: Make  # makes the loader from the data; its keywords are further arguments of the loader
+    steps: int | None  # delivered before the state is taken; None: all of the epoch, up to its end
+    set_epoch: int = 0  # the epoch that the loader is put to before
+    whole: int = 0  # epochs that it goes through before
+    following: int = 4  # steps that are stored, those of later epochs among them
+    since: Change | None = None  # the run that it goes on with
+    put: Mapping[str, Any] | None = None  # replaces entries of the state
 
     def stored(self, data: GoldenData) -> dict[str, Any]:
         """The state, and what follows it."""

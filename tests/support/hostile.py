@@ -22,23 +22,14 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class HostileSample:
-    """One sample.
+    """One sample."""
 
-    Attributes:
-        name: what it is.
-        fate: what must become of it.
-        fields: its members, made when asked for: they may be large.
-        reason: an expression that the reason of a failure matches.
-        key: its own, where the key is what is hostile.
-        heavy: takes seconds to make or to look through.
-    """
-
-    name: str
-    fate: str
-    fields: Callable[[], Mapping[str, bytes]]
-    reason: str = ""
-    key: str | None = None
-    heavy: bool = False
+    name: str  # what it is
+    fate: str  # what must become of it
+    fields: Callable[[], Mapping[str, bytes]]  # its members, made when asked for: they may be large
+    reason: str = ""  # an expression that the reason of a failure matches
+    key: str | None = None  # its own, where the key is what is hostile
+    heavy: bool = False  # takes seconds to make or to look through
 
 
 def next_to(text: bytes) -> Callable[..., HostileSample]:

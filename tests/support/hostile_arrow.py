@@ -93,11 +93,7 @@ def written(table: pa.Table, *, rows: int = ROWS // 2, file: bool = False, optio
 
 
 def try_cases(folder: Path, cases: Sequence[Case], *, end_at: int = -1) -> str:
-    """What was wrong with the first case that went wrong; nothing where none did.
-
-    Args:
-        end_at: the case at which the child ends itself, to see that it is reported.
-    """
+    """What was wrong with the first case that went wrong; nothing where none did."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, case in enumerate(cases):
         (folder / f"{number}.arrow").write_bytes(case.data)

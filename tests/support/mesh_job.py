@@ -5,27 +5,25 @@ mesh_job.py SUITE SHARDS_FOLDER
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from digests import digest
 from map_dataset import Numbers
-from rank_jobs import PATIENCE, run_rank, run_ranks
+from rank_jobs import PATIENCE, message, run_rank, run_ranks
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -169,7 +167,7 @@ class Job:
             "split list": first({}, data=items[self.rank :: 2]),
             "tuple": first({"seed": 1, "dp": (0, 1)}, {"seed": 2, "dp": (0, 1)}),
         }
-        with environment("LOCAL_WORLD_SIZE", "1" if odd else "2"):
+        with patch.dict(os.environ, LOCAL_WORLD_SIZE="1" if odd else "2"):
             found["node"] = first({"balance": "grouped"})
         whole = self.loader(None)
         states = []
@@ -307,15 +305,6 @@ def num_threads() -> int:
     return sum(each.name != "orchdata finalizers" for each in threading.enumerate())
 
 
-def message(act: Callable[[], Any]) -> str | None:
-    """The error of `act`, with its type."""
-    try:
-        act()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
 @contextmanager
 def other_plans(here: bool) -> Any:
     """As if this rank planned otherwise."""
@@ -326,48 +315,6 @@ def other_plans(here: bool) -> Any:
         yield
     finally:
         Plan.hash = original  # type: ignore[misc]
-
-
-@contextmanager
-def environment(name: str, value: str) -> Any:
-    before = os.environ[name]
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ[name] = before
-
-
-def digest(value: Any) -> str:
-    """Of all that a batch holds, to the bit."""
-    found = hashlib.blake2b(digest_size=8)
-    for part in _parts(value):
-        found.update(part)
-    return found.hexdigest()
-
-
-def _parts(value: Any) -> Any:
-    if isinstance(value, Plan):
-        yield value.hash.encode()
-    elif isinstance(value, torch.Tensor):
-        yield f"{value.dtype}{tuple(value.shape)}".encode()
-        yield value.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, np.ndarray):
-        yield from _parts(torch.from_numpy(value))
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield field.name.encode()
-            yield from _parts(getattr(value, field.name))
-    elif isinstance(value, Mapping):
-        for name, item in value.items():
-            yield str(name).encode()
-            yield from _parts(item)
-    elif isinstance(value, (list, tuple)):
-        yield f"{type(value)}{len(value)}".encode()
-        for item in value:
-            yield from _parts(item)
-    else:
-        yield repr(value).encode()
 
 
 if __name__ == "__main__":

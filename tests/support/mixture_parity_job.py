@@ -37,21 +37,15 @@ LAYOUTS: dict[str, od.Packed | od.Padded] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One way of training.
+    """One way of training."""
 
-    Attributes:
-        wrapper: None is a single process that has every sample, and counts and weighs its loss by itself.
-        data: "omni" alone, or all in a "mixture" with loss weights.
-        measure: of steps: "tokens" or "samples".
-        loss: "global", or one that is wrong: "unweighted" sums, "plain" denominators, or means of each "rank".
-    """
-
-    wrapper: str | None
+    wrapper: str | None  # None is a single process that has every sample, and counts and weighs its loss by itself
     assignment: str = "joint"
     layout: str = "packed"
-    data: str = "mixture"
-    measure: str = "tokens"
+    data: str = "mixture"  # "omni" alone, or all in a "mixture" with loss weights
+    measure: str = "tokens"  # of steps: "tokens" or "samples"
     capped: bool = False
+    # "global", or one that is wrong: "unweighted" sums, "plain" denominators, or means of each "rank".
     loss: str = "global"
 
     def __str__(self) -> str:

@@ -75,11 +75,7 @@ def pairs_of(case: Case) -> set[Any]:
 
 
 def cover(chosen: list[Case], cases: Iterable[Case], of: Callable[[Case], set[Any]]) -> list[Case]:
-    """`chosen`, and of `cases` those that bring the most of what is still missing, until nothing is.
-
-    Args:
-        of: what of a case is to be covered: `values_of` or `pairs_of`.
-    """
+    """`chosen`, and of `cases` those that bring the most of what is still missing, until nothing is."""
     left = list(cases)
     missing = set[Any]().union(*map(of, left)) - set[Any]().union(*map(of, chosen))
     chosen = list(chosen)

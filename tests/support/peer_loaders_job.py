@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rank_jobs import FSDP2_RUNS, run_rank
+from rank_jobs import FSDP2_RUNS, message, run_rank
 from rounds_job import CONFIG, LM, Both, distance
 from shard_factory import RECIPE
 from torch import Tensor
@@ -188,14 +188,6 @@ def by_hand(shards: str, dp: od.DataParallel) -> list[int]:
     loader = make_loader(shards, dp)
     loader._runtime.context.delivery._failed_parts = None
     return [batch.mask_failed(dp).loss_tokens for batch in loader]
-
-
-def message(act: Any) -> str:
-    try:
-        act()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def killed(shards: str, folder: str) -> None:

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from mesh_job import Found, digest
+from digests import digest
+from mesh_job import Found
 from padded_model import PaddedLM
 from rank_jobs import run_rank
 from shard_factory import RECIPE

@@ -34,19 +34,12 @@ class Hunk:
 
 @dataclass(frozen=True)
 class Fault:
-    """One patch.
+    """One patch."""
 
-    Attributes:
-        name: of its file.
-        tests: ids of the tests of which one must fail.
-        loses: what a user would lose.
-        hunks: the mutation.
-    """
-
-    name: str
-    tests: tuple[str, ...]
-    loses: str
-    hunks: tuple[Hunk, ...]
+    name: str  # of its file
+    tests: tuple[str, ...]  # ids of the tests of which one must fail
+    loses: str  # what a user would lose
+    hunks: tuple[Hunk, ...]  # the mutation
 
     @property
     def paths(self) -> tuple[str, ...]:

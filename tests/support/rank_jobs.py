@@ -52,17 +52,7 @@ def run_ranks(
     lost: Collection[int] = (),
     limit_seconds: float = LIMIT_SECONDS,
 ) -> list[Any]:
-    """What each rank's `work(*arguments)` returned; None for those in `lost`, which must end or stop without a word.
-
-    Args:
-        script: a file that calls `run_rank`.
-        folder: takes what the ranks write, a log each.
-        environment: set for the ranks, besides this process's own and what torchrun would set.
-        limit_seconds: after which a job hangs.
-
-    Raises:
-        RanksFailed: another rank has no result, or one of `lost` has.
-    """
+    """What each rank's `work(*arguments)` returned; None for those in `lost`, which must end or stop without a word."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's, it outlives ranks
     own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     own |= {"TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
@@ -127,6 +117,22 @@ def run_rank(
         result.write(text)
     sys.stdin.read()
     os._exit(0)
+
+
+def made_on_rank_0(like: torch.Tensor, make: Callable[..., torch.Tensor], *given: object) -> torch.Tensor:
+    """A reference that is the same on all ranks, computed once."""
+    made = make(*given) if dist.get_rank() == 0 else torch.empty_like(like)
+    dist.broadcast(made, 0)
+    return made
+
+
+def message(act: Callable[[], Any]) -> str | None:
+    """The error of `act`, with its type."""
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def store_on_rank_0() -> dist.TCPStore:

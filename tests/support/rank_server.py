@@ -47,11 +47,7 @@ IMPORTED = (
 
 
 class Server:
-    """A process that forks ranks until those who use it have ended. It is no child of any: tests look at those.
-
-    Args:
-        number: servers of other numbers are other processes.
-    """
+    """A process that forks ranks until those who use it have ended. It is no child of any: tests look at those."""
 
     def __init__(self, number: int) -> None:
         self._codes: dict[int, int] = {}

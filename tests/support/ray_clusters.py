@@ -22,16 +22,11 @@ _STORE_BYTES = 128 << 20
 
 @dataclass(frozen=True)
 class TestCluster:
-    """A running cluster.
-
-    Attributes:
-        address: for `ray.init`, or RAY_ADDRESS.
-        caches: the cache folder of each node.
-    """
+    """A running cluster."""
 
     __test__ = False
-    address: str
-    caches: tuple[Path, ...]
+    address: str  # for `ray.init`, or RAY_ADDRESS
+    caches: tuple[Path, ...]  # the cache folder of each node
     cluster: Any
 
 

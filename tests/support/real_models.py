@@ -20,21 +20,13 @@ ATTENTION = ("aten.bmm", "aten.baddbmm")
 
 @dataclass(frozen=True)
 class RealModel:
-    """A published model.
+    """A published model."""
 
-    Attributes:
-        config: what its config.json says of the phase.
-        phase: "llm", "image" or "audio".
-        count: (transformers config, length) -> (positions, operations forward).
-        lengths: positions, or (height, width) of a grid.
-        wrong: sizes that must miss: each test shows that it can fail.
-    """
-
-    config: dict[str, Any]
-    phase: str
-    count: Callable[[Any, Any], tuple[int, float]]
-    lengths: tuple[Any, ...]
-    wrong: Mapping[str, Any]
+    config: dict[str, Any]  # what its config.json says of the phase
+    phase: str  # "llm", "image" or "audio"
+    count: Callable[[Any, Any], tuple[int, float]]  # (transformers config, length) -> (positions, operations forward)
+    lengths: tuple[Any, ...]  # positions, or (height, width) of a grid
+    wrong: Mapping[str, Any]  # sizes that must miss: each test shows that it can fail
     unused: Mapping[str, Any] = field(default_factory=dict)
 
     def make_config(self, **changed: Any) -> Any:

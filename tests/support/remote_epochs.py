@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import numpy as np
-import torch
+from digests import digest
 from servers.http_server import HttpServer
 from servers.s3_server import S3Server
 from shard_factory import RECIPE, omni_shards
@@ -21,12 +18,7 @@ LOADER: dict[str, Any] = {"batch_size": 4, "seed": 3, "shuffle": True}
 
 
 class Epochs:
-    """Some shards on this machine, and what an epoch over them gives.
-
-    Args:
-        folder: of the test.
-        shards, samples: how many shards, and samples in each.
-    """
+    """Some shards on this machine, and what an epoch over them gives."""
 
     def __init__(self, folder: Path, *, shards: int = 3, samples: int = 20) -> None:
         self.paths = omni_shards(folder, shards=shards, samples=samples)
@@ -54,40 +46,13 @@ def epoch(dataset: Any, **options: Any) -> list[str]:
 
 
 def digests(batches: Iterable[Any]) -> list[str]:
-    return [digest(batch) for batch in batches]
-
-
-def digest(batch: Any) -> str:
-    """A digest of all in a batch but the places of its shards."""
-    out = hashlib.blake2b(digest_size=12)
-    for field in fields(batch):
-        if field.name == "sample_ids":
-            out.update(repr([(base_name(url), key) for url, key in batch.sample_ids]).encode())
-        elif field.name != "plan":
-            _add(out, getattr(batch, field.name))
-    return out.hexdigest()
+    """Of all in each batch but the places of its shards."""
+    return [
+        digest([[(base_name(url), key) for url, key in batch.sample_ids], batch], without=("plan", "sample_ids"))
+        for batch in batches
+    ]
 
 
 def base_name(url: str) -> str:
     """The last component of a path or URL, decoded."""
     return unquote(Path(urlsplit(url).path or url).name)
-
-
-def _add(out: hashlib.blake2b, value: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        out.update(f"{value.dtype} {tuple(value.shape)} ".encode())
-        out.update(value.contiguous().view(torch.uint8).numpy().tobytes() if value.numel() else b"")
-    elif isinstance(value, np.ndarray):
-        out.update(f"{value.dtype} {value.shape} ".encode() + value.tobytes())
-    elif is_dataclass(value):
-        for field in fields(value):
-            _add(out, getattr(value, field.name))
-    elif isinstance(value, Mapping):
-        for name, each in value.items():
-            out.update(f"{name}: ".encode())
-            _add(out, each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            _add(out, each)
-    else:
-        out.update(f"{value!r} ".encode())

@@ -15,7 +15,7 @@ from hf_families.families import FAMILIES
 from hf_families.reference import float64
 from hf_families.through_orchdata import in_float64
 from padded_model import PaddedLM
-from rank_jobs import run_rank
+from rank_jobs import made_on_rank_0, run_rank
 from rounds_job import CONFIG, RECIPE, Encoders
 from team_attention_job import Block
 from team_attention_job import Case as Heads
@@ -75,6 +75,13 @@ def gradient(model: nn.Module, summed: bool = False) -> Tensor:
     return found
 
 
+def alone(model: Model, batch: od.Batch) -> Tensor:
+    features = {name: model.encoders(name, media) for name, media in batch.media.items()}
+    rows_in = {name: rows[: batch.route(name).num_rows_in] for name, rows in features.items()}
+    model.loss(batch, rows_in, None).backward()
+    return gradient(model)
+
+
 def case(shard: str, teams: od.Teams = TEAMS, spoilt: bool = False, **balance: Any) -> dict[str, Any]:
     """How far gradients of steps are from those of one rank, over the largest; how many samples and parts were cut."""
     model, rank, found = Model(), dist.get_rank(), {"distance": 0.0, "shared": 0, "torn": 0, "rounds": 0}
@@ -95,9 +102,7 @@ def case(shard: str, teams: od.Teams = TEAMS, spoilt: bool = False, **balance: A
                 model.loss(batch, features, attend).backward()
             held.backward()
         ours_now = gradient(model, summed=True)
-        features = {name: model.encoders(name, media) for name, media in one.media.items()}
-        model.loss(one, {name: rows[: one.route(name).num_rows_in] for name, rows in features.items()}, None).backward()
-        wanted = gradient(model)
+        wanted = made_on_rank_0(ours_now, alone, model, one)
         found["distance"] = max(found["distance"], float((ours_now - wanted).abs().max() / wanted.abs().max()))
     return found
 
@@ -135,10 +140,14 @@ def hugging_face(*shards: str) -> dict[str, Any]:
     common = {"global_batch_size": 3, "collate_fn": inputs, "cost": od.hf.cost(model.config), "num_threads": 0}
     ours = od.DataLoader(data, balance=od.Balance(assignment="per_phase", teams=TEAMS), **common)
     shared = 0
-    with float64():
+
+    def whole() -> Tensor:
         for one in od.DataLoader(data, dp=(0, 1), **common):
             od.hf.loss(model(**in_float64(one).model_inputs()), one).backward()
-        wanted = gradient(model)
+        return gradient(model)
+
+    with float64():
+        wanted = made_on_rank_0(gradient(model), whole)
         od.hf.share_attention(model, ours)
         for batch in map(in_float64, ours):
             features = od.hf.encode(model, batch)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from rank_jobs import run_rank
+from rank_jobs import made_on_rank_0, message, run_rank
 from teams_job import loader
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -136,14 +136,19 @@ def gradients(model: nn.Module) -> Tensor:
     return torch.cat([each.flatten() for each in whole])
 
 
-def distance(case: Case, attend: Any, accumulate: int = 2) -> float:
-    """How far gradients of all ranks are from those of one that has all sequences, over the largest."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    alone, model = Model(case), Model(case)
-    for _, _, lengths in SEQUENCES[size]:
+def whole(case: Case, num_ranks: int, accumulate: int) -> Tensor:
+    alone = Model(case)
+    for _, _, lengths in SEQUENCES[num_ranks]:
         for ids in map(ids_of, lengths):
             labels = F.pad(ids[1:], (0, 1), value=-100)
             (accumulate * alone(ids, torch.arange(len(ids)), labels, None, None)).backward()
+    return gradients(alone)
+
+
+def distance(case: Case, attend: Any, accumulate: int = 2) -> float:
+    """How far gradients of all ranks are from those of one that has all sequences, over the largest."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = Model(case)
     wrapped: nn.Module = DistributedDataParallel(model) if case.wrapper == "ddp" else model
     if case.wrapper == "fsdp2":
         for module in (*model.blocks, model):
@@ -154,7 +159,7 @@ def distance(case: Case, attend: Any, accumulate: int = 2) -> float:
     found = gradients(model) * (size if case.wrapper else 1)
     if not case.wrapper:
         dist.all_reduce(found)
-    wanted = gradients(alone)
+    wanted = made_on_rank_0(found, whole, case, size, accumulate)
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
@@ -205,21 +210,26 @@ def refusals(texts: str) -> dict[str, Any]:
 
     q = torch.zeros(3, size + 1, 2)
     found: dict[str, Any] = {
-        "heads": said(lambda: od.TeamAttention(ours)(q, q, q, microbatch(dist.get_rank(), size)[3])),
-        "no teams": said(lambda: od.TeamAttention(ours)(q, q, q, ())),
-        "a loader without teams": said(lambda: od.TeamAttention(loader(texts, None, balance="global"))),
-        "(rank, size)": said(lambda: od.TeamAttention(loader(texts, (0, size)))),
+        "heads": message(lambda: od.TeamAttention(ours)(q, q, q, microbatch(dist.get_rank(), size)[3])),
+        "no teams": message(lambda: od.TeamAttention(ours)(q, q, q, ())),
+        "a loader without teams": message(lambda: od.TeamAttention(loader(texts, None, balance="global"))),
+        "(rank, size)": message(lambda: od.TeamAttention(loader(texts, (0, size)))),
     }
     if size == 4:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-        found["pipeline"] = said(lambda: od.TeamAttention(loader(texts, mesh)))
+        found["pipeline"] = message(lambda: od.TeamAttention(loader(texts, mesh)))
         with_tp = loader(texts, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
         few = dist.new_group([0, 1])
-        found["groups of some"] = said(lambda: od.TeamAttention(with_tp))
+        found["groups of some"] = message(lambda: od.TeamAttention(with_tp))
         if few != dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(few)
         found["over tp"] = dist.get_process_group_ranks(od.TeamAttention(with_tp).group(2))
     return found
+
+
+def trained(model: nn.Module, batch: od.Batch) -> Tensor:
+    model(**batch.model_inputs()).loss.backward()
+    return gradients(model)
 
 
 def hugging_face(texts: str, way: str) -> dict[str, Any]:
@@ -240,7 +250,7 @@ def hugging_face(texts: str, way: str) -> dict[str, Any]:
     alone, worst, sizes = copy.deepcopy(model), 0.0, set()
     ours = loader(texts, None, "loader", collate_fn=inputs, accumulate=2)
     whole = loader(texts, (0, 1), collate_fn=inputs, balance="global")
-    refused = said(lambda: next(iter(ours)).model_inputs())
+    refused = message(lambda: next(iter(ours)).model_inputs())
     od.hf.share_attention(model, ours)
     for module in (*model.model.layers, model) if way == "fsdp2" else ():
         fully_shard(module)
@@ -250,11 +260,11 @@ def hugging_face(texts: str, way: str) -> dict[str, Any]:
         for batch in shared:
             sizes |= {team.size for team in batch.teams}
             wrapped(**batch.model_inputs()).loss.backward()
-        alone(**one.model_inputs()).loss.backward()
-        found, wanted = gradients(model), gradients(alone)
+        found = gradients(model)
         if way in ("", "checkpointed"):
             dist.all_reduce(found)
             found /= dist.get_world_size()
+        wanted = made_on_rank_0(found, trained, alone, one)
         worst = max(worst, float((found - wanted).abs().max() / wanted.abs().max()))
         model.zero_grad()
         alone.zero_grad()
@@ -330,16 +340,7 @@ def forgotten(texts: str) -> str:
     """What the loader of a plain model that does not attend in teams says."""
     given = iter(loader(texts, None, "loader"))
     next(given).model_inputs()
-    return said(lambda: next(given))
-
-
-def said(call: Any) -> str:
-    """The error of a call that must be refused."""
-    try:
-        call()
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return "nothing"
+    return message(lambda: next(given))
 
 
 def work(texts: str, chats: str) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from mesh_job import digest
-from rank_jobs import run_rank
+from digests import digest
+from rank_jobs import made_on_rank_0, run_rank
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -28,7 +28,7 @@ SIZE = 12
 def loader(texts: str, dp: Any, cut: Any = "trainer", **options: Any) -> od.DataLoader:
     """Steps of 12 texts, some longer than a rank's share. Two sources have the same ones but the longest."""
     data = od.ShardDataset(texts, RECIPE)
-    mixture = od.Mixture({"one": od.Source(data), "two": od.Source(data.filter("tokens < 3000"))}, stop="all")
+    mixture = od.Mixture({"one": od.Source(data), "two": od.Source(data.filter("tokens < 1900"))}, stop="all")
     cost = od.CostModel(llm=od.PhaseCost(1.0, 0.01))
     balance = od.Balance(teams=od.Teams(largest=8, cut=cut))
     given = {"global_batch_size": SIZE, "cost": cost, "balance": balance, "num_threads": 0} | options
@@ -67,14 +67,16 @@ class Model(torch.nn.Module):
         return torch.cat([loss.detach()[None], *gradients])
 
 
-def distance(texts: str, *, everywhere: bool) -> float:
+def distances(texts: str) -> dict[str, float]:
     """How far loss and gradients of steps are from those of one rank with all samples, over the largest."""
-    model, worst = Model(), 0.0
+    model, worst = Model(), {"apart": 0.0, "control": 0.0}
     place = dist.get_rank(), dist.get_world_size()
     for ours, whole in zip(loader(texts, place), loader(texts, (0, 1)), strict=True):
-        got, wanted = model.trained(ours, everywhere), model.trained(whole, True)
-        dist.all_reduce(got)
-        worst = max(worst, float((got / place[1] - wanted).abs().max() / wanted.abs().max()))
+        found = {name: model.trained(ours, name == "control") for name in worst}
+        wanted = made_on_rank_0(found["apart"], model.trained, whole, True)
+        for name, got in found.items():
+            dist.all_reduce(got)
+            worst[name] = max(worst[name], float((got / place[1] - wanted).abs().max() / wanted.abs().max()))
     return worst
 
 
@@ -118,8 +120,7 @@ def failing(texts: str, dp: Any, rank: int, most: int | None = None, cut: str = 
 def work(texts: str) -> dict[str, Any]:
     rank = dist.get_rank()
     found: dict[str, Any] = {
-        "apart": distance(texts, everywhere=False),
-        "control": distance(texts, everywhere=True),
+        **distances(texts),
         "failing": failing(texts, None, rank),
         "slices failing": failing(texts, None, rank, cut="loader"),
         "none allowed": failing(texts, None, rank, 0),

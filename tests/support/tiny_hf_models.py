@@ -17,16 +17,12 @@ GRID = (16, 24)
 
 @dataclass(frozen=True)
 class Family:
-    """A model and one part of each of its modalities.
+    """A model and one part of each of its modalities."""
 
-    Attributes:
-        name: of hf_families.
-        parts: phase -> (positions of the part, model -> its features, a tensor, and what else must join the loss).
-        changed: part of its configuration, name and value of settings that are otherwise.
-    """
-
-    name: str
+    name: str  # of hf_families
+    # Phase -> (positions of the part, model -> its features, a tensor, and what else must join the loss).
     parts: dict[str, tuple[int, Callable[[Any], tuple[torch.Tensor, list[torch.Tensor]]]]]
+    # Part of its configuration, name and value of settings that are otherwise.
     changed: tuple[tuple[str, str, Any], ...] = ()
 
     def make_model(self) -> Any:

@@ -99,17 +99,7 @@ def clip(
     given: tuple[tuple[str, str], ...] = (),
     start: int = 0,
 ) -> bytes:
-    """A clip.
-
-    Args:
-        times: in milliseconds, when each picture is shown, in place of `rate`.
-        gop: pictures from one that stands alone to the next.
-        audio: codec of a track of sound.
-        options: of the container.
-        turned: degrees clockwise by which players turn it; of MP4.
-        given: options of the encoder.
-        start: pictures by which the first is late, or early.
-    """
+    """A clip."""
     name, width, height = encoder_of(codec), *size
     number = len(times) if times else frames
     with plain_scheduling(), tempfile.TemporaryDirectory() as folder:

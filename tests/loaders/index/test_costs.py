@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import io
+import os
+import tarfile
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +16,20 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from orchdata.loaders import versions
 from orchdata.loaders.errors import FieldError, StaleIndexError, StorageError
 from orchdata.loaders.index.costs import CostTable, ShardCosts, cost_shard
-from orchdata.loaders.index.facts import Probes
+from orchdata.loaders.index.facts import KIND, Probes, facts_path, load_facts
 from orchdata.loaders.index.table import views
-from orchdata.loaders.modalities.builtin import OTHER, TEXT
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.fields import GZIP, RAW
-from orchdata.loaders.shards.shard import SCHEMA, Facts, FactsMeta, FactsTable, ShardInfo
+from orchdata.loaders.shards.open import open_shard
+from orchdata.loaders.shards.shard import SCHEMA, Facts, FactsMeta, FactsTable, Shard, ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.sealed import read_sealed, seal
+from orchdata.loaders.versions import KEPT_FORMAT
 
 IMAGE, AUDIO = 1, 2
 
@@ -83,47 +92,6 @@ def errors(costs: ShardCosts) -> dict[str, tuple[str, ...]]:
     }
 
 
-def test_rows_of_a_mixed_shard() -> None:
-    text = gzip.compress(b"hello")
-    shard = FakeShard(b"one two three<image>" + text)
-    costs = measured_under(
-        facts(
-            {"sample": 0, "key": "a", "field": "txt", "offset": 4, "size": 9},
-            {"sample": 0, "key": "a", "field": "cls", "kind": OTHER, "size": 1},
-            {"sample": 1, "key": "b", "field": "jpg", "kind": IMAGE, "size": 70, "header0": 56, "header1": 56},
-            {"sample": 1, "key": "b", "field": "wav", "kind": AUDIO, "size": 80, "header0": 8000, "header1": 8000},
-            {"sample": 1, "key": "b", "field": "txt.gz", "offset": 20, "size": len(text), "encoding": GZIP},
-        ),
-        shard.open,
-        Recipe(),
-    )
-    columns = costs.columns
-    # 9 bytes; then 4 image tokens (56x56 at patch 14, merged 2x2), 25 audio tokens (1 s) and 5 bytes.
-    assert columns.llm_tokens.tolist() == [9, 4 + 25 + 5]
-    assert columns.loss_tokens.tolist() == [8, 5]
-    assert columns.part_offsets.tolist() == [0, 0, 2]
-    assert columns.part_modality.tolist() == [IMAGE, AUDIO]
-    assert columns.part_member.tolist() == [0, 1]
-    assert columns.part_positions.tolist() == [16, 50]
-    assert columns.part_rows.tolist() == [16, 100]
-    assert columns.part_extent.tolist() == [[4, 4], [16_000, 100]]
-    assert columns.member_offsets.tolist() == [0, 1, 4]
-    assert [costs.fields[number] for number in columns.member_field] == ["txt", "jpg", "wav", "txt.gz"]
-    assert columns.member_header.tolist() == [[0, 0], [56, 56], [8000, 8000], [0, 0]]
-    assert columns.member_encoding.tolist() == [RAW, RAW, RAW, GZIP]
-    assert errors(costs) == {}
-    assert costs.totals["ignored_fields"] == {"cls": 1}
-    assert costs.totals["bytes"] == 9 + 70 + 80 + len(text)
-    assert costs.totals["modalities"]["audio"] == {
-        "samples": 1,
-        "parts": 1,
-        "positions": 50,
-        "tokens": 25,
-        "max_positions": 50,
-    }
-    assert (shard.opened, shard.closed) == (1, 0)  # its opener closes it
-
-
 def test_neighbouring_texts_are_read_in_one_go() -> None:
     step, gap = 1024, 64 << 10
     rows = [
@@ -140,35 +108,6 @@ def test_a_read_ahead_that_fails_blames_the_right_sample() -> None:
     costs = measured_under(facts(*rows), FakeShard(b"x" * 500, unreadable=range(210, 220)).open, Recipe())
     assert errors(costs) == {"k2": ("txt", "cut")}
     assert costs.columns.llm_tokens.tolist() == [50, 50, 0, 50, 50]
-
-
-def test_a_shard_without_text_is_not_opened() -> None:
-    shard = FakeShard(b"")
-    measured_under(facts({"field": "jpg", "kind": IMAGE, "header0": 56, "header1": 56}), shard.open, Recipe())
-    assert shard.opened == 0
-
-
-def test_errors_of_samples_and_of_fields() -> None:
-    costs = measured_under(
-        facts(
-            {"sample": 0, "key": "structure", "field": "txt", "size": 3},
-            {"sample": 0, "key": "structure", "field": "txt", "kind": OTHER, "error": "comes twice"},
-            {"sample": 1, "key": "used", "field": "jpg", "kind": IMAGE, "error": "truncated"},
-            {"sample": 2, "key": "unused", "field": "wav", "kind": AUDIO, "error": "not a wav"},
-            {"sample": 2, "key": "unused", "field": "txt", "size": 3},
-            {"sample": 3, "key": "nothing", "field": "pth", "kind": OTHER},
-        ),
-        FakeShard(b"abc").open,
-        Recipe(audio=None),
-    )
-    failures = errors(costs)
-    assert failures["structure"] == ("txt", "comes twice")
-    assert failures["used"] == ("jpg", "truncated")
-    assert failures["nothing"][1].startswith("no usable field among: pth")
-    assert sorted(failures) == ["nothing", "structure", "used"]
-    assert costs.columns.llm_tokens.tolist() == [0, 0, 3, 0]
-    assert costs.totals["bad"] == 3
-    assert costs.totals["ignored_fields"] == {"wav": 1, "pth": 1}
 
 
 META = FactsMeta(url="fake.tar", size=3, version="1", checksum="sum", ignored={"pth": 2})
@@ -219,3 +158,105 @@ def test_costs_of_another_shard_are_refused(tmp_path: Path) -> None:
     three_samples(0).write(path, "fake.tar", META)
     with pytest.raises(ValueError, match=r"it belongs to fake\.tar"):
         CostTable.open(path, "other.tar")
+
+
+# Facts in the cache: fresh ones are used, stale or damaged ones are not.
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> CacheFolder:
+    return CacheFolder(tmp_path / "cache")
+
+
+class Loads:
+    """Loads facts, and counts the shards that were scanned for them."""
+
+    def __init__(self) -> None:
+        self.scans = 0
+
+    def __call__(self, url: str, *, cache: CacheFolder, limits: Limits | None = None, force: bool = False) -> Facts:
+        limits = limits or Limits()
+        with ExitStack() as opened:
+
+            def shard() -> Shard:
+                self.scans += 1
+                return opened.enter_context(closing(open_shard(url, limits=limits, cache=cache)))
+
+            return load_facts(url, shard, limits=limits, cache=cache, force=force)
+
+
+@pytest.fixture
+def load() -> Loads:
+    return Loads()
+
+
+NAMES = tuple(f"{key}.{field}" for key in "abcde" for field in ("txt", "pth"))  # enough rows for facts to be stored
+
+
+def shard(path: Path, *names: str) -> str:
+    with tarfile.open(path, "w") as tar:
+        for name in names:
+            info = tarfile.TarInfo(name)
+            info.size = 3
+            tar.addfile(info, io.BytesIO(b"abc"))
+    return str(path)
+
+
+def test_facts_are_scanned_once(tmp_path: Path, cache: CacheFolder, load: Loads) -> None:
+    url = shard(tmp_path / "a.tar", *NAMES)
+    first = load(url, cache=cache)
+    assert first.table.arrow().schema == SCHEMA
+    assert load(url, cache=cache) == first
+    assert load.scans == 1
+    load(url, cache=cache, force=True)
+    assert load.scans == 2
+    meta = first.meta
+    assert (meta.url, meta.size, meta.ignored) == (url, Path(url).stat().st_size, {"pth": 5})
+    assert [path.name for path in (tmp_path / "cache" / "facts").iterdir()] == [Path(facts_path(url, cache=cache)).name]
+
+
+@pytest.mark.parametrize("change", ["content", "time", "limits", "damage", "other table", "rules"])
+def test_stale_facts_are_scanned_again(
+    tmp_path: Path, cache: CacheFolder, load: Loads, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = shard(tmp_path / "a.tar", *NAMES)
+    load(url, cache=cache)
+    limits = Limits()
+    kept = Path(facts_path(url, cache=cache))
+    if change == "content":
+        shard(tmp_path / "a.tar", *(f"{i}.txt" for i in range(30)))
+    elif change == "time":
+        os.utime(url, ns=(1, 1))
+    elif change == "limits":
+        limits = Limits(text_bytes=2)
+    elif change == "damage":
+        kept.write_bytes(kept.read_bytes()[:-50])
+    elif change == "rules":
+        monkeypatch.setattr(versions, "VERDICTS", 9)
+    else:
+        head, body = read_sealed(kept, KIND, KEPT_FORMAT)
+        kept.write_bytes(seal(KIND, KEPT_FORMAT + 1, head.values, [body])[0])
+    table = load(url, limits=limits, cache=cache).table
+    assert load.scans == 2
+    assert len(table) == (30 if change == "content" else 10)
+    assert (0 in table.errors) == (change == "limits")
+
+
+def test_large_facts_come_back(tmp_path: Path, cache: CacheFolder, load: Loads) -> None:
+    url = shard(tmp_path / "a.tar", *(f"{i}.txt" for i in range(3_000)))
+    first = load(url, cache=cache)
+    kept = Path(facts_path(url, cache=cache)).stat().st_size
+    assert first.table.arrow().nbytes > 3 * kept  # compressed
+    assert load(url, cache=cache) == first
+    assert load.scans == 1
+
+
+def test_facts_that_do_not_fit_in_one_batch_are_not_kept_in_part(
+    tmp_path: Path, cache: CacheFolder, load: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrow splits a column of more than 2 GiB of strings."""
+    url = shard(tmp_path / "a.tar", *NAMES)
+    whole = FactsTable.arrow
+    monkeypatch.setattr(FactsTable, "arrow", lambda self: pa.concat_tables([whole(self)[:3], whole(self)[3:]]))
+    assert [len(load(url, cache=cache).table) for _ in range(2)] == [10, 10]
+    assert load.scans == 2

@@ -24,6 +24,8 @@ from orchdata.loaders.recipe import AudioPreprocessor, ImagePreprocessor, Limits
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.text.preprocessor import FastTokenizer
 
+pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
+
 
 class Words:
     """A tokenizer with one token a word, that counts its calls."""

@@ -14,13 +14,15 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from own_modalities import Points, Tracks, cloud, mixed_samples, track
-from own_shards import RECIPE, Clouds, indexed, one_shard, parts_of, reasons, recipe_of
+from own_shards import RECIPE, Clouds, Wide, indexed, one_shard, parts_of, reasons, recipe_of
 from shard_factory import RECIPE as PLAIN
-from shard_factory import jpeg, write_shard
+from shard_factory import jpeg, png, write_shard
 
 import orchdata as od
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.modalities.modality import stored
+
+pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
 
 NAMES = ("text", "image", "audio", "points", "tracks")
 
@@ -216,3 +218,182 @@ def test_an_image_of_ones_own_has_its_own_slot_and_members(tmp_path: Path) -> No
     assert reasons(index) == {}
     assert [size.positions for size in parts_of(index, "image", recipe)] == [5]
     assert index.totals["ignored_fields"] == {"jpg": 1}
+
+
+# What a modality may claim: fields, names, arrays, marks; and what is refused of it.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Depth(od.ImagePreprocessor):
+    fields = ("depth.png",)
+    words = ()
+
+
+def test_the_longest_name_decides_whose_a_member_is(tmp_path: Path) -> None:
+    samples = {"png": png(64, 32), "depth.png": png(32, 32), "1.depth.png": png(16, 64)}
+    shard = one_shard(tmp_path, samples | {"txt": b"deep"})
+    small = {"patch_size": 8, "min_tokens": 1, "max_tokens": 12}
+    recipe = recipe_of(depth=Depth(**small))
+    index = indexed(shard, recipe)
+    assert [size.extent for size in parts_of(index, "image", recipe)] == [(4, 8)]
+    assert [size.extent for size in parts_of(index, "depth", recipe)] == [(4, 4), (8, 2)]
+    # Without the modality all three are images.
+    assert len(parts_of(indexed(shard, PLAIN), "image", PLAIN)) == 3
+
+
+class Framed(od.ImagePreprocessor):
+    fields = ("png", "depth.png")
+
+
+class Marked(Points):
+    fields = ("cloud",)
+    slot = od.Slot(mark="<image>")
+
+
+class Worded(Points):
+    fields = ("cloud",)
+    words = ("image_url",)
+
+
+@pytest.mark.parametrize(
+    ("modalities", "message"),
+    [
+        ({"points": Points(), "clouds": Clouds()}, "clouds and points both claim the field 'npy'"),
+        ({"image": Framed(), "depth": Depth()}, "image and depth both claim the field 'depth.png'"),
+        ({"a": Tracks(), "b": Wide(), "wide": Tracks()}, "b and wide both claim the field 'wide'|'track'"),
+        ({"marked": Marked()}, "the marks of image and marked are both '<image>'"),
+        ({"worded": Worded()}, "image and worded both claim items of type 'image_url'"),
+    ],
+)
+def test_claims_that_collide_are_refused(modalities: dict[str, od.Modality], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        od.Recipe(**modalities)
+
+
+@pytest.mark.parametrize(
+    ("modalities", "message"),
+    [
+        ({"points": 3}, "Recipe.points must be an od.Modality, got int"),
+        ({"text": Points()}, "Recipe.text must be TextPreprocessor, got Points"),
+        ({"image": od.AudioPreprocessor()}, "Recipe.image must be ImagePreprocessor, got AudioPreprocessor"),
+    ],
+)
+def test_what_is_no_modality_is_refused(modalities: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        od.Recipe(**modalities)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrays(Points):
+    name: str = "points"
+    dtype: str = "float32"
+    per: Any = "row"
+    row_shape: tuple[int, ...] = (3,)
+
+    def arrays(self) -> Mapping[str, od.ArraySpec]:
+        return {self.name: od.ArraySpec(self.row_shape, self.dtype, self.per)}
+
+
+@pytest.mark.parametrize(
+    ("modalities", "error", "message"),
+    [
+        ({"points": Arrays(name="positions")}, ValueError, "an array of points cannot be called 'positions'"),
+        ({"input": Arrays(name="ids")}, ValueError, "every batch and input both have an input called input_ids"),
+        ({"a": Arrays(name="b_values"), "a_b": Tracks()}, ValueError, "a and a_b both have an input called a_b_values"),
+        ({"points": Arrays(row_shape=(0,))}, ValueError, "sides are ints of at least 1"),
+        ({"points": Arrays(dtype="object")}, TypeError, "dtype 'object'"),
+    ],
+)
+def test_arrays_that_no_batch_can_hold_are_refused(
+    modalities: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        od.Recipe(**modalities)
+
+
+# Headers of a modality that the library does not know: when they are probed, and kept.
+
+
+class Probe:
+    calls = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted(Tracks):
+    """Counts how often members are probed."""
+
+    @classmethod
+    def probe(cls, data: bytes, limits: od.Limits) -> tuple[int, ...]:
+        Probe.calls += 1
+        return super().probe(data, limits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Same(Counted):
+    """Keeps the probe."""
+
+    fields = ("track", "other")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Raised(Counted):
+    version = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(Counted):
+    @classmethod
+    def probe(cls, data: bytes, limits: od.Limits) -> tuple[int, ...]:
+        return super().probe(data, limits)
+
+
+@pytest.fixture
+def probed(tmp_path: Path) -> Any:
+    """Indexes tracks, and tells how many members were probed."""
+    shard = one_shard(tmp_path, *[{"track": track(3 + n)} for n in range(5)], {"track": b"no track at all"})
+
+    def run(modality: od.Modality, **options: Any) -> int:
+        before = Probe.calls
+        recipe = recipe_of(tracks=modality)
+        index = indexed(shard, recipe, **options)
+        stride = getattr(modality, "stride", 2)
+        assert [size.tokens for size in parts_of(index, "tracks", recipe)] == [-(-n // stride) for n in range(3, 8)]
+        assert reasons(index) == {"s5": ("track", "not a track")}
+        return Probe.calls - before
+
+    run.shard = shard  # type: ignore[attr-defined]
+    return run
+
+
+def test_headers_are_kept_for_a_probe_and_its_version_under_all_parameters(probed: Any) -> None:
+    assert probed(Counted(stride=2)) == 6
+    assert probed(Counted(stride=3)) == 0  # the failed one is not tried again either
+    assert probed(Same()) == 6  # its class attributes may be what the probe reads
+    assert probed(Raised()) == 6
+    assert probed(Own()) == 6
+    assert probed(Counted(stride=4)) == 0
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "gone"])
+def test_damaged_headers_are_probed_again(probed: Any, private_cache: Path, damage: str) -> None:
+    assert probed(Counted()) == 6
+    (kept,) = private_cache.rglob("*.headers")
+    content = bytearray(kept.read_bytes())
+    if damage == "flipped":
+        content[len(content) // 2] ^= 1
+    kept.write_bytes({"cut": content[:-1], "empty": b""}.get(damage, content))
+    if damage == "gone":
+        kept.unlink()
+    assert probed(Counted(stride=3)) == 6
+    assert probed(Counted(stride=4)) == 0
+
+
+def test_a_changed_shard_is_probed_again(probed: Any) -> None:
+    assert probed(Counted()) == 6
+    write_shard(Path(probed.shard), [{"__key__": "s0", "track": track(40)}])
+    before = Probe.calls
+    index = indexed(probed.shard, recipe_of(tracks=Counted()), rebuild=True)
+    assert [size.positions for size in parts_of(index, "tracks", recipe_of(tracks=Counted()))] == [40]
+    assert Probe.calls == before + 1
+    indexed(probed.shard, recipe_of(tracks=Counted(stride=3)))
+    assert Probe.calls == before + 1

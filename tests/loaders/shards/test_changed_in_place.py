@@ -27,6 +27,8 @@ from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.storage.cache import CacheFolder
 
+pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
+
 SAMPLES = 12
 TEXTS = [f"text {number} " * (20 + number) for number in range(SAMPLES)]
 TURNS = [[{"role": "user", "content": text}] for text in TEXTS]
@@ -34,17 +36,11 @@ TABLE = pa.table({"text": TEXTS, "messages": TURNS})
 
 
 class Container(NamedTuple):
-    """How a shard is written.
+    """How a shard is written."""
 
-    Attributes:
-        name: of its file.
-        write: it.
-        is_copied: whether it is read from a copy in the cache folder.
-    """
-
-    name: str
-    write: Callable[[Path], object]
-    is_copied: bool = False
+    name: str  # of its file
+    write: Callable[[Path], object]  # it
+    is_copied: bool = False  # whether it is read from a copy in the cache folder
 
 
 def tar() -> bytes:
@@ -120,16 +116,11 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 class Written(NamedTuple):
-    """A container on disk, measured.
-
-    Attributes:
-        data: of its file.
-        members: all of them.
-    """
+    """A container on disk, measured."""
 
     path: Path
-    data: bytes
-    members: list[tuple[int, int, int, str]]
+    data: bytes  # of its file
+    members: list[tuple[int, int, int, str]]  # all of them
 
     def opened(self, cache: Path) -> Shard:
         return open_shard(str(self.path), limits=Limits(), cache=CacheFolder(cache))

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from shard_factory import write_shard
+import torch
+from map_dataset import Numbers
+from shard_factory import RECIPE, omni_shards, write_shard
 
 import orchdata as od
+from orchdata.building.collate import takes_step
+from orchdata.building.figures import step_figures
+from orchdata.building.memory import BufferPool, Returns
+from orchdata.order.steps import StepTask
+from orchdata.planning.make_plan import make_plan
+from orchdata.planning.sharing.packed import NoPadding
 
 TEXTS = {f"k{number}": b"sample"[: 3 + number] for number in range(3)}
 
@@ -59,3 +72,173 @@ def test_samples_of_a_rank_without_any_are_none(shard: str) -> None:
     steps = [list(od.DataLoader(dataset, 4, dp=(rank, 4), num_threads=0)) for rank in range(4)]
     (empty,) = [batch for (batch,) in steps if not batch.sample_ids]
     assert empty.samples == () and empty.num_step_samples == 3
+
+
+# A collate_fn that asks for its step gets it: which one it is, and how to scale a loss.
+
+
+def named(samples: list[Any], step: od.StepInfo) -> Any:
+    return step
+
+
+def keyword_only(samples: list[Any], *, step: od.StepInfo | None = None) -> Any:
+    return step
+
+
+def after_another(prefix: str, samples: list[Any], step: od.StepInfo) -> Any:
+    return step
+
+
+class Callable_:
+    def __call__(self, samples: list[Any], step: od.StepInfo) -> Any:
+        return step
+
+    def method(self, samples: list[Any], /, *, step: od.StepInfo) -> Any:
+        return step
+
+
+@pytest.mark.parametrize(
+    "collate_fn", [named, keyword_only, partial(after_another, "prefix"), Callable_(), Callable_().method]
+)
+def test_a_parameter_named_step_gets_it(collate_fn: Callable[..., Any]) -> None:
+    for info in od.DataLoader(Numbers(4), batch_size=2, collate_fn=collate_fn):
+        assert isinstance(info, od.StepInfo)
+
+
+def bound(samples: list[Any], step: Any = "default") -> Any:
+    return step
+
+
+@pytest.mark.parametrize(
+    ("collate_fn", "made"),
+    [
+        (partial(bound, step="bound"), "bound"),  # what the user gave stays
+        (lambda step: len(step), 2),  # these are the samples
+        (lambda samples, **options: options, {}),
+        (list, [{"number": 0, "length": 1}, {"number": 1, "length": 2}]),
+    ],
+)
+def test_whoever_does_not_ask_gets_none(collate_fn: Callable[..., Any], made: Any) -> None:
+    assert next(iter(od.DataLoader(Numbers(4), batch_size=2, collate_fn=collate_fn))) == made
+    assert not takes_step(collate_fn)
+
+
+def test_shards_scale_a_sum_over_loss_tokens(tmp_path: Path) -> None:
+    dataset = od.ShardDataset(omni_shards(tmp_path, shards=1, samples=15), recipe=RECIPE)
+    dataset.index()
+
+    def loss_tokens(samples: list[od.Sample], step: od.StepInfo) -> tuple[int, od.StepInfo]:
+        return sum(int(part.loss.sum()) for sample in samples for part in sample.parts if hasattr(part, "loss")), step
+
+    balance = od.Balance(max_tokens=150, oversize="own")
+    options: dict[str, Any] = {"global_batch_size": 10, "balance": balance, "collate_fn": loss_tokens, "num_threads": 0}
+    ranks = [list(od.DataLoader(dataset, dp=(rank, 3), **options).steps()) for rank in range(3)]
+    for number, step in enumerate(zip(*ranks, strict=True)):
+        counts = [count for rank in step for count, _ in rank]
+        infos = [[info for _, info in rank] for rank in step]
+        assert infos[0] == infos[1] == infos[2] and len(infos[0]) > 1
+        for place, info in enumerate(infos[0]):
+            expected = {
+                "epoch": 0,
+                "step": number,
+                "microbatch": place,
+                "num_microbatches": len(infos[0]),
+                "dp_size": 3,
+            }
+            assert {name: getattr(info, name) for name in expected} == expected
+            assert info.num_step_samples == (10, 5)[number]
+            assert info.loss_tokens == sum(counts) and info.loss_scale == 3 / sum(counts)
+    packed = [list(od.DataLoader(dataset, dp=(0, 3), **options | {"collate_fn": None}))]
+    assert [batch.num_step_samples for batch in packed[0]] == [
+        info.num_step_samples for step in ranks[0] for _, info in step
+    ]
+    assert [batch.loss_scale for batch in packed[0]] == [info.loss_scale for rank in ranks[0] for _, info in rank]
+
+
+def test_map_style_data_scale_a_sum_over_samples() -> None:
+    def scaled(samples: list[dict[str, Any]], step: od.StepInfo) -> float:
+        assert step.loss_tokens == 0 and step.num_microbatches == 1
+        assert step.loss_scale == 2 / step.num_step_samples
+        return step.loss_scale * sum(sample["number"] for sample in samples)
+
+    options: dict[str, Any] = {"global_batch_size": 7, "collate_fn": scaled, "cost": np.arange(1, 18)}
+    ranks = [list(od.DataLoader(Numbers(17), dp=(rank, 2), **options)) for rank in range(2)]
+    means = [sum(step) / 2 for step in zip(*ranks, strict=True)]  # as gradients are averaged over ranks
+    assert means == pytest.approx([np.mean(range(7)), np.mean(range(7, 14)), np.mean(range(14, 17))])
+
+
+# Figures of a step: of one rank alone, whose loads are sums.
+
+
+@pytest.mark.parametrize("kind", ["shards", "costs", "equal", "empty"])
+def test_figures_of_one_rank_alone_are_those_worked_out_in_full(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cost = od.CostModel(image=od.PhaseCost(2.0), audio=od.PhaseCost(1.0, 0.5), llm=od.PhaseCost(1.0))
+    data, options = {
+        "shards": (od.ShardDataset(omni_shards(tmp_path, shards=1, samples=12), recipe=RECIPE), {"cost": cost}),
+        "costs": (Numbers(12), {"cost": list(range(12))}),
+        "equal": (Numbers(12), {}),
+        "empty": (Numbers(12), {}),
+    }[kind]
+    arguments: dict[str, Any] = options  # type: ignore[assignment]
+    spec = od.DataLoader(data, batch_size=5, dp=(0, 1), **arguments)._runtime.prepared.spec.plan
+    rows = {"equal": np.arange(5), "empty": np.arange(0), "costs": np.array([3, 0, 11])}.get(kind)
+    plan = make_plan(spec, StepTask(0, 0, rows))
+    alone = step_figures(spec, plan, 0, 0)
+    monkeypatch.setattr(NoPadding, "adds_up", False)
+    assert step_figures(spec, plan, 0, 0) == alone
+
+
+LARGE = 4 << 20  # well above what malloc serves
+
+
+def test_a_tensor_over_a_slice_keeps_the_memory() -> None:
+    pool = BufferPool()
+    array = pool.take(LARGE)
+    array[:] = 7
+    tensor = torch.from_numpy(array)[4:12].view(torch.int32).view(torch.uint8)
+    del array
+    gc.collect()
+    assert pool.free_bytes() == 0
+    pool.take(LARGE)[:] = 0
+    assert tensor.eq(7).all()
+    del tensor
+    gc.collect()
+    assert pool.free_bytes() > 0
+
+
+@pytest.mark.parametrize("megabytes", [range(9, 17), range(16, 8, -1), (9, 16, 10, 15, 11, 14, 12, 13)])
+def test_batches_of_different_sizes_share_memory(megabytes: Iterable[int]) -> None:
+    # One at a time is used: for any sizes, no more is kept than the largest needs.
+    pool = BufferPool()
+    for size in megabytes:
+        array = pool.take(size << 20)
+        assert len(array) == size << 20
+        del array
+        assert pool.free_bytes() <= 16 << 20
+
+
+def test_collecting_an_array_calls_no_function_of_pythons() -> None:
+    # What a signal raises there would be forgotten.
+    pool = BufferPool()
+    array = pool.take(4 << 20)
+    called: list[str] = []
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    del array
+    sys.setprofile(None)
+    assert called == []
+    assert pool.free_bytes() == 4 << 20
+
+
+def test_an_array_that_comes_back_is_reported_once() -> None:
+    returns = Returns[str]()
+    arrays = [np.empty(9, np.uint8) for _ in range(3)]
+    for name, array in zip("abc", arrays, strict=True):
+        returns.expect(array, name)
+    view = torch.from_numpy(arrays[1])[2:]
+    arrays.clear()
+    del array
+    assert (sorted(returns.take()), len(returns)) == (["a", "c"], 1)
+    del view
+    assert (len(returns), list(returns.take()), list(returns.take())) == (0, ["b"], [])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from shard_factory import RECIPE, omni_shards
-from spec_job import digest
+from spec_job import delivered
 
 import orchdata as od
 from orchdata.building.media_pages import Media
@@ -91,7 +91,7 @@ def built(spec: BuildSpec, content: int, step: int = 0) -> tuple[BuiltStep, Fill
 def test_what_memory_held_before_is_in_no_batch(shards: list[str], way: str) -> None:
     for rank in (0, 1):
         spec = spec_of(shards, rank, 2, **WAYS[way])
-        assert len({digest(built(spec, content)[0]) for content in (0, 0xA5, 0xFF)}) == 1
+        assert len({delivered(built(spec, content)[0]) for content in (0, 0xA5, 0xFF)}) == 1
 
 
 @pytest.mark.parametrize("assignment", ["joint", "per_phase"])
@@ -110,7 +110,7 @@ def test_what_failed_before_leaves_nothing_of_memory_either(shards: list[str], t
         with Path(shards[0]).open("r+b") as file:
             file.write(data)
     assert any(step.failures for step, _ in found)
-    assert all(digest(found[i][0]) == digest(found[i + 1][0]) for i in (0, 2, 4))
+    assert all(delivered(found[i][0]) == delivered(found[i + 1][0]) for i in (0, 2, 4))
 
 
 @pytest.mark.parametrize("way", ["packed", "padded encoders", "per phase", "packed by 8, mrope"])

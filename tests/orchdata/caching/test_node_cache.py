@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from global_digest import global_batch
+from digests import global_batch
 from servers.fixtures import Proxied
 from servers.proxy import Proxy, Request
 from servers.s3_server import S3Server
@@ -21,6 +21,8 @@ from shard_factory import RECIPE, omni_samples, write_shard
 import orchdata as od
 from orchdata.loaders.storage.node import FOLDER, SUFFIX
 from orchdata.ranks.parallel import Rank
+
+pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
 
 SHARDS, SAMPLES = 8, 8
 GROUPED: dict[str, Any] = {
@@ -31,11 +33,7 @@ GROUPED: dict[str, Any] = {
 
 
 class Remote:
-    """Shards in a bucket, read through a proxy.
-
-    Args:
-        sizes: name -> bytes.
-    """
+    """Shards in a bucket, read through a proxy."""
 
     def __init__(self, server: S3Server, bucket: str, proxy: Proxy, sizes: dict[str, int]) -> None:
         self.proxy, self.sizes = proxy, sizes

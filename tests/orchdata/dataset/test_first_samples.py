@@ -16,6 +16,8 @@ import orchdata as od
 from orchdata.loaders.errors import StateError
 from orchdata.loaders.index.index import Index
 
+pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
+
 TEXT = od.Recipe(image=None, audio=None)
 
 

@@ -23,6 +23,8 @@ from orchdata.loaders.index import fields
 from orchdata.loaders.index.fields import fields_of
 from orchdata.loaders.shards.parquet.children import measuring
 
+pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
+
 KEYS = [f"s{number}" for number in range(8)]
 SCORES = [None if number == 3 else number / 2 for number in range(8)]
 LANGUAGES = ["de", "en", None, "fr"] * 2

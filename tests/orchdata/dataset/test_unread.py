@@ -19,6 +19,8 @@ from orchdata.cli import app
 from orchdata.dataset.advice import unread_of, warn_of_unread
 from orchdata.loaders.samples import compose
 
+pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
+
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content if m.content is string else m.content[0].text }}"
     "{{ m.time }}{{ m.name }}</s>\n{% endfor %}"

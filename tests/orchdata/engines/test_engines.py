@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from engine_specs import Specs, make_specs
-from spec_job import digest
+from spec_job import delivered
 
 from orchdata.building.collate import SampleAssembler
 from orchdata.building.step import Builder, BuildSpec
@@ -70,7 +70,7 @@ def specs(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Specs
 @pytest.fixture(scope="module")
 def alone(specs: Specs) -> dict[str, list[str]]:
     """Spec -> digests of its steps, built in this thread."""
-    return {name: [digest(spec.open().build(task)) for task in tasks] for name, (spec, tasks) in specs.items()}
+    return {name: [delivered(spec.open().build(task)) for task in tasks] for name, (spec, tasks) in specs.items()}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -80,7 +80,7 @@ def test_every_engine_builds_the_same_batches_of_every_spec(
     for name, (spec, tasks) in specs.items():
         running = ENGINES[engine](spec.open())
         futures = [running.submit(task) for task in tasks]
-        assert [digest(future.result(120)) for future in futures] == alone[name], name
+        assert [delivered(future.result(120)) for future in futures] == alone[name], name
         running.close()
 
 
@@ -96,7 +96,7 @@ def test_worker_processes_build_the_same_batches_of_every_spec(
             for threads, in_turn in ((2, False), (0, True)):
                 running = ProcessEngine(spec, workers(method, count, threads, in_turn=in_turn))
                 futures = [running.submit(task) for task in tasks]
-                assert [digest(future.result(120)) for future in futures] == alone[name], name
+                assert [delivered(future.result(120)) for future in futures] == alone[name], name
                 running.close()
                 running.close()
 
@@ -123,7 +123,7 @@ def test_a_fresh_process_builds_the_same_batches_of_every_spec(
     spec, tasks = specs["shards, packed, joint"]
     built = spec.open().build(tasks[0])
     built.batches[0].llm.labels[0] ^= 1
-    assert digest(built) != alone["shards, packed, joint"][0]
+    assert delivered(built) != alone["shards, packed, joint"][0]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

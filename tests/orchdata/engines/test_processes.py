@@ -26,6 +26,7 @@ import pytest
 import torch
 from children import in_a_child
 from delivered_once import row_of, tar_keys, wrong_deliveries
+from digests import digest
 from map_dataset import Numbers
 from shard_factory import omni_shards
 
@@ -154,24 +155,16 @@ def omni(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return omni_shards(tmp_path_factory.mktemp("omni"), shards=2, samples=20)
 
 
-def digests(loader: Any) -> list[str]:
-    return [
-        str([tensor.double().sum().item() for tensor in batch.model_inputs().values() if torch.is_tensor(tensor)])
-        + str(batch.sample_ids)
-        for batch in loader
-    ]
-
-
 @pytest.mark.filterwarnings("ignore:DataLoader worker")
 @pytest.mark.parametrize("kills", [12, pytest.param(100, marks=pytest.mark.slow)])
 def test_workers_killed_at_random_moments_change_nothing(omni: list[str], kills: int) -> None:
     dataset, rng, killed = od.ShardDataset(omni), random.Random(kills), 0
     options: dict[str, Any] = {"batch_size": 1, "shuffle": True, "num_threads": 2}
-    expected = digests(od.DataLoader(dataset, **options))
+    expected = [digest(batch) for batch in od.DataLoader(dataset, **options)]
     loader = od.DataLoader(dataset, num_workers=2, multiprocessing_context="fork", **options)
     delivered, rows = [], []
     for left, batch in zip(range(len(expected), 0, -1), loader, strict=True):
-        delivered += digests([batch])
+        delivered.append(digest(batch))
         rows.append(row_of(0, [batch]))
         for _ in range(-(-(kills - killed) // left)):
             time.sleep(rng.random() * 0.05)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 import os
 import random
 import signal
@@ -21,11 +20,12 @@ from typing import Any
 import pytest
 import ray
 import torch
+from digests import digest
 from engine_specs import Specs, make_specs
 from ray_clusters import ACTOR, TestCluster
 from ray_data import Drawn, Raising, WithState, copied_on_node, numbers_over_ray
 from shard_factory import RECIPE, omni_shards
-from spec_job import digest
+from spec_job import delivered
 
 import orchdata as od
 from orchdata.engines import on_ray as cluster_module
@@ -61,8 +61,8 @@ def test_actors_build_the_same_batches_of_every_spec(specs: Specs, same_cache: N
     running = {name: ENGINE.open(spec, WORKERS) for name, (spec, _) in specs.items()}
     for name, (spec, tasks) in specs.items():
         futures = [running[name].submit(task) for task in tasks]
-        assert [digest(future.result(240)) for future in futures] == [
-            digest(spec.open().build(task)) for task in tasks
+        assert [delivered(future.result(240)) for future in futures] == [
+            delivered(spec.open().build(task)) for task in tasks
         ], name
         running[name].close()
         running[name].close()
@@ -199,7 +199,7 @@ def test_the_index_and_arrays_are_found_on_a_node_or_fetched_once(
     assert Path(first[0]).read_bytes() == Path(file.path).read_bytes()
     shards = replace(spec.content.shards, index=Index(first[0]))  # type: ignore[union-attr]
     by_copy = replace(spec, content=replace(spec.content, shards=shards))  # type: ignore[type-var, call-overload]
-    assert digest(by_copy.open().build(tasks[0])) == digest(spec.open().build(tasks[0]))
+    assert delivered(by_copy.open().build(tasks[0])) == delivered(spec.open().build(tasks[0]))
 
 
 def test_a_node_that_cannot_read_the_store_asks_the_trainers_node(
@@ -320,7 +320,7 @@ def test_actors_and_a_node_that_are_killed_change_nothing(
     shards = omni_shards(tmp_path, shards=4, samples=30)
     dataset = od.ShardDataset(shards, RECIPE)
     common: dict[str, Any] = {"num_threads": 1, "shuffle": True, "seed": 1}
-    expected = [_digest(batch) for batch in loader(dataset, **common, engine=None, num_workers=0)]
+    expected = [digest(batch) for batch in loader(dataset, **common, engine=None, num_workers=0)]
     leaving = ray_cluster.cluster.add_node(num_cpus=1, object_store_memory=100 << 20, resources={"leaving": 1})
     ray_cluster.cluster.wait_for_nodes()
     chance = random.Random(3)
@@ -330,7 +330,7 @@ def test_actors_and_a_node_that_are_killed_change_nothing(
         warnings.simplefilter("ignore")
         batches = iter(loader(dataset, **common, engine=RayEngine(num_cpus=0.5), num_workers=4))
         for batch in batches:
-            got.append(_digest(batch))
+            got.append(digest(batch))
             del batch
             if (running := members(batches)) and killed < 20:
                 handle = chance.choice(running).handle
@@ -342,15 +342,6 @@ def test_actors_and_a_node_that_are_killed_change_nothing(
             if len(got) == 15:
                 ray_cluster.cluster.remove_node(leaving, allow_graceful=False)
     assert got == expected and len(got) == 30 and killed == 20
-
-
-def _digest(batch: Any) -> str:
-    return hashlib.blake2b(
-        b"".join(
-            tensor.contiguous().view(torch.uint8).numpy().tobytes()
-            for tensor in (batch.llm.input_ids, batch.llm.labels, batch.image.patches, batch.audio.features)
-        )
-    ).hexdigest()
 
 
 def kill_process(actor: Any) -> None:
@@ -428,7 +419,7 @@ def test_actors_read_shards_from_a_store(tmp_path: Path, s3_server: Any) -> None
         s3_server.put(bucket, Path(path).name, Path(path).read_bytes())
     dataset = od.ShardDataset(f"s3://{bucket}/*.tar", RECIPE, storage_options=s3_server.options)
     common: dict[str, Any] = {"num_threads": 1, "shuffle": True, "seed": 1}
-    expected = [_digest(batch) for batch in loader(dataset, **common, engine=None, num_workers=0)]
+    expected = [digest(batch) for batch in loader(dataset, **common, engine=None, num_workers=0)]
     running = loader(dataset, **common, num_workers=1)
-    assert [_digest(batch) for batch in running] == expected and len(expected) == 4
+    assert [digest(batch) for batch in running] == expected and len(expected) == 4
     assert running.stats()["reads"]["requests"]

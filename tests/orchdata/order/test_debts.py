@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mixture_cases import Ints, digest_of, periods_of, single_stage, sources_of
 
 from orchdata.order.merge import Stage
-from orchdata.order.mixture import MixtureOrder, StretchStart
+from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import By, Shuffle
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "single_stage.json").read_text())["digests"]
@@ -167,15 +167,3 @@ def test_stages_are_of_the_run_and_not_of_an_epoch() -> None:
     order = MixtureOrder(sources_of([np.full(90, 10), np.full(90, 10)]), stages, stop="first")
     counts = [np.bincount(order.rows(epoch, 0, 10)[0], minlength=2).tolist() for epoch in range(2)]
     assert counts[0] == [5, 5] and counts[1][1] <= 2
-
-
-def test_weights_may_change_right_after_a_sample_that_reaches_beyond_its_epoch() -> None:
-    lengths = [np.array([7, 5, 9]), np.array([4, 8])]
-    order = MixtureOrder(sources_of(lengths), [Stage(0, periods_of([1, 1]))], stop="repeat", epoch_size=("tokens", 10))
-    end = order.progress_at(0, order.length(0))
-    assert end.tokens > 10
-    resumed = order.resumed_at(0, end)._replace(stretch_start=StretchStart(end, order.due(0, end)), is_changed=True)
-    changed = order.restaged([Stage(0, periods_of([1, 3]))], resumed)
-    assert changed.length(0) == order.length(0)
-    assert changed.progress_at(1, 0) == end
-    assert changed.length(1) > 0

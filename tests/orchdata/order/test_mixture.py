@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from orchdata.order.merge import Stage, Stop, Stretch
 from orchdata.order.mixture import MixtureOrder, SourcePass, StretchStart
 from orchdata.order.order import By, MixedSource, Shuffle
-from orchdata.order.steps import Begin, TokenBatches
+from orchdata.order.steps import TokenBatches
 
 Ints = NDArray[np.int64]
 
@@ -197,22 +197,6 @@ def test_other_weights_from_a_place_on_repeat_nothing(order: MixtureOrder, data:
     assert len(set(taken)) == len(taken) == length
 
 
-@given(order=mixtures(), data=st.data())
-@settings(max_examples=25, deadline=None)
-def test_token_steps_leave_out_nothing(order: MixtureOrder, data: st.DataObject) -> None:
-    epoch, largest = data.draw(st.integers(0, 2)), max(int(source.counts.tokens.max()) for source in order.sources)  # type: ignore[attr-defined]
-    budgets = ((0, largest * data.draw(st.integers(1, 30))), (data.draw(st.integers(1, 10**6)), largest * 40))
-    batches = TokenBatches(sums=order, budgets=budgets)
-    length = order.length(epoch)
-    begin = data.draw(st.none() | st.builds(Begin, st.integers(1, 9), st.integers(0, length)))
-    first, at = begin or (0, 0)
-    for step in range(first, batches.count(length, epoch, begin)):
-        start, stop = batches.bounds(step, length, epoch, begin)
-        assert start == at < stop
-        at = stop
-    assert at == length
-
-
 @pytest.mark.parametrize("by", ["tokens", "samples"])
 @pytest.mark.parametrize("stop", ["all", "repeat"])
 def test_shares_hold_in_any_window(by: By, stop: Stop) -> None:
@@ -267,17 +251,6 @@ def test_steps_in_turn_look_at_few_samples() -> None:
         start, stop = batches.bounds(step, order.length(0))
         samples += len(order.rows(0, start, stop)[1])
     assert samples < sum(each.asked for each in counts) < 7 * samples  # type: ignore[attr-defined]
-
-
-def test_what_a_caller_writes_into_rows_stays_his() -> None:
-    order = MixtureOrder(sources_of([np.arange(1, 50), np.arange(1, 9)], Shuffle()), [Stage(0, (1 << 16, 3 << 16))])
-    length = order.length(0)
-    parts = [each for each in order.samples(0, 0, length) if each is not None]
-    expected = [part.copy() for part in parts]
-    for part in parts:
-        part[:] = -1
-    again = [each for each in order.samples(0, 0, length) if each is not None]
-    assert all(np.array_equal(part, before) for part, before in zip(again, expected, strict=True))
 
 
 def test_threads_that_look_for_stages_at_once_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from listed_tokens import Listed
 from numpy.typing import NDArray
@@ -33,7 +33,6 @@ def orders(draw: st.DrawFn) -> tuple[Order, Listed]:
 
 
 @given(case=orders(), data=st.data())
-@settings(max_examples=150, deadline=None)
 def test_sums_are_those_of_the_whole_epoch(case: tuple[Order, Listed], data: st.DataObject) -> None:
     order, counts = case
     sums = TokenSums(order, counts)
@@ -60,7 +59,6 @@ def test_streams_may_have_a_window_less_than_others(num_samples: int, window: in
 
 
 @given(case=orders(), data=st.data())
-@settings(max_examples=100, deadline=None)
 def test_a_sample_belongs_to_the_step_its_last_token_falls_into(
     case: tuple[Order, Listed], data: st.DataObject
 ) -> None:
@@ -82,7 +80,6 @@ def test_a_sample_belongs_to_the_step_its_last_token_falls_into(
 
 
 @given(case=orders(), data=st.data())
-@settings(max_examples=100, deadline=None)
 def test_ramps_and_new_cuts_leave_out_nothing(case: tuple[Order, Listed], data: st.DataObject) -> None:
     order, counts = case
     largest, total = int(counts.tokens.max()), int(running(order, counts, 0)[-1])

@@ -9,7 +9,6 @@ import pytest
 from numpy.typing import NDArray
 
 from orchdata.balancers import CostModel, PhaseCost
-from orchdata.native.microbatches.microbatch import lower_all_peaks
 from orchdata.planning.balance import Balance
 from orchdata.planning.sharing.accumulated import FixedCost, share_out_in
 from orchdata.planning.sharing.packed import NO_PADDING, PaddedCost
@@ -121,13 +120,3 @@ def test_a_sample_above_a_cap_may_be_alone() -> None:
     shares = share_out_in(step, NO_PADDING, 6)
     own = (shares.rank == shares.rank[5]) & (shares.microbatch == shares.microbatch[5])
     assert own.sum() == 1 and counts_of(shares, 4).max() == 1
-
-
-def test_samples_stay_in_the_group_of_their_rank() -> None:
-    random = np.random.default_rng(0)
-    costs, rank = random.integers(0, 50, (24, 2)), (np.arange(24) % 4).astype(np.int32)
-    microbatch, before = (np.arange(24) // 12).astype(np.int32), rank.copy()
-    ones, caps = np.ones((24, 1), np.int64), np.array([4])
-    lower_all_peaks(costs, ones, caps, np.array([0, 0, 1, 1], np.int32), 2, rank, microbatch, True, 20_000)
-    assert (rank // 2 == before // 2).all() and (rank != before).any()
-    assert np.bincount(microbatch * 4 + rank).max() <= 4

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from albums import Album
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchdata.balancers import PhaseCost
@@ -61,7 +61,6 @@ def albums(draw: Any) -> tuple[dict[str, Any], int, Balance]:
     return {"num_samples": num_samples, "seed": draw(st.integers(0, 10_000)), "padded": padded}, num_ranks, balance
 
 
-@settings(max_examples=100, deadline=None)
 @given(albums())
 def test_a_plan_that_moves_nothing_is_taken_where_it_costs_about_the_same(
     drawn: tuple[dict[str, Any], int, Balance],
@@ -92,7 +91,6 @@ def test_a_plan_that_moves_nothing_is_taken_where_it_costs_about_the_same(
         assert held <= balance.caps.get("image", held) or len(samples) == 1
 
 
-@settings(max_examples=60, deadline=None)
 @given(albums())
 def test_routes_are_those_of_the_assignments_of_all_ranks(drawn: tuple[dict[str, Any], int, Balance]) -> None:
     """What each rank sorts out of its own parts is what `make_route` composes from everybody's."""
@@ -122,7 +120,6 @@ def test_routes_are_those_of_the_assignments_of_all_ranks(drawn: tuple[dict[str,
         assert plan.arriving("image", rank, microbatch).tolist() == arriving[home == rank].tolist()
 
 
-@settings(max_examples=100, deadline=None)
 @given(albums(), st.sampled_from(["step", 2, 3]))
 def test_rounds_are_as_long_as_fit_and_costs_count_them(
     drawn: tuple[dict[str, Any], int, Balance], encode: Any
@@ -165,7 +162,6 @@ def test_encoders_are_even_over_a_whole_step_and_not_over_its_micro_steps() -> N
     assert plan_of(Album(120, 3), 16, replace(balance, encode=1)).hash == by_micro_step.hash != by_step.hash
 
 
-@settings(max_examples=100, deadline=None)
 @given(albums(), st.integers(2, 4), st.sampled_from(["micro_step", "step", 2]))
 def test_peers_share_parts_within_caps_and_loads_are_of_gpus(
     drawn: tuple[dict[str, Any], int, Balance], num_peers: int, encode: Any
@@ -200,7 +196,6 @@ def test_peers_share_parts_within_caps_and_loads_are_of_gpus(
             assert (mine.max(axis=0) - mine.min(axis=0) <= at_least).all()
 
 
-@settings(max_examples=60, deadline=None)
 @given(albums(), st.integers(2, 4))
 def test_routes_of_all_peers_and_a_gather_bring_every_part_once(
     drawn: tuple[dict[str, Any], int, Balance], num_peers: int

@@ -79,7 +79,6 @@ def check_not_dearer(batch: GlobalBatch, shares: Shares, balance: Balance) -> No
             assert found <= waits(cells(batch, other), balance)
 
 
-@settings(max_examples=150, deadline=None)
 @given(steps())
 def test_a_step_is_within_its_limits_and_no_dearer_than_what_it_is_chosen_from(
     step: tuple[GlobalBatch, Balance],
@@ -96,21 +95,6 @@ def test_a_step_is_within_its_limits_and_no_dearer_than_what_it_is_chosen_from(
         assert column.tolist() == given_.tolist()
 
 
-@pytest.mark.parametrize(
-    ("balance", "num_ranks"),
-    [
-        (Balance(scope="grid", group_size=2), 4),
-        (Balance(scope="grouped", group_size=2), 4),
-        (Balance(order="1f1b", num_stages=3, max_tokens=400, oversize="own"), 1),
-    ],
-)
-def test_the_backbone_alone_is_looked_at(balance: Balance, num_ranks: int) -> None:
-    """Where groups are balanced one by one, and where one rank only chooses the order of its pipeline."""
-    for seed in range(60):
-        batch = global_batch(seed, 24, num_ranks)
-        check_not_dearer(batch, shared_out(batch, balance), balance)
-
-
 @settings(max_examples=40, deadline=None)
 @given(steps(), st.integers(0, 3))
 def test_as_many_micro_steps_as_are_asked_for(step: tuple[GlobalBatch, Balance], more: int) -> None:
@@ -123,37 +107,10 @@ def test_as_many_micro_steps_as_are_asked_for(step: tuple[GlobalBatch, Balance],
     check_step(batch, shares, balance)
 
 
-def test_a_grid_gets_as_many_micro_steps_as_it_was_given_before() -> None:
-    """In one, as all ranks together found: the ranks' own samples need two."""
-    images = {1: 576, 8: 529, 9: 361, 17: 361, 19: 100}
-    clips = {0: 37, 2: 188, 5: 140, 12: 48, 14: 214, 18: 156, 21: 99}
-    text = [10, 282, 765, 84, 238, 46, 99, 20, 270, 99, 38, 110, 82, 50, 316, 25, 113, 229, 238, 738, 146, 65]
-    positions = {"image": np.zeros(22, np.int64), "audio": np.zeros(22, np.int64), "llm": np.array(text)}
-    for name, found in (("image", images), ("audio", clips)):
-        positions[name][list(found)] = list(found.values())
-    ranks = np.array([0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 0, 1, 2, 2, 3, 4, 0, 1, 2, 3, 4], np.int32)
-    of_text = [40, 1207, 3645, 343, 1008, 186, 405, 80, 1152, 405, 153]
-    of_text += [452, 334, 202, 1363, 100, 464, 968, 1008, 3496, 605, 264]
-    costs = {"image": np.zeros(22, np.int64), "audio": positions["audio"] * 2, "llm": np.array(of_text)}
-    costs["image"][list(images)] = [2833, 2519, 1517, 1517, 333]
-    batch = GlobalBatch(costs, positions, ranks, 5)
-    balance = Balance(scope="grid", group_size=2, max_tokens={"image": 576, "audio": 214}, oversize="own", effort=0.0)
-    fewest = shared_out(batch, balance).num_microbatches
-    assert shared_out(batch, balance, fewest).num_microbatches == fewest == 1
-
-
 def test_too_few_micro_steps_are_an_error_that_says_how_many_hold_the_samples() -> None:
     batch, balance = global_batch(1, 40, 2), Balance(max_tokens={"llm": 500}, oversize="own")
     with pytest.raises(ValueError, match=r"do not fit into 1 microbatches within max_tokens=.*: \d+ are enough"):
         shared_out(batch, balance, 1)
-
-
-def test_a_sample_above_a_cap_is_refused_unless_it_may_be_alone() -> None:
-    batch = global_batch(1, 40, 2)
-    with pytest.raises(ValueError, match="above the cap of 20 of a microbatch"):
-        shared_out(batch, Balance(max_tokens=20))
-    shares = shared_out(batch, Balance(max_tokens=20, oversize="own"))
-    check_step(batch, shares, Balance(max_tokens=20))
 
 
 @pytest.mark.parametrize(

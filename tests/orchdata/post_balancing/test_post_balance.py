@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from albums import Album
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from post_balance_job import LONG_COUNTS, TIMEOUT_SECONDS, Drawn, make_steps
 from post_balance_job import __file__ as JOB
@@ -369,7 +369,6 @@ def rules() -> Iterator[MoveRule]:
 
 @pytest.mark.parametrize("rule", list(rules()), ids=lambda rule: rule.balance.scope)
 @given(drawn=drawn_steps())
-@settings(max_examples=60, deadline=None)
 def test_a_plan_gives_every_sample_to_one_rank_and_pays(drawn: Any, rule: MoveRule) -> None:
     costs, sizes, owner, num_ranks = drawn
     plan = make_post_plan(costs, sizes, owner, num_ranks, rule)

@@ -25,6 +25,8 @@ from orchdata.profiling.planned import SCOPES
 from orchdata.profiling.profile import Profile, profile
 from orchdata.profiling.summary import LABELS, left_out_words
 
+pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
+
 RECIPE = od.Recipe(image=od.ImagePreprocessor(patch_size=14, merge=2, min_tokens=1, max_tokens=64))
 
 

@@ -100,60 +100,10 @@ def test_equal_loaders_start_share_what_rank_0_draws_and_leave_nothing_in_the_st
         assert job.store.num_keys() == before
 
 
-def test_with_a_group_all_ranks_name_one_that_differs_when_loaders_are_made() -> None:
-    job = Job(4, at_once=True)
-    seeds = [1, 1, 2, 1]
-    makes = [lambda rank=rank: job.made(rank, order={"seed": seeds[rank]}) for rank in range(4)]  # type: ignore[misc]
-    (error,) = set(errors_of(makes))
-    assert error == (
-        "ValueError: all ranks of a loader must plan the same steps: order.seed is 1 on ranks 0, 1, 3, 2 on rank 2 "
-        "(compared is loader 1 of each rank: all ranks make the same loaders, and iterate them equally often; one for "
-        "a rank alone is made with dp=(0, 1))"
-    )
-    seeds[2] = 1
-    assert errors_of(makes) == [None] * 4
-
-
-def test_without_a_group_the_first_step_does_and_so_does_another_try() -> None:
-    made = Job(2).all_made({"ids": list(range(100))}, {"ids": [*range(99), 7]})
-    for _ in range(2):
-        (error,) = set(first_steps(made))
-        assert error is not None and 'ids is "390 characters, ' in error and len(error) < 500  # a digest of each
-    assert first_steps(Job(2).all_made(*[{"ids": list(range(100))}] * 2)) == [None] * 2
-
-
 def test_of_many_ranks_the_first_are_named() -> None:
     seeds = {rank: {"seed": int(rank >= 20), "cost": None} for rank in range(30)}
     with pytest.raises(ValueError, match=r"seed is 0 on ranks 0, .*, 7 and 12 more, 1 on ranks 20, .*, 27 and 2 more"):
         check_accounts(seeds)
-
-
-@pytest.mark.parametrize("at_once", [True, False])
-def test_a_rank_that_could_not_make_the_loader_is_named_without_waiting(at_once: bool) -> None:
-    job = Job(3, at_once=at_once)
-    with pytest.raises(OSError), (failing := job.agreement(1)).telling_others():
-        failing.make(lambda: (_ for _ in ()).throw(OSError("no disk")), lambda _: {})
-    if at_once:
-        errors = errors_of([lambda: job.made(0, seed=1), lambda: job.made(2, seed=1)])
-    else:
-        errors = first_steps([job.made(rank, seed=1) for rank in (0, 2)])
-    for error in errors:
-        assert error is not None and "could not make it: rank 1: OSError: no disk (compared" in error
-
-
-@pytest.mark.usefixtures("hasty")
-def test_a_loader_of_one_rank_alone_warns_and_ends_at_the_timeout_of_the_group() -> None:
-    alone = Job(20, timeout=0.3).made(3, seed=1).begin(0, 2)  # which waits for no rank
-    expected = (
-        r"no word from ranks 0, 1, 2, 4, 5, 6, 7, 8 and 11 more, where rank 3 has made loader 1: .*dp=\(0, 1\)\. "
-    )
-    with (
-        pytest.warns(UserWarning, match=expected + "They may only be late. This rank waits 0.3 seconds"),
-        pytest.raises(RuntimeError, match=expected + "Waited 0.3 seconds, the timeout of the process group"),
-    ):
-        alone.agree(nothing)
-    with pytest.warns(UserWarning, match="no word from rank 1"), pytest.raises(RuntimeError, match="Waited 0.3"):
-        Job(2, timeout=0.3, at_once=True).made(0, seed=1)
 
 
 @pytest.mark.usefixtures("hasty")

@@ -22,7 +22,9 @@ from orchdata.ranks.team_attention import key_heads
 
 pytestmark = pytest.mark.usefixtures("same_cache")
 UNHURRIED = pytest.mark.timeout(1200)
-ranks = pytest.mark.parametrize("num_ranks", [2, 4, pytest.param(8, marks=[pytest.mark.slow, UNHURRIED])])
+ranks = pytest.mark.parametrize(
+    "num_ranks", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=[pytest.mark.slow, UNHURRIED])]
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> str:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, chats: str) -> Any:
     texts = tmp_path_factory.mktemp("texts") / "a.jsonl"
-    texts.write_text("".join(json.dumps({"text": "ab" * n, "n": n}) + "\n" for n in [1600, 150, *range(3, 25)]))
+    texts.write_text("".join(json.dumps({"text": "ab" * n, "n": n}) + "\n" for n in [1000, 150, *range(3, 25)]))
     od.ShardDataset(str(texts), RECIPE).index()
 
     @functools.cache
@@ -109,7 +111,7 @@ def tokens_and_labels(rows: Iterable[Any]) -> tuple[Counter[Any], Counter[int]]:
     return tokens, labels
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_what_cannot_be_shared_is_refused_on_every_rank(found: Any, num_ranks: int) -> None:
     says = {
         "heads": ["2 ranks cannot share 3 query heads", "No team works"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,14 @@ from servers.s3_server import S3Server
 
 import orchdata as od
 
+pytestmark = pytest.mark.usefixtures("no_hang")
+
 OTHER = "omni-000001.tar"
 
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Epochs:
     return Epochs(tmp_path_factory.mktemp("shards"), shards=2, samples=10)
-
-
-@pytest.fixture(autouse=True)
-def _ends(no_hang: None) -> Iterator[None]:
-    yield
 
 
 class Place:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ from servers.http_server import HttpServer
 from servers.odd_server import OddServer
 
 import orchdata as od
+
+pytestmark = pytest.mark.usefixtures("no_hang")
 
 NAMES = "omni-{000000..000001}.tar"
 SHORT = {"retry_seconds": 0.3}
@@ -28,11 +29,6 @@ def server(odd_server: OddServer, local: Epochs) -> OddServer:
     for path in local.paths:
         odd_server.put(f"d/{Path(path).name}", Path(path).read_bytes())
     return odd_server
-
-
-@pytest.fixture(autouse=True)
-def _ends(no_hang: None) -> Iterator[None]:
-    yield
 
 
 def test_a_server_without_etags(http_server: HttpServer, local: Epochs) -> None:

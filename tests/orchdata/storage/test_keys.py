@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import boto3
@@ -14,6 +14,8 @@ from servers.http_server import HttpServer
 from servers.s3_server import S3Server
 
 import orchdata as od
+
+pytestmark = pytest.mark.usefixtures("no_hang")
 
 KEYS = [
     "a b",
@@ -37,11 +39,6 @@ KEYS = [
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Epochs:
     return Epochs(tmp_path_factory.mktemp("shards"), shards=1, samples=6)
-
-
-@pytest.fixture(autouse=True)
-def _ends(no_hang: None) -> Iterator[None]:
-    yield
 
 
 def put(server: S3Server, bucket: str, key: str, content: bytes) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,12 @@ from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
 
+pytestmark = pytest.mark.usefixtures("no_hang", "kept_parquet_processes")
+
 ROWS = [
     {"text": f"text {number} " + "word " * (number % 7), "score": number / 10, "id": f"k{number}"}
     for number in range(40)
 ]
-
-
-@pytest.fixture(autouse=True)
-def _ends(no_hang: None) -> Iterator[None]:
-    yield
 
 
 @pytest.fixture(scope="module")

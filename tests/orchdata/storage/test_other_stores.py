@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
@@ -18,15 +18,12 @@ from shard_factory import RECIPE
 
 import orchdata as od
 
+pytestmark = pytest.mark.usefixtures("no_hang")
+
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Epochs:
     return Epochs(tmp_path_factory.mktemp("shards"), shards=2, samples=10)
-
-
-@pytest.fixture(autouse=True)
-def _ends(no_hang: None) -> Iterator[None]:
-    yield
 
 
 def contents(local: Epochs) -> dict[str, bytes]:

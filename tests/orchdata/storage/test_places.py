@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from global_digest import content
+from remote_epochs import digests
 from servers.http_server import HttpServer
 from servers.s3_server import S3Server
 from shard_factory import omni_shards
@@ -44,15 +44,6 @@ def places(
 
 def loader(place: dict[str, Any]) -> od.DataLoader:
     return od.DataLoader(**place, batch_size=4, seed=5, shuffle=True)
-
-
-def digests(batches: Any) -> list[Any]:
-    """What each batch has, with the names of its shards in place of their paths and URLs."""
-    found = []
-    for batch in batches:
-        sequences, media = content([batch])
-        found.append(([(shard.rsplit("/", 1)[-1], *rest) for shard, *rest in sequences], media))
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,8 @@ from servers.s3_server import S3Server
 from shard_factory import write_shard
 
 import orchdata as od
+
+pytestmark = pytest.mark.usefixtures("no_hang")
 
 WHY = 'start processes with multiprocessing_context="forkserver" or "spawn"'
 
@@ -34,11 +35,6 @@ def bucket(s3_server: S3Server, local: Epochs) -> str:
     name = s3_server.make_bucket("processes")
     local.to_s3(s3_server, name)
     return name
-
-
-@pytest.fixture(autouse=True)
-def _ends(no_hang: None) -> Iterator[None]:
-    yield
 
 
 def test_a_forked_child_is_refused_at_once(s3_server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,17 +22,14 @@ from servers.s3_server import S3Server
 
 import orchdata as od
 
+pytestmark = pytest.mark.usefixtures("no_hang")
+
 MARK = "MARKEDSECRET"
 
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Epochs:
     return Epochs(tmp_path_factory.mktemp("shards"), shards=2, samples=6)
-
-
-@pytest.fixture(autouse=True)
-def _ends(no_hang: None) -> Iterator[None]:
-    yield
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:

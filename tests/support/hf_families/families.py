@@ -16,21 +16,15 @@ from hf_families.tokenizers_in_code import tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How one family is built, and what its model and processor take.
-
-    Attributes:
-        media: what a sample may hold: "image", "audio".
-        packed: whether the model keeps samples of one row apart.
-        per_phase: whether features of all its media can be made elsewhere.
-        chat: what samples are: "chat", "pair" (a chat of a question and its answer) or "speech" (a clip and its text).
-    """
+    """How one family is built, and what its model and processor take."""
 
     name: str
     processor: Callable[[], Any]
     model: Callable[[Any], Any]
-    media: tuple[str, ...] = ("image",)
-    packed: bool = True
-    per_phase: bool = True
+    media: tuple[str, ...] = ("image",)  # what a sample may hold: "image", "audio"
+    packed: bool = True  # whether the model keeps samples of one row apart
+    per_phase: bool = True  # whether features of all its media can be made elsewhere
+    # What samples are: "chat", "pair" (a chat of a question and its answer) or "speech" (a clip and its text).
     chat: str = "chat"
 
     def build(self) -> tuple[Any, Any]:

@@ -64,11 +64,7 @@ def make_loader(family: Family, model: nn.Module, processor: Any, shards: Sequen
 
 
 def trained(model: nn.Module, loader: od.DataLoader, change: Change | None = None) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of the epoch's only step.
-
-    Args:
-        change: of the model's arguments, for controls.
-    """
+    """Loss and gradients of the epoch's only step."""
     model.zero_grad()
     loss = 0.0
     with float64():

@@ -36,14 +36,7 @@ def tokenizer(
     kind: type[Any] | None = None,
     **options: Any,
 ) -> Any:
-    """A fast tokenizer.
-
-    Args:
-        special: added tokens, in the order of their ids.
-        named: attributes such as `image_token`, which published tokenizers carry.
-        adds_bos: puts `bos_token` before what is tokenized with special tokens.
-        options: `bos_token`, `eos_token`, `pad_token`, `chat_template`, ...
-    """
+    """A fast tokenizer."""
     from transformers import PreTrainedTokenizerFast
 
     named = dict(named or {})

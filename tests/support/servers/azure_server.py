@@ -39,11 +39,7 @@ class NoAzurite(Exception):
 
 
 def azurite() -> Path:
-    """The program, from the cache folder; npm installs it there if it is not there yet.
-
-    Raises:
-        NoAzurite: without npm, or if npm cannot install it.
-    """
+    """The program, from the cache folder; npm installs it there if it is not there yet."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "orchdata-tests" / PACKAGE
     cache.mkdir(parents=True, exist_ok=True)
     script = cache / "node_modules" / "azurite" / "dist" / "src" / "blob" / "main.js"
@@ -72,11 +68,7 @@ def _install(cache: Path) -> None:
 
 
 class AzureServer:
-    """One server, from `with` to its end, with one account. Containers are made by `make_container`.
-
-    Raises:
-        NoAzurite: on creation, where it cannot be installed.
-    """
+    """One server, from `with` to its end, with one account. Containers are made by `make_container`."""
 
     def __init__(self) -> None:
         self._script = azurite()

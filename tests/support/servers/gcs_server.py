@@ -42,11 +42,7 @@ class Stored:
 
 
 class GcsServer(StubServer):
-    """A server, from `with` to its end.
-
-    Args:
-        page_size: the most keys of one answer to a listing.
-    """
+    """A server, from `with` to its end."""
 
     def __init__(self, page_size: int = 1000) -> None:
         super().__init__()

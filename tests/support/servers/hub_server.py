@@ -37,12 +37,7 @@ class Repository:
 
 
 class HubServer(StubServer):
-    """A server of data sets, from `with` to its end.
-
-    Args:
-        page_size: the most entries of one answer to a listing.
-        token: who asks must send it; without, all may read.
-    """
+    """A server of data sets, from `with` to its end."""
 
     def __init__(self, page_size: int = 1000, token: str = "") -> None:
         super().__init__()

@@ -74,12 +74,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def wait_until(ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
-    """Ask until the answer is yes.
-
-    Raises:
-        Ended: the process ended before.
-        TimeoutError: the answer is no for `START_SECONDS`.
-    """
+    """Ask until the answer is yes."""
     until = time.monotonic() + START_SECONDS
     while not ready():
         if process.poll() is not None:

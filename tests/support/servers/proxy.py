@@ -74,42 +74,26 @@ class Request:
 
     Kinds: LIST is a GET that lists keys (of S3, Azure and Google) or a PROPFIND; RANGE is a GET with a range, and GET
     one without.
-
-    Attributes:
-        number: from 1, in order of arrival.
-        connection: a number of the client's connection.
-        status: what the client got; 0 if it got none.
-        body_bytes: of the answer, as the client got them.
-        sent_bytes: of the request's body.
-        time: of arrival, as `time.monotonic()` gives it.
-        seconds: until the client was given its last byte, or lost the connection; -1 while it waits for the first.
-        fault: the action of the fault that acted; empty if none did.
-        if_match: the header; empty if there was none.
     """
 
-    number: int
-    connection: int
+    number: int  # from 1, in order of arrival
+    connection: int  # a number of the client's connection
     kind: Kind
     method: str
     path: str
     query: str
     range: str
-    if_match: str
-    status: int
-    body_bytes: int
-    sent_bytes: int
-    time: float
-    seconds: float
-    fault: str
+    if_match: str  # the header; empty if there was none
+    status: int  # what the client got; 0 if it got none
+    body_bytes: int  # of the answer, as the client got them
+    sent_bytes: int  # of the request's body
+    time: float  # of arrival, as `time.monotonic()` gives it
+    seconds: float  # until the client was given its last byte, or lost the connection; -1 while it waits for the first
+    fault: str  # the action of the fault that acted; empty if none did
 
 
 class Proxy:
-    """A proxy before the server at `target`, from `with` to its end.
-
-    Args:
-        target: where the server listens, such as `http://127.0.0.1:8333`.
-        delay: seconds before each answer.
-    """
+    """A proxy before the server at `target`, from `with` to its end."""
 
     def __init__(self, target: str, faults: Iterable[Fault] = (), delay: float = 0.0) -> None:
         parts = urlsplit(target)

@@ -36,9 +36,6 @@ class S3Server:
     """One server, from `with` to its end, with credentials for each of: `all`, `reader`, `lister`, `nothing`.
 
     A reader may read any key and list no bucket. Buckets are made by `make_bucket` alone.
-
-    Args:
-        options: more options of `weed server`, without their dash.
     """
 
     region = REGION

@@ -19,31 +19,20 @@ _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A request.
-
-    Attributes:
-        path: without the query, unquoted.
-        query: the last value of each name.
-        headers: by names in lower case.
-        body: of the request.
-    """
+    """A request."""
 
     method: str
-    path: str
-    query: dict[str, str]
-    headers: dict[str, str]
-    body: bytes = field(default=b"", repr=False)
+    path: str  # without the query, unquoted
+    query: dict[str, str]  # the last value of each name
+    headers: dict[str, str]  # by names in lower case
+    body: bytes = field(default=b"", repr=False)  # of the request
 
     @property
     def range(self) -> str:
         return self.headers.get("range", "")
 
     def span(self, size: int) -> tuple[int, int] | None:
-        """The bytes asked of `size` ones, as start and end; None if all are asked.
-
-        Raises:
-            ValueError: none of them is asked.
-        """
+        """The bytes asked of `size` ones, as start and end; None if all are asked."""
         found = _RANGE.fullmatch(self.range)
         if not found or found.groups() == ("", ""):
             return None

@@ -56,17 +56,6 @@ def test_an_object_without_a_version_has_no_copy(copies: Copies) -> None:
     assert content_of(copies, FILE._replace(version="")) is None
 
 
-def test_what_fails_in_the_middle_leaves_nothing(copies: Copies, cache: od.Cache) -> None:
-    def half(out: IO[bytes]) -> None:
-        out.write(CONTENT[:100])
-        raise RuntimeError("no")
-
-    with pytest.raises(RuntimeError):
-        copies.add(URL, FILE, half)
-    assert content_of(copies) is None
-    assert os.listdir(Path(cache.path) / FOLDER) == []
-
-
 def test_one_that_another_makes_is_left_to_it(copies: Copies, cache: od.Cache) -> None:
     def make(out: IO[bytes]) -> None:
         assert Copies(cache).add(URL, FILE, never) == "busy"

@@ -50,19 +50,6 @@ def test_an_object_is_copied_in_blocks_in_spite_of_faults(
     assert {each.if_match for each in proxy.requests("RANGE")} == {file.version}
 
 
-def test_a_copy_never_has_bytes_of_two_versions(
-    s3_server: S3Server, new_bucket: Callable[[], str], tmp_path: Path
-) -> None:
-    url = f"s3://{(bucket := new_bucket())}/a.bin"
-    s3_server.put(bucket, "a.bin", CONTENT)
-    files = Files(s3_server.options)
-    file = files.version(url)
-    assert file is not None
-    s3_server.put(bucket, "a.bin", CONTENT[::-1])
-    with pytest.raises(od.StaleIndexError):
-        list(blocks(files, url, file, ReadBytes()))
-
-
 def test_blocks_that_are_no_longer_wanted_end(
     s3_server: S3Server, new_bucket: Callable[[], str], proxied: Proxied, monkeypatch: pytest.MonkeyPatch
 ) -> None:

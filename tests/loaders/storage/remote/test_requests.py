@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from orchdata.loaders.storage.remote import requests as requests_module
 from orchdata.loaders.storage.remote.objects import GAP_BYTES, ObjectRange, Objects
 from orchdata.loaders.storage.remote.requests import Answer, Request, Requests, Trouble
 from orchdata.loaders.storage.storage import FileVersion, RequestCounts
+
+pytestmark = pytest.mark.usefixtures("no_hang")
 
 URL = "s3://bucket/a.bin"
 STEPS = [(0, 800), (300, 900), (300, 500), (850, 1700), (1699, 1700)]
@@ -70,11 +72,6 @@ def client(pool: Requests, monkeypatch: pytest.MonkeyPatch) -> FakeClient:
 @pytest.fixture
 def objects(client: FakeClient) -> Objects:
     return Objects({"retry_seconds": 0.2}, None, {})
-
-
-@pytest.fixture(autouse=True)
-def _ends(no_hang: None) -> Iterator[None]:
-    yield
 
 
 def whole(client: FakeClient) -> FileVersion:

@@ -1,15 +1,52 @@
-"""What the ranks of a step have together, to the bit, whoever has which part of it."""
+"""What batches hold, to the bit: all of one, and what the ranks of a step have together, whoever has which part."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
 
 import orchdata as od
+from orchdata.planning.plan import Plan
 
 Content = tuple[list[tuple[str, str, str]], list[str]]
+
+
+def digest(value: Any, without: Collection[str] = ()) -> str:
+    """Of all that a value holds, but for some fields of dataclasses."""
+    return _digest(b"".join(_parts(value, without)))
+
+
+def _parts(value: Any, without: Collection[str]) -> Iterator[bytes]:
+    if isinstance(value, Plan):
+        yield value.hash.encode()
+    elif isinstance(value, torch.Tensor):
+        yield f"{value.dtype}{tuple(value.shape)}".encode()
+        yield value.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, np.ndarray):
+        yield f"{value.dtype}{value.shape}".encode() + (
+            repr(value.tolist()).encode() if value.dtype.hasobject else value.tobytes()
+        )
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from _parts(
+            {field.name: getattr(value, field.name) for field in fields(value) if field.name not in without}, without
+        )
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield str(name).encode()
+            yield from _parts(item, without)
+    elif isinstance(value, list | tuple):
+        yield f"{type(value).__name__}{len(value)}".encode()
+        for item in value:
+            yield from _parts(item, without)
+    else:
+        yield repr(value).encode()
 
 
 def content(share: Sequence[od.Batch]) -> Content:
