@@ -421,11 +421,11 @@ def _patches(dtypes: set[str] = frozenset({"bfloat16", "float32", "uint8"})) -> 
 FAMILIES: Final = {
     "teams": _Family("assign.teams:solve_teams", _teams),
     "phases": _Family("assign.phases:solve_joint", _phases),
-    "moves": _Family("move.minimal_move:solve_from", _moves),
+    "moves": _Family("minimal_move:solve_from", _moves),
     "packed": _Family("assign.packed:solve", _packed),
     "microbatches": _Family("microbatches.microbatch:split", _microbatches),
     "swaps": _Family("microbatches.microbatch:lower_all_peaks", _swaps),
-    "bins": _Family("bins.pack:pack", _bins),
+    "bins": _Family("pack_bins:pack", _bins),
     "padded": _Family("assign.padded:solve_padded", _padded),
     "pipeline": _Family("microbatches.pipeline:search", _pipeline),
     "patches": _Family("decoding:_patchify", _patches),
