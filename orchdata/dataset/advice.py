@@ -1,7 +1,7 @@
 """What a loader says of its data: one warning for each kind, issued once.
 
-Fields that the model does not get, samples without a token to learn, bad samples, chats that never learn to stop, steps
-that leave ranks empty, phases without a cost.
+Fields that the model does not get, samples without a token to learn, damaged shards, chats that never learn to stop,
+steps that leave ranks empty, phases without a cost. Imports no torch: commands say some of it too.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.building.contents import IndexedShards
 from orchdata.dataset.indexed import is_partial
-from orchdata.delivery.policy import reasons_of
 from orchdata.loaders.errors import DataError, FieldError
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample, missing_names
@@ -38,6 +36,7 @@ from orchdata.planning.windows import WindowBatches
 from orchdata.ranks.parallel import Rank
 
 if TYPE_CHECKING:
+    from orchdata.building.contents import IndexedShards
     from orchdata.dataset.mixture import Mixture
     from orchdata.dataset.shard_dataset import ShardDataset
 
@@ -160,15 +159,6 @@ def warn_of_missing(dataset: ShardDataset | Mixture, index: Index) -> None:
             f"Recipe.keep names {', '.join(map(repr, missing))}, and no sample of the data set has such a field"
             f"{where or ','} but {others}",
         )
-
-
-def warn_of_bad(index: Index, failures: Sequence[DataError]) -> None:
-    """Warn about samples that the index lists as bad, with the most frequent reasons."""
-    warn_once(
-        f"bad samples of {index.fingerprint}",
-        f"{len(failures):,} of {index.num_samples:,} samples are left out under on_error='skip': "
-        f"{reasons_of(failures)}. `orchdata index` lists them",
-    )
 
 
 def warn_of_damage(index: Index, num_lost: int) -> None:

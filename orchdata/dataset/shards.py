@@ -25,7 +25,6 @@ from orchdata.building.contents import IndexedShards, SampleContent
 from orchdata.building.pages import ShardContent
 from orchdata.caching import filler_of
 from orchdata.dataset.advice import (
-    warn_of_bad,
     warn_of_costs,
     warn_of_damage,
     warn_of_missing,
@@ -47,7 +46,7 @@ from orchdata.dataset.index_costs import (
 from orchdata.dataset.indexed import Rows, is_partial, num_first_rows
 from orchdata.dataset.mixed import fingerprint_of, index_of, order_of
 from orchdata.dataset.prepared import PreparedDataset
-from orchdata.delivery.policy import ErrorPolicy, Unusable, refuse_above_budget
+from orchdata.delivery.policy import ErrorPolicy, Unusable, reasons_of, refuse_above_budget
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import DataError, StorageError, TooManyFailures
 from orchdata.loaders.index.index import Index, digest
@@ -269,7 +268,11 @@ def _check_bad(index: Index, bad: Ints, unchosen: Ints, names: Sequence[str], po
     num_lost = int(lost.sum())
     warn_of_damage(index, num_lost)
     refuse_above_budget(_unusable(index, failures, bad, lost, unchosen, names), policy)
-    warn_of_bad(index, failures)
+    warn_once(
+        f"bad samples of {index.fingerprint}",
+        f"{len(bad):,} of {index.num_samples:,} samples are left out under on_error='skip': {reasons_of(failures)}. "
+        "`orchdata index` lists them",
+    )
     return num_lost
 
 
