@@ -47,8 +47,7 @@ from orchdata.dataset.indexed import Rows, is_partial, num_first_rows
 from orchdata.dataset.mixed import fingerprint_of, index_of, order_of
 from orchdata.dataset.prepared import PreparedDataset
 from orchdata.delivery.policy import ErrorPolicy, Unusable, reasons_of, refuse_above_budget
-from orchdata.loaders.amounts import counted
-from orchdata.loaders.errors import DataError, StorageError, TooManyFailures
+from orchdata.loaders.errors import DataError, StorageError, TooManyFailures, counted
 from orchdata.loaders.index.index import Index, digest
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.recipe import Recipe
