@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.first_calls import settle_first_calls
+from orchdata.loaders.memory import settle_first_calls
 
 if TYPE_CHECKING:
     import torch

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.first_calls import settle_first_calls
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.memory import settle_first_calls
 from orchdata.loaders.modalities.modality import (
     ArraySpec,
     Header,
