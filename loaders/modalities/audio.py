@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.memory import settle_first_calls
+from orchdata.loaders.memory import Scratch, settle_first_calls
 from orchdata.loaders.modalities.modality import (
     ArraySpec,
     Header,
@@ -33,7 +33,6 @@ from orchdata.loaders.modalities.modality import (
     check_seconds,
 )
 from orchdata.loaders.modalities.video.containers import TRACK_FIELDS
-from orchdata.loaders.scratch import Scratch
 
 if TYPE_CHECKING:
     import torch
