@@ -37,8 +37,7 @@ from orchdata.loaders.child_process import lower_limit, taken_bytes
 from orchdata.loaders.errors import DataError, StaleIndexError, as_field_error
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import Wanted
-from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.required import load_required
+from orchdata.loaders.recipe import Recipe, load_required
 from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.open import by_identity, open_shard, rules_of
 from orchdata.loaders.storage.cache import CacheFolder

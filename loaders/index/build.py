@@ -43,8 +43,7 @@ from orchdata.loaders.index.kept import KeptCounts
 from orchdata.loaders.index.table import pack
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.pace import Turns, threads_or_default
-from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.required import load_for_scanning
+from orchdata.loaders.recipe import Recipe, load_for_scanning
 from orchdata.loaders.shards.fields import check_met
 from orchdata.loaders.shards.jsonl.media_files import MissingMedia
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard

@@ -16,8 +16,7 @@ from orchdata.loaders.errors import DataError, FieldError, StaleIndexError, as_f
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample, Wanted, read_ahead
-from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.required import load_required
+from orchdata.loaders.recipe import Recipe, load_required
 from orchdata.loaders.samples.measure import MeasuredPart, decoded_bytes
 from orchdata.loaders.samples.sample import Sample
 from orchdata.loaders.shards.container import Container

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 import orchdata.building.pages  # noqa: F401
-from orchdata.loaders.required import load_built_in
+from orchdata.loaders.recipe import load_built_in
 
 load_built_in()

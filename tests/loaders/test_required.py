@@ -15,7 +15,7 @@ JOB = """
 import sys
 from orchdata.cli import main
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.required import load_required
+from orchdata.loaders.recipe import load_required
 
 try:
     main()

@@ -21,8 +21,7 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio_decode import probe_audio, read_mono
 from orchdata.loaders.modalities.image_decode import load_formats, load_rgb, probe_image
 from orchdata.loaders.modalities.modality import read_header
-from orchdata.loaders.recipe import ImagePreprocessor, image_grid
-from orchdata.loaders.required import load_required
+from orchdata.loaders.recipe import ImagePreprocessor, image_grid, load_required
 
 
 def grey_middle(data: bytes) -> bytes:
