@@ -9,7 +9,7 @@ from orchdata.dataset.indexed import Opened
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.shards.reading import PLAIN
+from orchdata.loaders.shards.shard import PLAIN
 
 
 class IndexedShards(ShardDataset):

@@ -49,8 +49,7 @@ from orchdata.loaders.shards.jsonl.media_files import MissingMedia
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.shards.parquet.children import measuring
-from orchdata.loaders.shards.reading import PLAIN, Reading
-from orchdata.loaders.shards.shard import Facts, Shard
+from orchdata.loaders.shards.shard import PLAIN, Facts, Reading, Shard
 from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.spread import Spread
 from orchdata.loaders.storage.atomic import status_of

@@ -28,8 +28,7 @@ from orchdata.loaders.errors import DamagedIndexError, MissingIndexError, StaleI
 from orchdata.loaders.index.index import KIND, Index, Place, content_fingerprint, digest
 from orchdata.loaders.index.table import TableSize, TableWriter, Totals, sum_totals
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.shards.reading import PLAIN, Reading
-from orchdata.loaders.shards.shard import ShardInfo
+from orchdata.loaders.shards.shard import PLAIN, Reading, ShardInfo
 from orchdata.loaders.storage.atomic import Buffer, opened, remove, replaced, status_of, write_at
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import Files

@@ -32,7 +32,7 @@ from orchdata.loaders.index.build import BuildProgress, build_index
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.container import Container
-from orchdata.loaders.shards.reading import Reading, used_containers
+from orchdata.loaders.shards.shard import Reading, used_containers
 from orchdata.notices import progress_bar
 from orchdata.yaml_file import read_yaml
 

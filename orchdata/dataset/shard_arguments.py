@@ -12,7 +12,7 @@ from typing import Any
 from orchdata.dataset.selection import names_of_counts
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.container import Container, checked_containers
-from orchdata.loaders.shards.reading import Reading
+from orchdata.loaders.shards.shard import Reading
 from orchdata.loaders.storage.atomic import is_folder
 from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.paths import expand_paths

@@ -58,7 +58,7 @@ from orchdata.loaders.shards.changes import changed_media, find_changes
 from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.fields import printable
 from orchdata.loaders.shards.open import OpenShards, by_identity
-from orchdata.loaders.shards.reading import PLAIN, Reading, listed_paths
+from orchdata.loaders.shards.shard import PLAIN, Reading, listed_paths
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.paths import Matching, needs_listing, pieces_of

@@ -22,7 +22,7 @@ from video_clips import VARIABLE, animation, clip, number_of, picture, sound_alo
 import orchdata as od
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.modalities.image import CLIP_MEAN, CLIP_STD
-from orchdata.loaders.shards.reading import Reading
+from orchdata.loaders.shards.shard import Reading
 
 VIDEO = od.VideoPreprocessor(patch_size=8, merge=2, fps=4, min_tokens=1, max_tokens=24, dtype="float32")
 RECIPE = od.Recipe(audio=None, video=VIDEO, image=video_job.RECIPE.image)

@@ -26,7 +26,7 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.jsonl.media_files import MediaFolder
 from orchdata.loaders.shards.open import OpenShards
-from orchdata.loaders.shards.reading import Reading
+from orchdata.loaders.shards.shard import Reading
 from orchdata.loaders.storage.cache import CacheFolder
 
 ASK, ANSWER = {"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "Noise."}

@@ -21,7 +21,7 @@ import orchdata as od
 from orchdata.loaders.errors import StorageError, TooManyFailures
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.shards.reading import Reading
+from orchdata.loaders.shards.shard import Reading
 
 
 @pytest.fixture
