@@ -38,7 +38,7 @@ from orchdata.loaders.modalities.modality import (
     plain,
     stored_dtype,
 )
-from orchdata.loaders.storage.retries import tried
+from orchdata.loaders.storage.storage import tried
 from orchdata.loaders.text.conversation import Rules
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS, TextPreprocessor
 from orchdata.loaders.text.template import ChatTemplate, MediaWords, record_keys

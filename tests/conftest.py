@@ -119,7 +119,7 @@ def fixtures_dir() -> Path:
 @pytest.fixture
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the system refuses is tried as often as ever, at once."""
-    monkeypatch.setattr("orchdata.loaders.storage.retries.PAUSES_SECONDS", (0, 0, 0))
+    monkeypatch.setattr("orchdata.loaders.storage.storage.PAUSES_SECONDS", (0, 0, 0))
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ from orchdata.loaders.storage.atomic import status_of
 from orchdata.loaders.storage.cache import CacheFolder, Claims, remove_leftovers
 from orchdata.loaders.storage.files import PLAIN_FILES
 from orchdata.loaders.storage.remote.urls import identity, is_remote
-from orchdata.loaders.storage.retries import BUILD_SECONDS, Patience
+from orchdata.loaders.storage.storage import BUILD_SECONDS, Patience
 from orchdata.loaders.versions import KEPT_FORMAT
 from orchdata.loaders.watch import here, shards_under_way
 

@@ -39,9 +39,8 @@ from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.atomic import Lent, lend, opened_lent
 from orchdata.loaders.storage.paths import SUFFIXES, expand_paths, media_root_of, needs_listing
 from orchdata.loaders.storage.remote.urls import identity, is_remote
-from orchdata.loaders.storage.retries import retry, tried
 from orchdata.loaders.storage.sealed import Head, forget, head_of, is_noted, note, still_used, verify_body
-from orchdata.loaders.storage.storage import basename
+from orchdata.loaders.storage.storage import basename, retry, tried
 from orchdata.loaders.versions import TABLE_FORMAT
 
 if TYPE_CHECKING:

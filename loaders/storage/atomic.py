@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from orchdata.loaders.errors import OF_THE_FILE
-from orchdata.loaders.storage.retries import storage_error, tried
+from orchdata.loaders.storage.storage import storage_error, tried
 
 Buffer = bytes | bytearray | memoryview
 

@@ -53,9 +53,8 @@ from orchdata.loaders.storage.atomic import (
     write_whole,
 )
 from orchdata.loaders.storage.remote.urls import identity
-from orchdata.loaders.storage.retries import tried
 from orchdata.loaders.storage.sealed import NOTE_SUFFIX, forget, is_noted, note
-from orchdata.loaders.storage.storage import BLOCK_BYTES, FileVersion
+from orchdata.loaders.storage.storage import BLOCK_BYTES, FileVersion, tried
 
 CACHE_VARIABLE = "ORCHDATA_CACHE"
 PARTIAL_SUFFIX: Final = ".part"

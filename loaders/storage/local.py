@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 from orchdata.loaders.errors import OF_THE_FILE, ShardError, StaleIndexError
 from orchdata.loaders.storage.atomic import status_at
-from orchdata.loaders.storage.retries import retry, storage_error, tried
-from orchdata.loaders.storage.storage import ByteCount, ContentDigest, FileVersion, Storage
+from orchdata.loaders.storage.storage import ByteCount, ContentDigest, FileVersion, Storage, retry, storage_error, tried
 
 T = TypeVar("T")
 

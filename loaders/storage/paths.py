@@ -30,7 +30,7 @@ from orchdata.loaders.storage.remote.urls import (
     scheme_of,
     without_secrets,
 )
-from orchdata.loaders.storage.retries import tried
+from orchdata.loaders.storage.storage import tried
 
 _STATE_BYTES = 16 << 20
 _MOST_PATHS = 1_000_000

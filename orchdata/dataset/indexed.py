@@ -44,8 +44,7 @@ from orchdata.loaders.storage.atomic import read_small, write_once
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.paths import media_root_of, names_and_patterns
 from orchdata.loaders.storage.remote.urls import has_magic, is_match
-from orchdata.loaders.storage.retries import tried
-from orchdata.loaders.storage.storage import basename
+from orchdata.loaders.storage.storage import basename, tried
 from orchdata.notices import warn_once
 from orchdata.ranks.first_comer import done_by_first
 from orchdata.ranks.parallel import ranks_per_node

@@ -41,7 +41,7 @@ from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.table import Columns
 from orchdata.loaders.shards.parquet.children import measuring
-from orchdata.loaders.storage import retries
+from orchdata.loaders.storage import storage
 from orchdata.loaders.storage.cache import SUM_SUFFIX, CacheFolder, kept_files, prune
 from orchdata.loaders.storage.sealed import NOTE_SUFFIX, is_noted
 
@@ -199,7 +199,7 @@ class Trial:
 
 def hurry() -> None:
     """Waits between tries cut short: how often is tried stays, how long it takes is not what is tested."""
-    retries.PAUSES_SECONDS = tuple(pause / 1000 for pause in retries.PAUSES_SECONDS)  # type: ignore[misc]
+    storage.PAUSES_SECONDS = tuple(pause / 1000 for pause in storage.PAUSES_SECONDS)  # type: ignore[misc]
     # Where a loader builds: one shard after the other, so that the n-th call is the same in each trial.
     assert build_index.__kwdefaults__ is not None
     build_index.__kwdefaults__ |= {"retry_seconds": 0.0, "num_threads": 1}

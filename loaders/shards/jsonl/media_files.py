@@ -14,8 +14,7 @@ from unicodedata import normalize
 
 from orchdata.loaders.errors import DecodeError, StorageError
 from orchdata.loaders.storage.local import read_at
-from orchdata.loaders.storage.retries import tried
-from orchdata.loaders.storage.storage import stamp_of_version
+from orchdata.loaders.storage.storage import stamp_of_version, tried
 
 _SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(//)?")
 MISSING: Final = "no such file"
