@@ -45,7 +45,7 @@ from orchdata.loop.torch_stream import IterableSource, MapSource
 from orchdata.notices import warn_once, warn_user
 from orchdata.order.sampler import SamplerSteps
 from orchdata.order.steps import OrderedSteps, StreamSteps, begin_of, is_stateful
-from orchdata.planning.layout import layout_of
+from orchdata.planning.balance import layout_of
 from orchdata.ranks.agreement import DATA, Agreement
 from orchdata.ranks.parallel import DataParallel
 

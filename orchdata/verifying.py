@@ -45,8 +45,7 @@ from orchdata.loaders.storage.files import PLAIN_FILES, Files
 from orchdata.loaders.watch import Watch
 from orchdata.order.order import Order
 from orchdata.order.steps import GlobalBatches, StepTask
-from orchdata.planning.balance import Balance
-from orchdata.planning.layout import Packed
+from orchdata.planning.balance import Balance, Packed
 from orchdata.planning.make_plan import PlanSpec
 
 _ROWS_AT_ONCE = 64

@@ -36,8 +36,7 @@ from orchdata.planning.route import Route
 
 if TYPE_CHECKING:
     from orchdata import Recipe
-    from orchdata.planning.balance import Balance
-    from orchdata.planning.layout import Layout
+    from orchdata.planning.balance import Balance, Layout
 
 SampleId = tuple[str, str]
 """The shard of a sample, and its key there."""

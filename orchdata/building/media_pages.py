@@ -20,7 +20,7 @@ from orchdata.loaders.generators import GeneratorMaker
 from orchdata.loaders.modalities.modality import PartSize, as_tensor, stored_dtype
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.sample import decode_part
-from orchdata.planning.layout import Layout
+from orchdata.planning.balance import Layout
 from orchdata.planning.route import Route
 
 Ints = NDArray[np.int64]

@@ -42,7 +42,7 @@ from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage.storage import ReadBytes
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
 from orchdata.loaders.watch import Watch
-from orchdata.planning.layout import Layout, Padded, row_lengths
+from orchdata.planning.balance import Layout, Padded, row_lengths
 from orchdata.planning.teams import JoinedSequences, joined_sequences
 
 Ints = NDArray[np.int64]

@@ -28,7 +28,7 @@ from orchdata.loaders.memory import settle_first_calls
 from orchdata.loaders.storage.storage import ReadBytes
 from orchdata.loaders.watch import Watch
 from orchdata.order.steps import StepTask
-from orchdata.planning.layout import Layout
+from orchdata.planning.balance import Layout
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.plan import Plan
 

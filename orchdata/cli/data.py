@@ -226,8 +226,7 @@ def profile(
     rank_counts, caps = None if ranks is None else _ranks_list(ranks), _caps_of(max_tokens or ())
     from orchdata.balancers import CostModel
     from orchdata.cli.dataset import indexed
-    from orchdata.planning.balance import Balance
-    from orchdata.planning.layout import Packed, Padded
+    from orchdata.planning.balance import Balance, Packed, Padded
     from orchdata.planning.teams import Teams
     from orchdata.profiling.profile import profile as make_profile
 

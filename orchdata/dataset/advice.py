@@ -29,8 +29,7 @@ from orchdata.loaders.text.template import TextSegment, record_keys
 from orchdata.loaders.unread_names import above, modality_of_name
 from orchdata.notices import warn_once
 from orchdata.order.steps import Batches, TokenBatches
-from orchdata.planning.balance import Balance
-from orchdata.planning.layout import Layout
+from orchdata.planning.balance import Balance, Layout
 from orchdata.planning.sharing.accumulated import better_budget
 from orchdata.planning.windows import WindowBatches
 from orchdata.ranks.parallel import Rank

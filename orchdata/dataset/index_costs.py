@@ -18,12 +18,7 @@ from orchdata.loaders.index.index import Index
 from orchdata.loaders.recipe import Recipe
 from orchdata.native.costs import COST_SHIFT, Coefficients, part_costs, sequence_costs
 from orchdata.order.order import TokenCounts
-from orchdata.planning.balance import Balance
-from orchdata.planning.layout import (
-    Attention,
-    Layout,
-    Padded,
-)
+from orchdata.planning.balance import Attention, Balance, Layout, Padded
 from orchdata.planning.make_plan import Ints
 from orchdata.planning.parts import Parts
 from orchdata.planning.sharing.accumulated import FixedCost

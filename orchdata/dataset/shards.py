@@ -61,11 +61,7 @@ from orchdata.notices import progress_bar, warn_once
 from orchdata.order.mixture import AnyOrder
 from orchdata.order.order import ListedOrder, TokenCounts
 from orchdata.order.steps import Batches, StepTask, TokenBatches
-from orchdata.planning.layout import (
-    Packed,
-    Padded,
-    layout_of,
-)
+from orchdata.planning.balance import Packed, Padded, layout_of
 from orchdata.planning.make_plan import make_plan
 from orchdata.planning.windows import WindowBatches
 from orchdata.quarantine import checked_names, read_quarantine

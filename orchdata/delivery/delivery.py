@@ -40,7 +40,7 @@ from orchdata.engines.processes.message import plain, revive
 from orchdata.loaders.errors import BLANK, DataError, TooManyFailures
 from orchdata.notices import warn_once, warn_user
 from orchdata.order.steps import StepTask
-from orchdata.planning.layout import Padded
+from orchdata.planning.balance import Padded
 from orchdata.planning.make_plan import make_plan
 from orchdata.planning.plan import Plan
 from orchdata.ranks.agreement import gather, small_device

@@ -49,7 +49,7 @@ from orchdata.hf.trials import (
     verdict_of,
 )
 from orchdata.notices import warn_once
-from orchdata.planning.layout import Attention, Empty, Layout, Packed, Padded, Positions
+from orchdata.planning.balance import Attention, Empty, Layout, Packed, Padded, Positions
 from orchdata.ranks.exchange import exchange
 
 if TYPE_CHECKING:

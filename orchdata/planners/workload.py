@@ -22,8 +22,7 @@ from orchdata.loaders.index.index import Index
 from orchdata.order.order import Shuffle
 from orchdata.planners.layout import LLM
 from orchdata.planners.values import Value
-from orchdata.planning.balance import Balance
-from orchdata.planning.layout import Packed
+from orchdata.planning.balance import Balance, Packed
 from orchdata.planning.parts import Parts
 from orchdata.planning.sharing.packed import NO_PADDING
 from orchdata.planning.sharing.shares import Padding

@@ -24,7 +24,7 @@ from orchdata.loaders.storage.storage import basename
 from orchdata.native.costs import sequence_costs
 from orchdata.order.order import SampleOrder, Samples, TokenCounts
 from orchdata.order.steps import Batches, Begin, Location, StepTask, Sums
-from orchdata.planning.layout import Attention
+from orchdata.planning.balance import Attention
 from orchdata.planning.sharing.accumulated import FixedCost
 from orchdata.planning.sharing.shares import Shares, StepSamples
 

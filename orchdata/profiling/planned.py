@@ -20,8 +20,7 @@ from orchdata.loaders.index.index import Index
 from orchdata.order.mixture import AnyOrder
 from orchdata.order.order import MixedSource, SampleOrder, TokenCounts
 from orchdata.order.steps import Batches, GlobalBatches, StepTask, TokenBatches
-from orchdata.planning.balance import AssignmentKind, Balance, Scope
-from orchdata.planning.layout import Layout, Packed, Padded, row_lengths
+from orchdata.planning.balance import AssignmentKind, Balance, Layout, Packed, Padded, Scope, row_lengths
 from orchdata.planning.make_plan import PlanSpec, SampleCosts, make_plan
 from orchdata.planning.plan import Plan
 from orchdata.profiling.content import Figures

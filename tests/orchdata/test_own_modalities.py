@@ -20,7 +20,7 @@ from shard_factory import RECIPE as PLAIN
 from shard_factory import write_shard
 
 import orchdata as od
-from orchdata.planning.layout import Layout
+from orchdata.planning.balance import Layout
 
 LAYOUTS: tuple[Layout, ...] = (
     od.Packed(positions="mrope", multiple_of=8),

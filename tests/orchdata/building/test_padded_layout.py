@@ -13,7 +13,7 @@ from torch import Tensor
 
 import orchdata as od
 from examples.model import ModelConfig, MultimodalLM, Sizes, fit_to_recipe, make_cost
-from orchdata.planning.layout import Layout
+from orchdata.planning.balance import Layout
 
 
 def trained(model: MultimodalLM, dataset: od.ShardDataset, layout: Layout, **options: Any) -> list[Tensor]:

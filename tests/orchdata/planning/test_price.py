@@ -15,8 +15,7 @@ from orchdata.balancers.costs.model import CostModel
 from orchdata.balancers.costs.phase import PhaseCost
 from orchdata.dataset.index_costs import IndexCosts
 from orchdata.native.costs import sequence_costs
-from orchdata.planning.balance import Balance
-from orchdata.planning.layout import Attention
+from orchdata.planning.balance import Attention, Balance
 from orchdata.planning.parts import Parts
 from orchdata.planning.plan import Plan
 from orchdata.planning.sharing.shares import StepSamples

@@ -13,7 +13,7 @@ from shard_factory import omni_shards, write_shard
 import orchdata as od
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
-from orchdata.planning.layout import Layout
+from orchdata.planning.balance import Layout
 from orchdata.planning.make_plan import make_plan
 from orchdata.planning.plan import Plan
 from orchdata.profiling import planned

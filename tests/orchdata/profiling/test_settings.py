@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shard_factory import RECIPE, jpeg, omni_samples, write_shard
 
 import orchdata as od
-from orchdata.planning.layout import Layout
+from orchdata.planning.balance import Layout
 from orchdata.profiling.content import PERCENTILES, LengthCounts
 from orchdata.profiling.planned import PlannedStep, PlannedSteps, is_better, make_settings
 
