@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from orchdata.balancers.checks import checked_costs, checked_ranks_count
 from orchdata.native.assign.bounds import strong_lower_bound
 from orchdata.native.jit import Ints, Ints32
 from orchdata.native.microbatches.microbatch import cell_sums
-from orchdata.native.sorting import descending_order
+from orchdata.native.sorting import descending_order, first_invalid
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,3 +109,180 @@ def lower_bound(costs: ArrayLike, num_ranks: int) -> int:
     checked = checked_costs(costs)
     num_ranks = checked_ranks_count(num_ranks)
     return int(strong_lower_bound(checked[descending_order(checked)], num_ranks))
+
+
+MAX_TOTAL = 1 << 62
+
+
+MAX_RANKS = 1 << 24
+
+
+def checked_count(value: int, name: str, least: int = 1) -> int:
+    """Return an integer of at least `least`."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        count = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}") from None
+    if count < least:
+        raise ValueError(f"{name} must be at least {least}, got {count}")
+    return count
+
+
+def checked_epoch(epoch: int) -> int:
+    """Return an epoch number of at least 0 that orders and states can store."""
+    count = checked_count(epoch, "epoch", 0)
+    if count >= 1 << 63:
+        raise ValueError(f"epoch must be below 2**63, got {count}")
+    return count
+
+
+def checked_ranks_count(num_ranks: int) -> int:
+    """Return a number of ranks, from 1 to 2**24."""
+    count = checked_count(num_ranks, "num_ranks")
+    if count > MAX_RANKS:
+        raise ValueError(f"num_ranks must be at most {MAX_RANKS:,}, got {count:,}")
+    return count
+
+
+def checked_flag(value: bool, name: str) -> bool:
+    """Return True or False, also for numpy's; a non-empty string would count as True."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
+
+
+def checked_costs(costs: ArrayLike, name: str = "costs") -> Ints:
+    """Return contiguous int64 (num_samples,), each at least 0, with a sum of at most 2**62.
+
+    Floats are accepted if each is a whole number.
+
+    Raises:
+        ValueError: for anything else; it names the first wrong sample.
+    """
+    array = np.asarray(costs)
+    if array.ndim != 1:
+        raise ValueError(f"{name} must have one dimension, one entry a sample, got shape {array.shape}")
+    if array.dtype.kind == "f":
+        array = _whole_numbers(array, name)
+    elif array.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be integers, got dtype {array.dtype}{_hint(name)}")
+    # Kernels are compiled for writable arrays only, although they do not write to these.
+    checked = np.require(array, np.int64, ["C", "W"])
+    index, total_exceeded = first_invalid(checked, MAX_TOTAL)
+    if index >= 0:
+        if total_exceeded:
+            raise ValueError(f"{name} sum to more than 2**62 at sample {index} ({checked[index]}): scale them down")
+        raise ValueError(f"{name}[{index}] is {checked[index]}; it must be at least 0")
+    return checked
+
+
+def checked_ranks(ranks: ArrayLike, num_ranks: int, num_samples: int, name: str, *, least: int = 0) -> Ints32:
+    """Return contiguous int32 (num_samples,), each from `least` (-1 allows left-out samples) to num_ranks - 1."""
+    array = np.asarray(ranks)
+    if array.shape != (num_samples,):
+        raise ValueError(f"{name} must have one entry for each of the {num_samples} costs, got shape {array.shape}")
+    if num_samples and array.dtype.kind not in "iu":
+        hint = ": pass Assignment.rank" if least < 0 else ""
+        raise ValueError(f"{name} must be integers, got dtype {array.dtype}{hint}")
+    outside = (array < least) | (array >= num_ranks)
+    if outside.any():
+        sample = int(outside.argmax())
+        lowest = f"{least} (left out)" if least < 0 else least
+        raise ValueError(f"{name}[{sample}] is {array[sample]}; it must be from {lowest} to {num_ranks - 1}")
+    return np.require(array, np.int32, ["C", "W"])
+
+
+def checked_pins(
+    pinned: ArrayLike, num_ranks: int, present: NDArray[np.bool_], most: int | None, equal_count: bool
+) -> Ints32 | None:
+    """Return the ranks of samples that stay where they are, -1 for others; None without any. Of those `present`, at
+    most `most` are on a rank; with `equal_count`, an even share.
+    """
+    pins = checked_ranks(pinned, num_ranks, len(present), "pinned", least=-1)
+    if not (pins >= 0).any():
+        return None
+    counts, num_present = np.bincount(pins[present & (pins >= 0)], minlength=num_ranks), int(np.count_nonzero(present))
+    limit, extras = divmod(num_present, num_ranks) if equal_count else (num_present if most is None else most, 0)
+    if int(counts.max()) > limit + (extras > 0) or int(np.count_nonzero(counts > limit)) > extras:
+        allowed = f"equal_count, {limit} and one more on {extras} ranks" if equal_count else f"max_samples={limit}"
+        raise ValueError(f"pinned holds {counts.max()} samples on rank {int(counts.argmax())}, above {allowed}")
+    return pins
+
+
+def _table(values: ArrayLike, name: str) -> Ints:
+    """Return int64 (num_items, num_columns) of values (num_items,) or (num_items, num_columns)."""
+    array = np.asarray(values)
+    if array.ndim not in (1, 2) or array.shape[1:] == (0,):
+        raise ValueError(f"{name} must be (num_items,) or (num_items, num_columns), got shape {array.shape}")
+    if array.ndim == 1:
+        return checked_costs(array, name)[:, None]
+    columns = [checked_costs(array[:, k], f"{name}[:, {k}]") for k in range(array.shape[1])]
+    return np.stack(columns, axis=1)
+
+
+def checked_phases(costs: ArrayLike) -> Ints:
+    """Return costs int64 (num_items, num_phases)."""
+    table = _table(costs, "costs")
+    total = sum(int(column.sum()) for column in table.T)
+    if total > MAX_TOTAL:
+        raise ValueError(f"costs of all phases sum to {total}, above the limit of 2**62: scale them down")
+    return table
+
+
+def checked_max_samples(max_samples: int, present: int, num_ranks: int) -> int:
+    """Return a cap on the samples of a rank with room for all; at most their number, as more does not bind."""
+    most = checked_count(max_samples, "max_samples")
+    if present > num_ranks * most:
+        raise ValueError(
+            f"max_samples={most} on {num_ranks} ranks allows {num_ranks * most} samples, but there are"
+            f" {present}: raise it to at least {-(-present // num_ranks)}"
+        )
+    return min(most, max(1, present))
+
+
+def checked_tolerance(tolerance: float) -> float:
+    """Return a share from 0 to below 1."""
+    if isinstance(tolerance, bool) or not isinstance(tolerance, Real) or not 0 <= tolerance < 1:
+        raise ValueError(f"tolerance must be from 0 to below 1, got {tolerance!r}")
+    return float(tolerance)
+
+
+def _whole_numbers(array: NDArray[np.floating], name: str) -> Ints:
+    """Return floats as int64 if that loses nothing."""
+    array = array.astype(np.float64)  # float16 cannot represent the limit.
+    bad = ~(np.isfinite(array) & (np.abs(array) <= MAX_TOTAL) & (np.floor(array) == array))
+    if bad.any():
+        index = int(bad.argmax())
+        raise ValueError(f"{name}[{index}] is {array[index]}; it must be a whole number from 0 to 2**62{_hint(name)}")
+    return array.astype(np.int64)
+
+
+def _hint(name: str) -> str:
+    return ": use a CostModel to make costs" if name.startswith("costs") else ""
+
+
+def checked_sizes(sizes: ArrayLike, num_samples: int) -> Ints:
+    """Return sizes int64 (num_samples, num_caps)."""
+    table = _table(sizes, "sizes")
+    if len(table) != num_samples:
+        raise ValueError(f"sizes must have one row for each of the {num_samples} costs, got shape {table.shape}")
+    return table
+
+
+def checked_caps(value: int | ArrayLike, num_caps: int, name: str = "max_size") -> Ints:
+    """Return caps int64 (num_caps,), each at least 1; larger ones than 2**62 do not bind."""
+    caps = np.atleast_1d(np.asarray(value))
+    if caps.shape != (num_caps,) or caps.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be {num_caps} integer(s), one for each column of sizes, got {value!r}")
+    if (caps < 1).any():
+        raise ValueError(f"{name} must be at least 1, got {value!r}")
+    return np.ascontiguousarray(np.minimum(caps, MAX_TOTAL), dtype=np.int64)
+
+
+def checked_effort(value: float, name: str) -> float:
+    """Return a finite number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < float("inf"):
+        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
+    return float(value)

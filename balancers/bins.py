@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from orchdata.balancers.checks import checked_caps, checked_costs, checked_count, checked_phases, checked_sizes
+from orchdata.balancers.assignment import checked_caps, checked_costs, checked_count, checked_phases, checked_sizes
 from orchdata.native.fill_bins import Items, bins_bound, deal
 from orchdata.native.jit import Ints, Ints32
 from orchdata.native.microbatches.micro_steps import deal_cells, pack_in_orders, packing_orders

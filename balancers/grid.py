@@ -15,8 +15,15 @@ from typing import overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from orchdata.balancers.assignment import MovedAssignment, loads_of, lower_bound
-from orchdata.balancers.checks import checked_costs, checked_count, checked_ranks, checked_ranks_count
+from orchdata.balancers.assignment import (
+    MovedAssignment,
+    checked_costs,
+    checked_count,
+    checked_ranks,
+    checked_ranks_count,
+    loads_of,
+    lower_bound,
+)
 from orchdata.balancers.moves import (
     REDEAL_GAIN,
     MovedPhases,

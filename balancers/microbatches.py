@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from orchdata.balancers.checks import (
+from orchdata.balancers.assignment import (
     checked_caps,
     checked_costs,
     checked_count,

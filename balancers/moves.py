@@ -13,13 +13,15 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import ArrayLike
 
-from orchdata.balancers.assignment import MovedAssignment, lower_bound, moved_counts
-from orchdata.balancers.checks import (
+from orchdata.balancers.assignment import (
+    MovedAssignment,
     checked_costs,
     checked_count,
     checked_ranks,
     checked_ranks_count,
     checked_tolerance,
+    lower_bound,
+    moved_counts,
 )
 from orchdata.balancers.phases import PhaseAssignment, balance_phases, checked_phases, search_pairs
 from orchdata.balancers.placement import renamed

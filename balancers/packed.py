@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from orchdata.balancers.assignment import Assignment, loads_of
-from orchdata.balancers.checks import (
+from orchdata.balancers.assignment import (
     MAX_TOTAL,
+    Assignment,
     checked_costs,
     checked_count,
     checked_flag,
@@ -29,6 +29,7 @@ from orchdata.balancers.checks import (
     checked_pins,
     checked_ranks_count,
     checked_tolerance,
+    loads_of,
 )
 from orchdata.balancers.costs.model import CostModel
 from orchdata.balancers.costs.phase import PhaseCost, TransformerCost

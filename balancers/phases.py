@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from orchdata.balancers.checks import (
+from orchdata.balancers.assignment import (
     MAX_TOTAL,
     checked_caps,
     checked_costs,

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from orchdata.balancers.checks import checked_costs, checked_count, checked_ranks, checked_ranks_count
+from orchdata.balancers.assignment import checked_costs, checked_count, checked_ranks, checked_ranks_count
 from orchdata.native.assign.placement import place_greedily, swap_bins
 from orchdata.native.jit import Ints, Ints32
 

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.command import run_command
 from benchmarks.launch import end_with_parent, leave, torchrun
-from orchdata.balancers.checks import checked_count
+from orchdata.balancers.assignment import checked_count
 from orchdata.bench import Result
 from orchdata.planning.route import Route, grouped_route, make_route
 from orchdata.ranks.exchange import exchange

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
 import orchdata
-from orchdata.balancers.checks import checked_count, checked_epoch
+from orchdata.balancers.assignment import checked_count, checked_epoch
 from orchdata.balancers.costs.model import CostModel
 from orchdata.dataset.arguments import DEFAULT_BATCH_SIZE, Arguments, CollateFn, IndexUse, Quarantine
 from orchdata.dataset.sharded import is_sharded

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchdata.balancers.checks import checked_count
+from orchdata.balancers.assignment import checked_count
 
 Sizes = dict[str, Any]
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from orchdata.balancers.checks import checked_costs
+from orchdata.balancers.assignment import checked_costs
 from orchdata.balancers.costs.families import phases_of
 from orchdata.balancers.costs.phase import PhaseCost, TransformerCost
 from orchdata.native.costs import COST_SHIFT, MAX_FIXED_POINT, Coefficients, sequence_costs

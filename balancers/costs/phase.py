@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers.checks import checked_count, checked_flag
+from orchdata.balancers.assignment import checked_count, checked_flag
 from orchdata.balancers.costs.families import MoE, transformer_sizes
 
 MAX_WIDTH = (1 << 31) - 1

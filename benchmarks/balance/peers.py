@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from benchmarks.balance.peer_kernels import largest_differencing
 from orchdata.balancers import lower_bound
-from orchdata.balancers.checks import checked_costs, checked_count
+from orchdata.balancers.assignment import checked_costs, checked_count
 from orchdata.native.assign.packed import first_fit
 from orchdata.native.sorting import descending_order
 

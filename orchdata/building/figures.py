@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers.checks import MAX_TOTAL
+from orchdata.balancers.assignment import MAX_TOTAL
 from orchdata.planning.make_plan import PlanSpec
 from orchdata.planning.plan import Plan
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, default_collate, default_convert
 
-from orchdata.balancers.checks import checked_count
+from orchdata.balancers.assignment import checked_count
 from orchdata.balancers.costs.model import CostModel
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.collate import StepInfo

@@ -12,7 +12,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, get_args
 
 import orchdata
-from orchdata.balancers.checks import checked_count
+from orchdata.balancers.assignment import checked_count
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.sharded import Leaf, Sharded
 from orchdata.loaders.shards.container import Container

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from orchdata.balancers.checks import checked_epoch
+from orchdata.balancers.assignment import checked_epoch
 from orchdata.building.step import BuildSpec
 from orchdata.order.steps import Steps
 from orchdata.planning.make_plan import make_plan

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import orchdata
-from orchdata.balancers.checks import checked_count, checked_epoch
+from orchdata.balancers.assignment import checked_count, checked_epoch
 from orchdata.loaders.errors import StateError
 from orchdata.loop.loop import Position, stored
 from orchdata.order.merge import DUE_BITS, SourceProgress

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers.checks import checked_count, checked_effort
+from orchdata.balancers.assignment import checked_count, checked_effort
 from orchdata.planners.layout import LLM, Kind, Module, Placement, Sharding
 from orchdata.planners.values import Value, checked_number
 from orchdata.planners.workload import Workload, WorkloadCosts

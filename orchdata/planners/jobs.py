@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
-from orchdata.balancers.checks import checked_count, checked_effort
+from orchdata.balancers.assignment import checked_count, checked_effort
 from orchdata.planners.values import Value, checked_number
 
 MOST_TRIED = 64  # First choices whose future is simulated; with more, the rule alone decides.

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers.checks import checked_count, checked_effort
+from orchdata.balancers.assignment import checked_count, checked_effort
 from orchdata.balancers.costs.phase import PhaseCost, TransformerCost
 from orchdata.planners.values import Value, checked_number
 

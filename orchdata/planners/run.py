@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from orchdata.balancers.checks import checked_count
+from orchdata.balancers.assignment import checked_count
 from orchdata.planners.cluster import Cluster, Many, Means, closed_form, gpu_bytes, mean_memory
 from orchdata.planners.layout import LLM, Kind, Layout, Module, Placement, Sharding, checked_modules
 from orchdata.planners.simulation import balance_of, simulate

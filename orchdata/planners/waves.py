@@ -24,7 +24,7 @@ from itertools import groupby
 
 import numpy as np
 
-from orchdata.balancers.checks import checked_count
+from orchdata.balancers.assignment import checked_count
 from orchdata.planners.values import Value, checked_number
 
 MOST_TRIES, MOST_STARTED = 6_000, 300_000  # Of schedules, and of operators in all of them together.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers.checks import checked_costs, checked_count
+from orchdata.balancers.assignment import checked_costs, checked_count
 from orchdata.balancers.costs.model import CostModel
 from orchdata.dataset.index_costs import IndexTokens, above_budget, layout_costs
 from orchdata.dataset.mixed import index_of, order_of

@@ -14,8 +14,7 @@ from typing import ClassVar, Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers.assignment import lower_bound
-from orchdata.balancers.checks import MAX_TOTAL, checked_count, checked_effort
+from orchdata.balancers.assignment import MAX_TOTAL, checked_count, checked_effort, lower_bound
 from orchdata.native.microbatches.pipeline import slowest
 from orchdata.planning.teams import Teams
 

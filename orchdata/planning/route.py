@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from orchdata.balancers.checks import checked_count
+from orchdata.balancers.assignment import checked_count
 
 Ints = NDArray[np.int64]
 Ranks = NDArray[np.int32] | Ints

@@ -14,8 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers.assignment import lower_bound
-from orchdata.balancers.checks import checked_count
+from orchdata.balancers.assignment import checked_count, lower_bound
 from orchdata.balancers.costs.model import coefficients_of
 from orchdata.balancers.costs.phase import PhaseCost, checked_coefficient
 from orchdata.native.assign.teams import NEVER, least_works, teams_bound

@@ -11,7 +11,7 @@ from datetime import timedelta
 from math import prod
 from typing import Any, Literal, get_args
 
-from orchdata.balancers.checks import checked_count
+from orchdata.balancers.assignment import checked_count
 
 DIMS = ("dp_replicate", "dp_shard")
 

@@ -17,8 +17,8 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.balancers.assignment import MAX_TOTAL
 from orchdata.balancers.bins import LOOK_PAIRS, candidate_packings, some_ranks
-from orchdata.balancers.checks import MAX_TOTAL
 from orchdata.balancers.phases import assign_jointly
 from orchdata.native.assign.phases import above_caps, sum_of_peaks
 from orchdata.native.microbatches.micro_steps import bins_cost, deal_cells

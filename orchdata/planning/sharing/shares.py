@@ -23,8 +23,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers.assignment import loads_by_rank_and_microbatch, lower_bound
-from orchdata.balancers.checks import MAX_TOTAL
+from orchdata.balancers.assignment import MAX_TOTAL, loads_by_rank_and_microbatch, lower_bound
 from orchdata.balancers.grid import balance_grid, balance_grouped
 from orchdata.balancers.microbatches import split_microbatches
 from orchdata.balancers.moves import balance_from

@@ -15,8 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers.assignment import lower_bound
-from orchdata.balancers.checks import MAX_TOTAL
+from orchdata.balancers.assignment import MAX_TOTAL, lower_bound
 from orchdata.balancers.microbatches import split_microbatches
 from orchdata.balancers.phases import balance_phases
 from orchdata.native.assign.teams import NEVER, PARTS, fill_micro_steps, least_works, solve_teams
