@@ -18,8 +18,7 @@ from typing import Any, Final, Literal, NamedTuple, cast
 
 import torch.distributed as dist
 
-from orchdata.building.figures import STAGES, START, added, plain_figures, shown
-from orchdata.building.step import BuiltStep
+from orchdata.building.step import STAGES, START, BuiltStep, added, plain_figures, shown
 from orchdata.loaders.errors import DataError, TooManyFailures, reason_kind
 from orchdata.loaders.storage.storage import ReadBytes
 from orchdata.quarantine import checked_names, read_blank
