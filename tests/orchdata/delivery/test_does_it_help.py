@@ -13,7 +13,7 @@ from map_dataset import Numbers
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
-from orchdata.building import step
+from orchdata.building import step as building
 from orchdata.order.steps import StepTask
 from orchdata.planning.make_plan import PlanSpec, make_plan
 
@@ -40,10 +40,10 @@ def spec_of(loader: od.DataLoader) -> PlanSpec:
 
 def shown(spec: PlanSpec) -> dict[str, Any]:
     """The figures of an epoch that a loader of this spec would show."""
-    totals = step.START
+    totals = building.START
     for step in range(spec.num_steps):
-        totals = step.added(totals, step.step_figures(spec, make_plan(spec, StepTask(0, step)), 0, 0))
-    return step.shown(totals, spec.num_steps)
+        totals = building.added(totals, building.step_figures(spec, make_plan(spec, StepTask(0, step)), 0, 0))
+    return building.shown(totals, spec.num_steps)
 
 
 @pytest.mark.parametrize("layout", [od.Packed(), od.Padded()])
