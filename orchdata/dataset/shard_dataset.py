@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import orchdata
+from orchdata.dataset.arguments import Sharded
 from orchdata.dataset.indexed import (
     Chosen,
     NamedFile,
@@ -45,7 +46,6 @@ from orchdata.dataset.shard_arguments import (
     checked_names,
     reading_of,
 )
-from orchdata.dataset.sharded import Sharded
 from orchdata.loaders.errors import DamagedIndexError, FieldError, MissingIndexError, counted, these
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.fields import with_fields
