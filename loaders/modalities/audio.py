@@ -76,7 +76,7 @@ class Clips(Modality):
 
     def set_up_process(self) -> None:
         """Decide how to resample: torchaudio is not required, and takes long to import or to fail."""
-        from orchdata.loaders.resampling import torchaudio_transforms
+        from orchdata.loaders.modalities.audio_decode import torchaudio_transforms
 
         torchaudio_transforms()
 

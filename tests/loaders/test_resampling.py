@@ -14,8 +14,8 @@ import pytest
 import torch
 from torchaudio_anyway import torchaudio
 
-from orchdata.loaders import resampling
-from orchdata.loaders.resampling import SincResampler, resample
+from orchdata.loaders import audio_decode
+from orchdata.loaders.modalities.audio_decode import SincResampler, resample
 
 RATES = (8_000, 11_025, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000, 88_200, 96_000)
 NEW_RATES = (8_000, 16_000, 24_000, 44_100)
@@ -59,12 +59,12 @@ def test_torchaudio_resamples_where_it_imports_and_we_elsewhere(monkeypatch: pyt
     wave = noise(44_100).numpy()
     resampled = {}
     for name, transforms in (("theirs", torchaudio().transforms), ("ours", None)):
-        resampling._resampler.cache_clear()
+        audio_decode._resampler.cache_clear()
         monkeypatch.setattr(resampling, "torchaudio_transforms", lambda transforms=transforms: transforms)
         resampled[name] = resample(wave, 44_100, 16_000)
-        used = type(resampling._resampler(441, 160, True)).__name__
+        used = type(audio_decode._resampler(441, 160, True)).__name__
         assert used == {"theirs": "Resample", "ours": "SincResampler"}[name]
-    resampling._resampler.cache_clear()
+    audio_decode._resampler.cache_clear()
     np.testing.assert_array_equal(resampled["ours"], resampled["theirs"])
 
 
@@ -75,15 +75,15 @@ import hashlib, io, sys
 if sys.argv[1:] == ["blocked"]: sys.modules["torchaudio"] = None
 import numpy as np, soundfile
 import orchdata as od
-from orchdata.loaders import resampling
+from orchdata.loaders import audio_decode
 digest = hashlib.sha256()
 for rate in (8_000, 22_050, 44_100, 48_000):
     clip = io.BytesIO()
     wave = np.random.default_rng(rate).uniform(-1, 1, rate)
     soundfile.write(clip, wave, rate, format="FLAC")
     samples, rate = soundfile.read(io.BytesIO(clip.getvalue()), dtype="float32")
-    digest.update(resampling.resample(samples, rate, 16_000).tobytes())
-print(type(resampling._resampler(441, 160, True)).__name__, digest.hexdigest())
+    digest.update(audio_decode.resample(samples, rate, 16_000).tobytes())
+print(type(audio_decode._resampler(441, 160, True)).__name__, digest.hexdigest())
 """
     torchaudio()
     said = [

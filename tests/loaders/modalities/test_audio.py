@@ -19,10 +19,9 @@ from torchaudio_anyway import torchaudio
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio import mel_bands
-from orchdata.loaders.modalities.audio_decode import fit, plain_wav, read_mono
+from orchdata.loaders.modalities.audio_decode import fit, plain_wav, read_mono, resample
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import AudioPreprocessor
-from orchdata.loaders.resampling import resample
 
 pytestmark = pytest.mark.cpus
 
