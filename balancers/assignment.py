@@ -1,4 +1,4 @@
-"""Assignment: the rank of each sample, the loads, and a lower bound of the makespan."""
+"""Assignment: the rank of each sample, the loads, and a lower bound of the makespan; checks of arguments."""
 
 from __future__ import annotations
 

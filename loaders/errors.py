@@ -10,7 +10,7 @@ OrchdataError
 `FieldError` is the inner form of a DataError, raised where shard and key are not known; the caller that knows them
 turns it into a DataError with `FieldError.at`.
 
-Code that turns arbitrary exceptions into data failures lets `NOT_DATA` through first.
+Code that turns arbitrary exceptions into data failures lets `NOT_DATA` through first. Amounts in words are at the end.
 """
 
 from __future__ import annotations

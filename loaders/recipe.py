@@ -1,4 +1,6 @@
-"""The recipe: how a sample's bytes become tensors. A frozen value with a fingerprint; nothing runs here."""
+"""The recipe: how a sample's bytes become tensors. A frozen value with a fingerprint; nothing runs here.
+
+`load_required` imports the packages that a recipe needs, before its first sample."""
 
 from __future__ import annotations
 

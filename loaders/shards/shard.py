@@ -1,4 +1,4 @@
-"""The interface of an open shard, and the entry that the index stores for each shard.
+"""The interface of an open shard, how shards are read, and the entry that the index stores for each shard.
 
 The facts table: one row per member of a shard, in shard order. Filled by the readers, read by the index.
 

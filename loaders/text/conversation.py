@@ -2,7 +2,7 @@
 
 A list of turns, a turn, or a dict with a list of them under "messages", "conversations" or "conversation"; otherwise a
 dict's text, under the first of the recipe's names of texts that says something. Content that belongs to a conversation
-and would be lost is an error.
+and would be lost is an error. `ChatTemplate` is the text around turns.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ A spec is a value: everything that the steps of a rank depend on. Open resources
 in a Builder. `Builder.build` is a pure function, which everything else uses. An engine runs the same tasks on other
 threads: a started step is a set of tasks that may run on any thread in any order, then one `finish`. The data of
 batches are anything with the protocols here: `Content` opens an `Assembler`, which begins an `Assembly` for each
-microbatch.
+microbatch. The figures of a step, which `stats()` adds up, are at the end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 """What to balance and how: the frozen value for `DataLoader(balance=...)`; and the price of a step.
+The layouts of a batch, `Packed` and `Padded`, are the frozen values for `collate_fn=`.
 
     Balance --price--> StepPrice; loads (num_ranks, num_microbatches) of each phase --StepPrice.of--> cost
 

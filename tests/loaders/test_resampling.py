@@ -14,7 +14,7 @@ import pytest
 import torch
 from torchaudio_anyway import torchaudio
 
-from orchdata.loaders import audio_decode
+from orchdata.loaders.modalities import audio_decode
 from orchdata.loaders.modalities.audio_decode import SincResampler, resample
 
 RATES = (8_000, 11_025, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000, 88_200, 96_000)
@@ -43,7 +43,7 @@ def test_ours_equals_torchaudios_to_the_bit(rate: int, new_rate: int) -> None:
 
 @pytest.mark.parametrize("change", ["_ROLLOFF", "_CROSSINGS"])
 def test_another_filter_would_be_seen(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
-    monkeypatch.setattr(resampling, change, {"_ROLLOFF": 0.98, "_CROSSINGS": 7}[change])
+    monkeypatch.setattr(audio_decode, change, {"_ROLLOFF": 0.98, "_CROSSINGS": 7}[change])
     ours, theirs = both(48_000, 16_000)
     resampled, expected = ours(noise(4_800)), theirs(noise(4_800))
     assert resampled.shape == expected.shape and not torch.equal(resampled, expected)
@@ -60,7 +60,7 @@ def test_torchaudio_resamples_where_it_imports_and_we_elsewhere(monkeypatch: pyt
     resampled = {}
     for name, transforms in (("theirs", torchaudio().transforms), ("ours", None)):
         audio_decode._resampler.cache_clear()
-        monkeypatch.setattr(resampling, "torchaudio_transforms", lambda transforms=transforms: transforms)
+        monkeypatch.setattr(audio_decode, "torchaudio_transforms", lambda transforms=transforms: transforms)
         resampled[name] = resample(wave, 44_100, 16_000)
         used = type(audio_decode._resampler(441, 160, True)).__name__
         assert used == {"theirs": "Resample", "ours": "SincResampler"}[name]
@@ -75,7 +75,7 @@ import hashlib, io, sys
 if sys.argv[1:] == ["blocked"]: sys.modules["torchaudio"] = None
 import numpy as np, soundfile
 import orchdata as od
-from orchdata.loaders import audio_decode
+from orchdata.loaders.modalities import audio_decode
 digest = hashlib.sha256()
 for rate in (8_000, 22_050, 44_100, 48_000):
     clip = io.BytesIO()
