@@ -1,9 +1,4 @@
-"""Hostile files, real and made, as every kind of shard, member and cell: no crash, hang, or memory past its limits.
-
-Each batch runs in a child with limits. The index is built and an epoch taken under on_error="skip"; every sample must
-arrive or fail with shard, field and reason, and the good ones next to the hostile must arrive. A batch that does not
-end well is halved until the one file is found.
-"""
+"""Hostile files, real and made, as every kind of shard, member and cell: no crash, hang, or memory past its limits."""
 
 from __future__ import annotations
 

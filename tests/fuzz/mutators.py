@@ -1,7 +1,4 @@
-"""Mutations that know the structure of what they change: (kind, number, seed) -> the same bytes, anywhere.
-
-A case is a seed file and a list of operations, each a value, so that those which do not matter can be left out.
-"""
+"""Mutations that know the structure of what they change: (kind, number, seed) -> the same bytes, anywhere."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""An epoch is each sample once and the same global batches, bit for bit, whoever builds them and however it is cut.
-
-A run is a sequence of stretches: so many steps on so many ranks by some engine, then the state is saved and loaded by
-the next, which may have other ranks and another engine. Batches are compared with those of one rank that builds inline,
-undisturbed; and the keys of all that arrives against those that lie in the shards.
-"""
+"""An epoch is each sample once and the same global batches, bit for bit, whoever builds them and however it is cut."""
 
 from __future__ import annotations
 

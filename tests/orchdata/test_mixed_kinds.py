@@ -1,8 +1,4 @@
-"""Runs over mixtures of all kinds of sources, cut anywhere and continued on other ranks: the undisturbed sequence.
-
-Sources are tar, Parquet and JSON Lines, chosen by filter and split, nested, in stages; steps are measured in tokens or
-samples, in every scope, from streams. A plan says who is in a step, so one rank of each stretch is enough to see.
-"""
+"""Runs over mixtures of all kinds of sources, cut anywhere and continued on other ranks: the undisturbed sequence."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Training parity of mixtures with loss weights, of steps measured in tokens, and of microbatches of one length.
-
-A job of gloo ranks trains each case (mixture_parity_job.py) and one process the same samples, which counts and weighs
-its loss by itself. Daily: three ranks and a few cases; slow: one and four, and every pair of values.
-"""
+"""Training parity of mixtures with loss weights, of steps measured in tokens, and of microbatches of one length."""
 
 from __future__ import annotations
 

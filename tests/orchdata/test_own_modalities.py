@@ -1,8 +1,4 @@
-"""A modality that the library does not know, from plan to model: its arrays, tokens, positions, routes and failures.
-
-All ranks of a step are made in this process, and what `exchange` would carry is carried by hand along their routes.
-What each sample must get is written down in `own_samples`, from its bytes.
-"""
+"""A modality that the library does not know, from plan to model: its arrays, tokens, positions, routes and failures."""
 
 from __future__ import annotations
 

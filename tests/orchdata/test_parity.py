@@ -1,10 +1,4 @@
-"""Training parity: balancing changes who computes what, and nothing else.
-
-A job of gloo ranks trains each suite (parity_job.py), and the tests check its results. Daily: two ranks,
-{DDP, FSDP2} x assignments, and each value of every other option. Slow: every two of all values, and
-three and four ranks; ORCHDATA_EVERY_CASE=1 trains all combinations. Steps are laid out so that each modality is missing
-on one rank, on all, and on none.
-"""
+"""Training parity: balancing changes who computes what, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Encoders balanced apart, between processes: a job (per_phase_job.py) for each number of gloo ranks.
-
-Every case runs an epoch with steps laid out by hand, and each step's summed loss is compared with that of one
-process that has all samples. "broken" holds the same samples as "intact", some of them overwritten once indexed.
-"""
+"""Encoders balanced apart, between processes: a job (per_phase_job.py) for each number of gloo ranks."""
 
 from __future__ import annotations
 

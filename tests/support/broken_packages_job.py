@@ -1,10 +1,5 @@
 """What becomes of a data set where a package is broken: it is indexed, loaded and verified in processes that find a
 stand-in first on sys.path, whose import raises.
-
-    python broken_packages_job.py FOLDER CASES
-
-Prints one JSON object a case, `[package, error, recipe]`: what each attempt raised, how many failures it left, and
-whether the index is sound once the package is whole again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Digests of everything that integers decide: `python decided_by_integers.py FOLDER`, one JSON object.
-
-Counts of an index, fingerprints, orders, plans, token ids and sizes of images are the same on every machine. FOLDER has
-the shards, written beforehand, since made-up sounds and pictures are computed in floats themselves.
-"""
+"""Digests of everything that integers decide: `python decided_by_integers.py FOLDER`, one JSON object."""
 
 from __future__ import annotations
 

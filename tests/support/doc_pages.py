@@ -1,7 +1,4 @@
-"""What the Python of a page in docs/ finds before its first block: names of the reader's own program, and his data.
-
-Each function writes data into the current folder and returns names. `RUN` says which page has which.
-"""
+"""What the Python of a page in docs/ finds before its first block: names of the reader's own program, and his data."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Run by test_examples: one of the examples, as a rank of a job.
-
-example_job.py NAME DIES_AT ARGUMENT...: after step DIES_AT the process kills itself; 0 for never.
-"""
+"""Run by test_examples: one of the examples, as a rank of a job."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,6 +95,19 @@ def reference(case: Case, everything: Tensor) -> Tensor:
     sum(loss_of(leaf[case.wanted(rank)], rank) for rank in range(dist.get_world_size())).backward()
     assert leaf.grad is not None
     return leaf.grad
+
+
+def run_checks(checks: Mapping[str, Callable[[], None]]) -> dict[str, str]:
+    """Of each, "" or its traceback."""
+    found = {}
+    for name, function in checks.items():
+        try:
+            function()
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()
+            break  # the other ranks may be elsewhere now
+    return found
 
 
 def raises(kind: type[Exception], pattern: str, function: Callable[[], object]) -> None:

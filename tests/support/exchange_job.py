@@ -1,15 +1,10 @@
-"""Run by test_exchange, one process a rank: every check that needs a process group, and what came of it.
-
-exchange_job.py checks    check -> "" or its traceback
-exchange_job.py killed    the last rank ends itself; the others report their error
-"""
+"""Run by test_exchange, one process a rank: every check that needs a process group, and what came of it."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -17,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from exchange_cases import CHECKS, Case, check, loss_of, raises, reference, swap
+from exchange_cases import CHECKS, Case, check, loss_of, raises, reference, run_checks, swap
 from rank_jobs import run_rank
 from torch import Tensor
 from torch.distributed._composable import checkpoint as composable_checkpoint
@@ -124,16 +119,6 @@ def several_may_be_under_way_and_waited_for_in_any_sequence() -> None:
     (loss_of(saw, dist.get_rank()) + loss_of(heard, dist.get_rank())).backward()
     torch.testing.assert_close(one.grad, reference(image, pixels)[image.held()], rtol=1e-12, atol=0)
     torch.testing.assert_close(other.grad, reference(audio, sound)[audio.held()], rtol=1e-12, atol=0)
-
-
-@check
-def validity_flags_travel_by_part() -> None:
-    for seed in range(6):
-        case = Case.random(seed)
-        bad = np.random.default_rng(seed).integers(0, 2, len(case.tokens)).astype(np.uint8)
-        one = Case(case.encoder_rank, case.llm_rank, np.ones_like(case.tokens), case.encoder_order, case.llm_order)
-        flags = exchange(torch.tensor(bad)[one.held()], case.route().parts, requires_grad=False)
-        assert flags.tolist() == bad[one.wanted().numpy()].tolist()
 
 
 @check
@@ -343,18 +328,6 @@ def impatient_group() -> dist.ProcessGroup:
     return group
 
 
-def run_checks() -> dict[str, str]:
-    found = {}
-    for name, function in CHECKS.items():
-        try:
-            function()
-            found[name] = ""
-        except Exception:
-            found[name] = traceback.format_exc()
-            break  # the other ranks may be elsewhere now
-    return found
-
-
 def run_killed() -> dict[str, Any]:
     case = swap("image of step 3")
     mine = case.everything(2)[case.held()]
@@ -373,4 +346,4 @@ def run_killed() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_rank(lambda job: run_checks() if job == "checks" else run_killed(), timeout=PATIENCE)
+    run_rank(lambda job: run_checks(CHECKS) if job == "checks" else run_killed(), timeout=PATIENCE)

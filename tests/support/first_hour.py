@@ -1,7 +1,4 @@
-"""Calls of the first hour that are refused, and one that raises each public exception, for `docs/errors.md`.
-
-They run in a folder with `data/a.tar` (a text, an image, a text of 3,000 bytes), an empty `photos/`, and `notes.md`.
-"""
+"""Calls of the first hour that are refused, and one that raises each public exception, for `docs/errors.md`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Run by test_accelerate: what Accelerate's gather_for_metrics gives over map-style data of every number of samples.
-
-gather_job.py
-"""
+"""Run by test_accelerate: what Accelerate's gather_for_metrics gives over map-style data of every number of samples."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The data of golden cases: shards whose bytes are the same on every machine, and small torch data sets.
-
-No encoder and no random generator of a library makes them. Pictures are PNG files whose pixels are stored without
-compression, sounds are WAV files of integers, and every number comes from `draw`.
-"""
+"""The data of golden cases: shards whose bytes are the same on every machine, and small torch data sets."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Run by test_hanging: a loader whose threads all hang, each in its own way, and a process that ends as ENDING says.
-
-hanging_job.py ENDING FIFO
-"""
+"""Run by test_hanging: a loader whose threads all hang, each in its own way, and a process that ends as ENDING says."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Run by test_hanging under torchrun: the loader of one rank hangs, and the others wait for it in a collective.
-
-hanging_rank_job.py RANK ENDING
-"""
+"""Run by test_hanging under torchrun: the loader of one rank hangs, and the others wait for it in a collective."""
 
 from __future__ import annotations
 

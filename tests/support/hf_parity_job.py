@@ -1,7 +1,4 @@
-"""Run by test_families: one family in every way on some ranks; how far each is from Hugging Face's own.
-
-hf_parity_job.py FAMILY SEED COUNT SHARD...
-"""
+"""Run by test_families: one family in every way on some ranks; how far each is from Hugging Face's own."""
 
 from __future__ import annotations
 

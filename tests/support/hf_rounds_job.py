@@ -1,7 +1,4 @@
-"""Run by test_families: od.hf.rounds of a wrapped model on some ranks; how far gradients are from od.hf.encode.
-
-hf_rounds_job.py FAMILY SHARD...
-"""
+"""Run by test_families: od.hf.rounds of a wrapped model on some ranks; how far gradients are from od.hf.encode."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def pixels_of(data: bytes, size: tuple[int, int], pre: ImagePreprocessor = EXACT
     return pre._pixels(data, LIMITS, image_grid(*size, pre))[:, :, :3].copy()
 
 
-def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
+def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()

@@ -1,8 +1,4 @@
-"""A rank of a job with `index_file`, with a cache folder for its "node". Tells what it saw before the first step.
-
-Arguments: JSON of paths, storage_options, index_file, ranks of a node, a folder for cache folders, and whether all
-steps are taken, and whether nodes have one cache folder.
-"""
+"""A rank of a job that builds its index, or has an `index_file`, with a cache folder for its "node": what it saw."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The instruction sets under which floats are computed, as environment variables of a fresh process.
-
-torch, oneDNN, MKL, OpenBLAS, NumPy and numba choose kernels by the processor, each by its own rules, and each has a
-variable that makes it choose those of an older one.
-"""
+"""The instruction sets under which floats are computed, as environment variables of a fresh process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Run by test_starting: whether the process that iterates has numba, with worker processes and then with threads.
-
-lean_job.py FOLDER, of shards that are indexed
-"""
+"""Run by test_starting: whether the process that iterates has numba, with worker processes and then with threads."""
 
 from __future__ import annotations
 

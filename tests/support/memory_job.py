@@ -1,7 +1,4 @@
-"""Run by test_memory: memory after each epoch of a loader.
-
-memory_job.py SHARDS_FOLDER EPOCHS OPTIONS_JSON
-"""
+"""Run by test_memory: memory after each epoch of a loader."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Run by test_parallel and test_world: loaders over meshes; what each rank saw.
-
-mesh_job.py SUITE SHARDS_FOLDER
-"""
+"""Run by test_parallel and test_world: loaders over meshes; what each rank saw."""
 
 from __future__ import annotations
 
@@ -28,11 +25,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import orchdata as od
-from orchdata.delivery.delivery import _groups
 from orchdata.planning.plan import Plan
-from orchdata.post_balancing.group import RankGroup
 from orchdata.ranks import agreement
-from orchdata.ranks.parallel import DataParallel, group_timeout
+from orchdata.ranks.parallel import DataParallel
 
 RECIPE = od.Recipe(
     image=od.ImagePreprocessor(patch_size=14, merge=2, min_tokens=1, max_tokens=16),
@@ -185,10 +180,6 @@ class Job:
         grouped.set_epoch(int(odd))
         found["epoch in a group"] = message(lambda: next(iter(grouped)))
         found["failures"] = self.without_pickle()
-        connected = [RankGroup(dist.group.WORLD, seconds) for seconds in (None, 7.0)]  # none ends while others connect
-        own = [group._gloo.options._timeout for group in connected]
-        own += [group_timeout(group) for seconds in (0.0, 7.0) for group in _groups(((0, 1),), seconds)]
-        found["timeouts"] = [each.total_seconds() for each in own]
         found["alone"] = self.alone() if not odd else None  # from here on ranks have made other numbers of loaders
         self.another_job()
         found["another job"] = message(lambda: seen(self.loader(None, seed=self.rank and 0)))

@@ -1,11 +1,9 @@
-"""Run by test_mixture_parity: trains on mixtures and on steps of tokens; how far each ends from one process.
-
-mixture_parity_job.py FOLDER SUITE
-"""
+"""Run by test_mixture_parity: trains on mixtures and on steps of tokens; how far each ends from one process."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,18 @@ import numpy as np
 import parity_job
 import torch
 import torch.distributed as dist
-from parity_job import WRAPPERS, cover, describe, distance, full_parameters, make_config, make_model, pairs_of, wrap
+from parity_job import (
+    WRAPPERS,
+    Suite,
+    compared,
+    cover,
+    describe,
+    full_parameters,
+    make_config,
+    make_model,
+    pairs_of,
+    wrap,
+)
 from rank_jobs import run_rank
 from shard_factory import RECIPE
 from torch import Tensor
@@ -59,15 +68,6 @@ class Case:
     @property
     def model(self) -> parity_job.Case:
         return parity_job.Case(self.wrapper, layout="padded" if self.layout == "padded" else "packed")
-
-
-@dataclass(frozen=True)
-class Suite:
-    """What one job trains."""
-
-    num_ranks: int
-    cases: list[Case]
-    slow: bool = False
 
 
 ALL = [
@@ -158,31 +158,9 @@ def train(folder: Path, case: Case) -> tuple[dict[str, Tensor], list[dict[str, A
     return dict(full_parameters(model)), seen
 
 
-def train_references(folder: Path, cases: list[Case]) -> dict[Case, tuple[dict[str, Tensor], list[dict[str, Any]]]]:
-    """Shared out among the ranks: each is one process with all samples."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    wanted = sorted({case.reference for case in cases}, key=str)
-    trained: list[Any] = [None] * num_ranks
-    dist.all_gather_object(trained, {case: train(folder, case) for case in wanted[rank::num_ranks]})
-    return {case: found for some in trained for case, found in some.items()}
-
-
 def main(shards: str, suite: str) -> dict[str, Any] | None:
-    folder, cases = Path(shards), SUITES[suite].cases
-    references = train_references(folder, cases)
-    initial = dict(full_parameters(make_model(cases[0].model)))
-    found = {}
-    for case in cases:
-        parameters, seen_here = train(folder, case)
-        seen: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(seen, seen_here)
-        expected, alone = references[case.reference]
-        found[str(case)] = {
-            "from_reference": distance(parameters, expected),
-            "moved": distance(parameters, initial),
-            "seen": seen,
-            "alone": alone,
-        }
+    cases = SUITES[suite].cases
+    _, found = compared(cases, partial(train, Path(shards)), make_model(cases[0].model))
     return found if dist.get_rank() == 0 else None
 
 

@@ -1,13 +1,11 @@
-"""Run by test_parity: trains a model in many ways; how far each ends from one process, from rank 0.
-
-parity_job.py SHARDS_GLOB SUITE
-"""
+"""Run by test_parity: trains a model in many ways; how far each ends from one process, from rank 0."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass, fields
+from functools import partial
 from itertools import combinations, product
 from typing import Any
 
@@ -220,30 +218,27 @@ def distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
     return max(float((first[name] - second[name]).norm() / second[name].norm()) for name in second)
 
 
-def train_references(shards: str, cases: list[Case]) -> dict[Case, dict[str, Tensor]]:
-    """Shared out among the ranks: each is one process with all samples."""
+def compared(cases: list[Any], train: Callable[[Any], Any], initial: MultimodalLM) -> tuple[dict[Any, Any], Any]:
+    """The parameters of references, each of one process with all samples; and how far from them each case ends."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     wanted = sorted({case.reference for case in cases}, key=str)
     trained: list[Any] = [None] * num_ranks
-    dist.all_gather_object(trained, {case: train(shards, case)[0] for case in wanted[rank::num_ranks]})
-    return {case: parameters for some in trained for case, parameters in some.items()}
+    dist.all_gather_object(trained, {case: train(case) for case in wanted[rank::num_ranks]})
+    references = {case: found for some in trained for case, found in some.items()}
+    results = {}
+    for case in cases:
+        parameters, seen_here = train(case)
+        seen: list[Any] = [None] * num_ranks
+        dist.all_gather_object(seen, seen_here)
+        expected, alone = references[case.reference]
+        apart = {"from_reference": distance(parameters, expected)}
+        apart["moved"] = distance(parameters, dict(full_parameters(initial)))
+        results[str(case)] = apart | {"seen": seen, "alone": alone}
+    return {case: parameters for case, (parameters, _) in references.items()}, results
 
 
 def main(shards: str, suite: str) -> dict[str, Any] | None:
-    cases = SUITES[suite].cases
-    initial = dict(full_parameters(make_model(Case(None))))
-    references = train_references(shards, cases)
-
-    results = {}
-    for case in cases:
-        parameters, seen_here = train(shards, case)
-        seen: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(seen, seen_here)
-        results[str(case)] = {
-            "from_reference": distance(parameters, references[case.reference]),
-            "moved": distance(parameters, initial),
-            "seen": seen,
-        }
+    references, results = compared(SUITES[suite].cases, partial(train, shards), make_model(Case(None)))
     if dist.get_rank() != 0:
         return None
     between = [

@@ -1,7 +1,4 @@
-"""Run by test_peer_loaders: loaders of 2 x 2 ranks, the peers of which share parts.
-
-peer_loaders_job.py SHARDS_GLOB SCENARIO [ARGUMENT...]
-"""
+"""Run by test_peer_loaders: loaders of 2 x 2 ranks, the peers of which share parts."""
 
 from __future__ import annotations
 

@@ -1,13 +1,7 @@
-"""Run by test_peers, one process a GPU: a tensor- or context-parallel LLM on features of encoders on every peer.
-
-peers_job.py NAME...    each name of CHECKS -> "" or its traceback
-
-Encoder and LLM are small, in float64. A gradient is right if it is that of one process with all rows.
-"""
+"""Run by test_exchange, one process a GPU: a tensor- or context-parallel LLM on features of encoders on every peer."""
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
-from exchange_cases import raises
+from exchange_cases import raises, run_checks
 from rank_jobs import run_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -55,15 +49,6 @@ class Along(torch.autograd.Function):
         if "sum" in how:
             dist.all_reduce(rows, group=group)
         return rows.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone() if "split" in how else rows
-
-
-class Whole(nn.Module):
-    def __init__(self, llm: nn.Module, loss: Loss) -> None:
-        super().__init__()
-        self.llm, self.loss = llm, loss
-
-    def forward(self, rows: Tensor, weights: Tensor) -> Tensor:
-        return self.loss(rows, weights, self.llm)
 
 
 def linears() -> tuple[nn.Module, nn.Module]:
@@ -374,17 +359,5 @@ def nothing_is_padded_and_flags_travel() -> None:
     assert sum(sent) == away + gathered + back  # equal gradients: nothing among peers
 
 
-def work(*names: str) -> dict[str, str]:
-    found = {}
-    for name in names:
-        try:
-            CHECKS[name]()
-            found[name] = ""
-        except Exception:
-            found[name] = traceback.format_exc()
-            break  # the other ranks may be elsewhere now
-    return found
-
-
 if __name__ == "__main__":
-    run_rank(work, timeout=timedelta(seconds=60))
+    run_rank(lambda *names: run_checks({name: CHECKS[name] for name in names}), timeout=timedelta(seconds=60))

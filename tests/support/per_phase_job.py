@@ -1,7 +1,4 @@
-"""Run by test_per_phase_job: encoders balanced apart; what each rank's batches held and lost.
-
-per_phase_job.py SUITE SHARDS_FOLDER
-"""
+"""Run by test_per_phase_job: encoders balanced apart; what each rank's batches held and lost."""
 
 from __future__ import annotations
 

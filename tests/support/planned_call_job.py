@@ -1,7 +1,4 @@
-"""A rank that runs the call which a plan prints, and takes one step of its loader.
-
-planned_call_job.py SHARD CALL_FILE
-"""
+"""A rank that runs the call which a plan prints, and takes one step of its loader."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Run by test_post_balance, once for each rank: iterates over post_balance; what it saw.
-
-post_balance_job.py SCENARIO
-"""
+"""Run by test_post_balance, once for each rank: iterates over post_balance; what it saw."""
 
 from __future__ import annotations
 

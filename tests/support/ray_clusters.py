@@ -1,7 +1,4 @@
-"""Ray in tests: one cluster a session, with a head without CPUs and two nodes, on this machine.
-
-A test that needs Ray fails if it cannot start; none is skipped.
-"""
+"""Ray in tests: one cluster a session, with a head without CPUs and two nodes, on this machine."""
 
 from __future__ import annotations
 

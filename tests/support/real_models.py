@@ -1,9 +1,4 @@
-"""Models as transformers builds them, on the meta device, and the operations that torch counts in their forward.
-
-Attention is counted by its products, which are of all pairs of positions, and then by convention: causal the pairs
-before and at each position, a sliding window those inside of it. Routed experts are counted by their weights, as which
-expert a position goes to is not known without values.
-"""
+"""Models as transformers builds them, on the meta device, and the operations that torch counts in their forward."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Run by test_hanging: a thread that comes back from a call of torch's while the interpreter goes.
-
-returning_job.py store|pool: who left it there
-"""
+"""Run by test_hanging: a thread that comes back from a call of torch's while the interpreter goes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Run by test_rounds: gradients of encoders that run once a round, against those of encoding every micro-step.
-
-rounds_job.py SHARDS_GLOB CASES FOLDER
-
-The loop, the wrapping, clipping and checkpoints are blocks of docs/encoders_apart.md.
-"""
+"""Run by test_rounds: gradients of encoders that run once a round, against those of encoding every micro-step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Builds steps of pickled specs in a fresh process: `python spec_job.py FOLDER` prints name -> digests of steps.
-
-Also what such specs may hold, found by name in both processes.
-"""
+"""Builds steps of pickled specs in a fresh process: `python spec_job.py FOLDER` prints name -> digests of steps."""
 
 from __future__ import annotations
 

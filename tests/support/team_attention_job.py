@@ -1,9 +1,4 @@
-"""Run by test_team_attention, one process a rank: gradients of models that attend in teams, against one process.
-
-team_attention_job.py TEXTS CHATS           everything but a run that is killed
-team_attention_job.py CHATS FOLDER killed   train, save a state after each of two steps, and die in the third
-team_attention_job.py CHATS FOLDER resumed  train from that state on
-"""
+"""Run by test_team_attention, one process a rank: gradients of models that attend in teams, against one process."""
 
 from __future__ import annotations
 
@@ -170,7 +165,6 @@ CASES = {
     "window": Case(window=5),
     "checkpointed": Case(checkpointed="yes"),
     "checkpointed, reentrant": Case(checkpointed="reentrant", wrapper="ddp"),
-    "ddp": Case(wrapper="ddp"),
     "fsdp2": Case(wrapper="fsdp2", checkpointed="yes"),
 }
 
@@ -261,7 +255,7 @@ def hugging_face(texts: str, way: str) -> dict[str, Any]:
             sizes |= {team.size for team in batch.teams}
             wrapped(**batch.model_inputs()).loss.backward()
         found = gradients(model)
-        if way in ("", "checkpointed"):
+        if not way:
             dist.all_reduce(found)
             found /= dist.get_world_size()
         wanted = made_on_rank_0(found, trained, alone, one)
@@ -346,7 +340,7 @@ def forgotten(texts: str) -> str:
 def work(texts: str, chats: str) -> dict[str, Any]:
     attend = od.TeamAttention(loader(texts, None))
     found: dict[str, Any] = {name: distance(case, attend) for name, case in CASES.items()}
-    for way in ("", "checkpointed", "fsdp2", "ddp"):
+    for way in ("", "fsdp2", "ddp"):
         found[f"Llama {way}"] = hugging_face(texts, way)
     found["chats"] = packed_chats(chats)
     return found | {"controls": controls(attend), "refusals": refusals(texts), "forgotten": forgotten(texts)}

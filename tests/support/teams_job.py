@@ -1,7 +1,4 @@
-"""Run by test_teams: a rank whose loader shares long texts with others, in teams.
-
-teams_job.py TEXTS
-"""
+"""Run by test_teams: a rank whose loader shares long texts with others, in teams."""
 
 from __future__ import annotations
 

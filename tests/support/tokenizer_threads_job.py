@@ -1,9 +1,4 @@
-"""Loads texts in worker processes after the tokenizer's threads have run in this one: CASES FOLDER.
-
-CASES is JSON, a list of [start method, variables]. Each case is a fork of this process, which has imported all and
-called no tokenizer. Of each it prints JSON: [exit code, what the fork wrote to stdout, what it wrote to stderr]. Each
-worker prints what it finds: the variables, and how many threads a batch of many texts starts.
-"""
+"""Loads texts in worker processes after the tokenizer's threads have run in this one: CASES FOLDER."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Run by test_trainer: transformers' Trainer over a DataLoader on some ranks; how far it is from the plain loop there.
-
-trainer_job.py FOLDER SHARD...
+"""Run by test_trainer: transformers' Trainer over a DataLoader on some ranks; how far it is from the plain loop
+there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Run by test_video: trains a tiny model that sees videos, images and text, as several ranks and as one process.
-
-Each rank tells how far its weights end from those of one process that has every sample.
-"""
+"""Run by test_video: trains a tiny model that sees videos, images and text, as several ranks and as one process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Run by test_warm: in fresh processes, which kernels a step loads after `warm`, and which have several signatures.
-
-warm_job.py FOLDER BALANCE...
-"""
+"""Run by test_warm: in fresh processes, which kernels a step loads after `warm`, and which have several signatures."""
 
 from __future__ import annotations
 

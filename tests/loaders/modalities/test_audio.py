@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import io
 import struct
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import soundfile
 import torch
 from decided_by_integers import differing
-from float_bounds import (
-    assert_log_mel_close,
-)
+from float_bounds import assert_log_mel_close
 from torchaudio_anyway import torchaudio
 
 from orchdata.loaders.errors import DecodeError
@@ -138,19 +136,10 @@ def test_a_flac_whose_total_is_unknown_or_wrong_decodes_to_what_it_holds(total):
 def test_threads_share_kernels_and_get_equal_results():
     clips = [encoded(tone(rate, rate), rate) for rate in (8000, 22_050, 44_100)]
     alone = [features(clip, 16_000) for clip in clips]
-    results: list[list[np.ndarray]] = [[] for _ in range(4)]
-
-    def work(mine: list[np.ndarray]) -> None:
-        mine.extend(features(clip, 16_000) for clip in clips)
-
-    threads = [threading.Thread(target=work, args=(mine,)) for mine in results]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for mine in results:
-        for got, expected in zip(mine, alone, strict=True):
-            np.testing.assert_array_equal(got, expected)
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda clip: features(clip, 16_000), clips * 4))
+    for got, expected in zip(together, alone * 4, strict=True):
+        np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize("rate", [8000, 11_025, 22_050, 44_100, 48_000, 96_000])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +22,6 @@ from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import ImagePreprocessor, image_grid
 
 pytestmark = pytest.mark.cpus
-
-IMAGE, AUDIO = 1, 2
-
 
 RGBA = Image.fromarray(noise(20, 30, 4))
 
@@ -273,18 +269,5 @@ def test_threads_do_not_meet_in_scratch_memory():
         return out.tobytes()
 
     alone = [decode(number) for number in range(8)]
-    together: list[list[bytes]] = [[] for _ in range(4)]
-
-    def work(results: list[bytes]) -> None:
-        results.extend(decode(number) for number in list(range(8)) * 3)
-
-    run_threads([lambda results=results: work(results) for results in together])
-    assert all(results == alone * 3 for results in together)
-
-
-def run_threads(targets: list[Callable[[], None]]) -> None:
-    threads = [threading.Thread(target=target) for target in targets]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(decode, [*range(8)] * 12)) == alone * 12

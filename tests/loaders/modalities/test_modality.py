@@ -27,9 +27,6 @@ pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
 NAMES = ("text", "image", "audio", "points", "tracks")
 
 
-# Counts
-
-
 def test_an_index_holds_what_counting_by_hand_gives(tmp_path: Path) -> None:
     samples = mixed_samples(25)
     index = indexed(write_shard(tmp_path / "a.tar", samples))
@@ -51,9 +48,6 @@ def test_an_index_holds_what_counting_by_hand_gives(tmp_path: Path) -> None:
         assert totals["max_positions"] == max(size.positions for size in sizes)
     media = sum(totals["tokens"] for totals in index.totals["modalities"].values())
     assert index.totals["llm_tokens"] == media  # text's tokens are in it
-
-
-# Sizes that are none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +90,6 @@ def test_what_is_no_size_fails_its_sample_alone(tmp_path: Path) -> None:
     assert parts_of(index, "odd", recipe) == [od.PartSize(4, 1, 4, (2,))] * len(kinds)
 
 
-# Conversations and records
-
-
 @dataclass(frozen=True, kw_only=True)
 class Video(Tracks):
     """Named as what conversations of today name next to their text."""
@@ -138,9 +129,6 @@ def test_a_mark_without_its_part_is_refused(tmp_path: Path) -> None:
     assert reasons(unmarked) == {}
 
 
-# Parquet
-
-
 def test_parquet_columns_are_found_by_name_and_suffix(tmp_path: Path) -> None:
     table = {
         "id": ["a", "b", "c"],
@@ -165,9 +153,6 @@ def test_parquet_columns_are_found_by_name_and_suffix(tmp_path: Path) -> None:
     assert plain.modalities == NAMES[:3] and plain.totals["modalities"]["text"]["tokens"] > 60
 
 
-# What decode() gives
-
-
 @pytest.mark.parametrize(
     ("values", "dtype", "fine"),
     [
@@ -187,9 +172,6 @@ def test_decoded_values_are_taken_in_their_own_dtype_alone(values: Any, dtype: s
     else:
         with pytest.raises(DecodeError, match=f"arrays\\(\\) says {dtype}"):
             stored(values, dtype)
-
-
-# What would be another than it seems
 
 
 class Plain(Points):
@@ -218,9 +200,6 @@ def test_an_image_of_ones_own_has_its_own_slot_and_members(tmp_path: Path) -> No
     assert reasons(index) == {}
     assert [size.positions for size in parts_of(index, "image", recipe)] == [5]
     assert index.totals["ignored_fields"] == {"jpg": 1}
-
-
-# What a modality may claim: fields, names, arrays, marks; and what is refused of it.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,34 +234,6 @@ class Worded(Points):
     words = ("image_url",)
 
 
-@pytest.mark.parametrize(
-    ("modalities", "message"),
-    [
-        ({"points": Points(), "clouds": Clouds()}, "clouds and points both claim the field 'npy'"),
-        ({"image": Framed(), "depth": Depth()}, "image and depth both claim the field 'depth.png'"),
-        ({"a": Tracks(), "b": Wide(), "wide": Tracks()}, "b and wide both claim the field 'wide'|'track'"),
-        ({"marked": Marked()}, "the marks of image and marked are both '<image>'"),
-        ({"worded": Worded()}, "image and worded both claim items of type 'image_url'"),
-    ],
-)
-def test_claims_that_collide_are_refused(modalities: dict[str, od.Modality], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        od.Recipe(**modalities)
-
-
-@pytest.mark.parametrize(
-    ("modalities", "message"),
-    [
-        ({"points": 3}, "Recipe.points must be an od.Modality, got int"),
-        ({"text": Points()}, "Recipe.text must be TextPreprocessor, got Points"),
-        ({"image": od.AudioPreprocessor()}, "Recipe.image must be ImagePreprocessor, got AudioPreprocessor"),
-    ],
-)
-def test_what_is_no_modality_is_refused(modalities: dict[str, Any], message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        od.Recipe(**modalities)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Arrays(Points):
     name: str = "points"
@@ -297,6 +248,14 @@ class Arrays(Points):
 @pytest.mark.parametrize(
     ("modalities", "error", "message"),
     [
+        ({"points": Points(), "clouds": Clouds()}, ValueError, "clouds and points both claim the field 'npy'"),
+        ({"image": Framed(), "depth": Depth()}, ValueError, "image and depth both claim the field 'depth.png'"),
+        ({"a": Tracks(), "b": Wide(), "wide": Tracks()}, ValueError, "b and wide both claim the field 'wide'|'track'"),
+        ({"marked": Marked()}, ValueError, "the marks of image and marked are both '<image>'"),
+        ({"worded": Worded()}, ValueError, "image and worded both claim items of type 'image_url'"),
+        ({"points": 3}, TypeError, "Recipe.points must be an od.Modality, got int"),
+        ({"text": Points()}, TypeError, "Recipe.text must be TextPreprocessor, got Points"),
+        ({"image": od.AudioPreprocessor()}, TypeError, "Recipe.image must be ImagePreprocessor, got AudioPreprocessor"),
         ({"points": Arrays(name="positions")}, ValueError, "an array of points cannot be called 'positions'"),
         ({"input": Arrays(name="ids")}, ValueError, "every batch and input both have an input called input_ids"),
         ({"a": Arrays(name="b_values"), "a_b": Tracks()}, ValueError, "a and a_b both have an input called a_b_values"),
@@ -304,14 +263,11 @@ class Arrays(Points):
         ({"points": Arrays(dtype="object")}, TypeError, "dtype 'object'"),
     ],
 )
-def test_arrays_that_no_batch_can_hold_are_refused(
+def test_what_a_modality_may_not_claim_be_or_hold_is_refused(
     modalities: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         od.Recipe(**modalities)
-
-
-# Headers of a modality that the library does not know: when they are probed, and kept.
 
 
 class Probe:

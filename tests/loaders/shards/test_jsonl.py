@@ -161,7 +161,7 @@ def test_names_of_files_in_another_form_of_unicode_are_found(tmp_path: Path) -> 
 
 def test_a_row_of_a_table_ends_at_a_line_break_alone(tmp_path: Path) -> None:
     # Unicode line ends are allowed in cells without quotes.
-    texts = ["line\u2028separated", "form\x0cfeed", "next\x85line", "a\x1cb", 'a quoted "\r\n" break\u2029']
+    texts = ["line\u2028separated", "form\x0cfeed", "next\x85line", "a\x1cb", "a\x0bb", 'a quoted "\r\n" break\u2029']
     path = tmp_path / "a.csv"
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([("text", "id"), *((text, number) for number, text in enumerate(texts))])
@@ -410,15 +410,6 @@ def test_media_fill_their_places_in_the_order_they_are_named(tmp_path: Path, roo
     url = write(tmp_path / "a.jsonl", [{"text": "<image> and <image>", "images": ["3.jpg", "0.jpg"]}])
     index = build_index([url], Recipe(), reading=Reading(media_root=str(root)))
     assert [Image.open(io.BytesIO(bytes(data))).height for data in _media(index, 0)] == [4 * 56, 56]
-
-
-@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c"])
-def test_rows_of_csv_end_only_where_lines_of_the_file_do(tmp_path: Path, mark: str) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text(f'id,text\n1,one{mark}two\n2,"three{mark}four"\n', newline="")
-    index = build_index([str(path)], Recipe())
-    texts = [f"one{mark}two", f"three{mark}four"]
-    assert index.llm_tokens.tolist() == [len(text.encode()) for text in texts]
 
 
 def test_a_clip_under_a_key_for_files_is_an_error_and_addresses_titles_and_ids_are_not(tmp_path: Path) -> None:

@@ -118,15 +118,6 @@ def test_files_that_were_missing_are_looked_for_again_by_a_new_data_set(url: str
     assert len(keys(data_loader)) == 11
 
 
-def test_copies_with_other_times_are_measured_again(url: str, root: Path) -> None:
-    assert len(keys(loader(url, root))) == 12
-    for path in root.iterdir():
-        os.utime(path, ns=(1, 1))
-    with pytest.warns(UserWarning, match=r"a\.jsonl changed since the index was built"):
-        data_loader = loader(url, root, on_error=od.ErrorPolicy("skip", max_failures=None))
-    assert len(keys(data_loader)) == 12
-
-
 def test_an_epoch_that_delivers_nothing_does_not_end_in_silence(url: str, root: Path) -> None:
     data_loader = loader(url, root, on_error=od.ErrorPolicy("skip", max_failures=None))
     data_loader.dataset.index()

@@ -11,7 +11,6 @@ import tarfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -123,29 +122,10 @@ def test_closing_waits_for_readers_and_ends_reading(tmp_path: Path) -> None:
     file.close()
 
 
-def test_another_size_than_indexed_is_stale(tmp_path: Path, shards: OpenShards) -> None:
-    path = tmp_path / "a.tar"
-    path.write_bytes(tar_bytes(b"x"))
-    size = path.stat().st_size
-    indexed = indexed_as(path)
-    assert shards.get(str(path), indexed).size == size
-    shards.close()
-    with pytest.raises(StaleIndexError, match=rf"a\.tar: has {size} bytes, 7 when it was indexed"):
-        shards.get(str(path), replace(indexed, size=7))
-
-
-def test_a_copy_of_the_indexed_shard_is_not_stale(tmp_path: Path, shards: OpenShards) -> None:
-    path = tmp_path / "a.tar"
-    path.write_bytes(tar_bytes(b"one"))
-    indexed = indexed_as(path)
-    os.utime(path, ns=(1, 1))
-    assert shards.get(str(path), indexed).checksum() == indexed.checksum
-
-
 # Names of members: split as by webdataset, ordered by number, also long and odd ones.
 
 
-IMAGE, AUDIO = 1, 2
+IMAGE = 1
 
 WEBDATASETS = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 LONG = 1 << 20
@@ -256,18 +236,6 @@ def test_any_framing_reads_as_the_plain_tar(tmp_path: Path, framing: str) -> Non
     assert packed.size == (tmp_path / f"packed{suffix}").stat().st_size
     plain.close()
     packed.close()
-
-
-def test_a_shard_is_decompressed_once_and_again_when_it_changes(tmp_path: Path) -> None:
-    path = tmp_path / "a.tar.gz"
-    path.write_bytes(gzip.compress(archive(10)))
-    cache = CacheFolder(tmp_path / "cache")
-    for _ in range(2):
-        open_shard(str(path), limits=Limits(), cache=cache).close()
-    assert len(list((cache.root / "shards").glob("*.tar"))) == 1
-    path.write_bytes(gzip.compress(archive(20)))
-    open_shard(str(path), limits=Limits(), cache=cache).close()
-    assert len(list((cache.root / "shards").glob("*.tar"))) == 2
 
 
 def test_a_compressed_file_that_keeps_size_and_time_is_read_again(tmp_path: Path) -> None:

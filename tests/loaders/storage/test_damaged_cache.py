@@ -28,7 +28,7 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage import sealed as verified
 from orchdata.loaders.storage.atomic import opened
-from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.cache import CacheFolder, MappedArray
 from orchdata.loaders.storage.sealed import Damaged, head_of, read_sealed, seal
 from orchdata.loaders.versions import TABLE_FORMAT
 
@@ -253,3 +253,40 @@ def test_a_file_that_is_longer_than_memory_is_damaged(tmp_path: Path, monkeypatc
     monkeypatch.setattr(verified, "bytearray", no_room, raising=False)
     with pytest.raises(Damaged, match="100000 bytes are to be read together, and there is no memory"):
         read_sealed(path, b"cost", 1)
+
+
+VALUES = np.arange(100_000)
+
+
+def only_file(cache: Path) -> Path:
+    (path,) = (cache / "arrays").iterdir()
+    return path
+
+
+def test_an_array_arrives_as_it_was_and_read_only(private_cache: Path) -> None:
+    mapped = MappedArray(VALUES)
+    assert not list(private_cache.iterdir())  # nothing is written before it is pickled
+    data = pickle.dumps(mapped)
+    assert len(data) < 400
+    arrived = pickle.loads(data).array
+    assert np.array_equal(arrived, VALUES) and arrived.dtype == np.int64
+    with pytest.raises(ValueError, match="read-only"):
+        arrived[0] = 1
+    assert np.array_equal(pickle.loads(pickle.dumps(pickle.loads(data))).array, VALUES) and only_file(private_cache)
+
+
+@pytest.mark.parametrize("damage", ["cut", "altered", "gone"])
+def test_a_damaged_file_is_refused_and_made_again(private_cache: Path, damage: str) -> None:
+    mapped = MappedArray(VALUES.copy())
+    data = pickle.dumps(mapped)
+    path = only_file(private_cache)
+    content = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+        assert np.array_equal(pickle.loads(data).array, VALUES)  # this process has it open
+        del mapped
+    else:
+        path.write_bytes(content[:-8] if damage == "cut" else content[:800] + b"x" + content[801:])
+    with pytest.raises(StorageError, match="create the loader again"):
+        pickle.loads(data)
+    assert np.array_equal(pickle.loads(pickle.dumps(MappedArray(VALUES))).array, VALUES)

@@ -136,20 +136,6 @@ def test_a_shard_rewritten_in_place_during_an_epoch_stops_it(
     assert loader.stats()["failures"]["count"] == 0
 
 
-def test_a_copy_of_a_shard_is_known_by_its_headers_and_another_one_is_refused(tmp_path: Path) -> None:
-    shard = write_shard(tmp_path / "a.tar", samples("right"))
-    keys = [
-        key for batch in od.DataLoader(od.ShardDataset(shard), batch_size=30, num_threads=0) for key in batch.sample_ids
-    ]
-    os.utime(shard, (1, 1))
-    loader = od.DataLoader(od.ShardDataset(shard), batch_size=30, num_threads=0)
-    assert [key for batch in loader for key in batch.sample_ids] == keys
-    renamed = [{**sample, "__key__": sample["__key__"].replace("k", "j")} for sample in samples("right")]
-    write_shard(tmp_path / "a.tar", renamed)
-    with pytest.raises(StaleIndexError, match="was rewritten since it was indexed"):
-        list(od.DataLoader(od.ShardDataset(shard), batch_size=30, num_threads=0, index="require"))
-
-
 @pytest.mark.parametrize("collate_fn", [None, lambda samples: [sample.key for sample in samples]])
 def test_an_index_written_to_while_it_is_open_stops_the_run(
     tmp_path: Path, collate_fn: Callable[[list[Any]], Any] | None

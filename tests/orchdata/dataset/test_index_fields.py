@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ import orchdata as od
 from orchdata.cli import app
 from orchdata.loaders.index import fields
 from orchdata.loaders.index.fields import fields_of
-from orchdata.loaders.shards.parquet.children import measuring
 
 pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
 
@@ -29,13 +27,6 @@ KEYS = [f"s{number}" for number in range(8)]
 SCORES = [None if number == 3 else number / 2 for number in range(8)]
 LANGUAGES = ["de", "en", None, "fr"] * 2
 FIELDS = ("score", "lang")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def children() -> Iterator[None]:
-    """Processes that measure Parquet files stay from one test to the next."""
-    with measuring():
-        yield
 
 
 def write_all(folder: Path) -> dict[str, str]:
@@ -225,28 +216,6 @@ def test_new_names_of_columns_are_those_of_fields(shards: dict[str, str]) -> Non
     for container in ("parquet", "csv", "tar"):
         dataset = od.ShardDataset(shards[container], columns={"score": "rating"}, index_fields=("rating",))
         assert keys_of(dataset.filter("rating > 3")) == ["s7"]
-
-
-def test_ranks_and_states_agree_on_what_is_chosen(shards: dict[str, str]) -> None:
-    dataset = od.ShardDataset([shards["jsonl"], shards["tar"]], index_fields=FIELDS).filter("score > 1")
-    dataset.index()
-
-    def keys(rank: int, options: dict[str, Any]) -> list[tuple[str, str]]:
-        loader = od.DataLoader(dataset, batch_size=2, shuffle=True, dp=(rank, 2), **options)
-        return [each for batch in loader for each in batch.sample_ids]
-
-    every = [keys(rank, {}) for rank in range(2)]
-    assert sorted(key for _, key in every[0] + every[1]) == sorted(["s4", "s5", "s6", "s7"] * 2)
-    assert keys(1, {"num_workers": 1}) == every[1]
-    loader = od.DataLoader(dataset, batch_size=2)
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
-    resumed = od.DataLoader(dataset, batch_size=2)
-    resumed.load_state_dict(state)
-    assert [batch.sample_ids for batch in resumed] == [batch.sample_ids for batch in iterator]
-    with pytest.raises(od.StateError, match="filter"):
-        od.DataLoader(dataset.filter("lang == 'de'"), batch_size=2).load_state_dict(state)
 
 
 def test_ranks_that_may_not_build_name_the_command(shards: dict[str, str]) -> None:

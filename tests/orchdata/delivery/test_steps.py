@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from map_dataset import Numbers
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
@@ -114,21 +113,6 @@ def test_no_step_of_an_ended_epoch_is_delivered_again(
     assert next((position(item) for item in steps), None) == first
     steps.set_epoch(0)  # from then on it works as usual
     assert position(next(iter(steps))) == (0, 0)
-
-
-def test_a_map_style_state_between_epochs_resumes_with_what_it_drew() -> None:
-    loader = od.DataLoader(Numbers(12), batch_size=4, shuffle=True)
-    steps = loader.steps()
-    iterator = iter(steps)
-    for _ in range(3):
-        next(iterator)
-    state = steps.state_dict()
-    del iterator
-    resumed = od.DataLoader(Numbers(12), batch_size=4, shuffle=True).steps()
-    resumed.load_state_dict(state)
-    assert len(resumed) == 3
-    numbers = [int(number) for (item,) in resumed for number in item["number"]]
-    assert sorted(numbers) == list(range(12))
 
 
 TRAINERS = (
@@ -260,10 +244,3 @@ def test_a_loader_that_is_ahead_of_its_trainer_stays_ahead(dataset: od.ShardData
     assert position(next(iter(resumed))) == (5, 1)
     resumed.sampler.set_epoch(3)
     assert position(next(iter(resumed))) == (6, 0)
-
-
-def test_has_length_of_transformers_raises_an_error(dataset: od.ShardDataset) -> None:
-    has_length = pytest.importorskip("transformers.trainer_utils").has_length
-    with pytest.raises(ValueError, match="transformers takes len"):
-        has_length(make(dataset, **SEVERAL))
-    assert has_length(make(dataset, **SEVERAL).steps())

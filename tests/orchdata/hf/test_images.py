@@ -19,8 +19,10 @@ pytest.importorskip("transformers")
 import hf_processors
 import torch
 import transformers
+from hf_families.samples import as_image
 from hf_processors import BACKENDS, FAMILIES
-from PIL import Image, ImageOps
+from images import encoded
+from PIL import Image
 
 from orchdata.hf.image_rules import FAMILIES as RULES
 from orchdata.hf.images import HFImages, _found, image_modality
@@ -50,19 +52,8 @@ def modality_of(family: str, backend: str) -> HFImages:
     return image_modality(built(family, backend))
 
 
-def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
-
-
 def noise(*shape: int, dtype: type = np.uint8) -> np.ndarray:
     return np.random.default_rng(len(shape)).integers(0, np.iinfo(dtype).max, shape, dtype, endpoint=True)
-
-
-def theirs(data: bytes) -> Image.Image:
-    """As transformers' load_image reads it."""
-    return ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
 
 
 def decoded(images: HFImages, data: bytes) -> tuple[PartSize, dict[str, np.ndarray]]:
@@ -88,7 +79,7 @@ def expanded(images: HFImages, size: PartSize, tokenizer: Any) -> list[int]:
 def assert_as_processor(family: str, backend: str, data: bytes, *, native: bool = True) -> None:
     processor, images = built(family, backend), dataclasses.replace(modality_of(family, backend), native=native)
     size, out = decoded(images, data)
-    picture = theirs(data)
+    picture = as_image(data)
     given = processor(images=[picture], text=[images.placeholder], return_tensors="pt")
     for name, values in out.items():
         expected = as_array(given[name])
@@ -167,7 +158,7 @@ def test_photographs(family: str, backend: str, fixtures_dir: Path) -> None:
         data = path.read_bytes()
         try:
             images.count_header(images.probe(data, LIMITS), LIMITS)
-            theirs(data)
+            as_image(data)
         except (DecodeError, OSError, ValueError, SyntaxError):
             continue  # neither takes it, or HEIF and the like, which are not read here
         try:
@@ -318,7 +309,7 @@ def test_a_class_without_a_rule_is_measured() -> None:
     assert (images.counted, images.native) == ("measured", False)
     data = PICTURES["flat"]()
     size, out = decoded(images, data)
-    given = processor(images=[theirs(data)], text=["<image>"], return_tensors="pt")
+    given = processor(images=[as_image(data)], text=["<image>"], return_tensors="pt")
     np.testing.assert_array_equal(out["pixel_values"], given["pixel_values"][0].numpy())
     assert size.tokens == int((given["input_ids"] == images.slot.token_id).sum())
 

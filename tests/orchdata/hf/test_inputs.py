@@ -1,18 +1,26 @@
-"""What a model's forward is given: samples kept apart, losses scaled, and what is refused."""
+"""Recipes of processors, and what a model's forward is given: samples kept apart, losses scaled, what is refused."""
 
 from __future__ import annotations
 
+import copy
+import json
+import pickle
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from shard_factory import write_shard
+from shard_factory import jpeg, write_shard
 
 import orchdata as od
 from orchdata.hf.models import READ_PADDING, family_of, model_class
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+import transformers
+from hf_families.families import FAMILIES
 
 TEXTS = ["one", "a second text", "x", "and the last of them all, by far the longest"]
 
@@ -116,11 +124,6 @@ def test_a_family_that_cannot_be_packed_is_padded_or_refused() -> None:
     assert od.hf.Inputs(whisper).padded
     with pytest.raises(ValueError, match="whisper is an encoder-decoder: use od.hf.Inputs"):
         od.hf.Inputs(whisper, padded=False)
-    recurrent = transformers.Qwen3NextConfig()  # its linear attention goes on through samples
-    with pytest.warns(UserWarning, match="batches of qwen3_next are padded"):
-        assert od.hf.Inputs(recurrent).padded
-    with pytest.raises(ValueError, match="qwen3_next lets packed samples see each other"):
-        od.hf.Inputs(recurrent, padded=False)
     unknown = transformers.Gemma3nConfig()  # positions of its media are not known here
     assert family_of(unknown) is None
     with pytest.warns(UserWarning, match="batches of gemma3n are padded"):
@@ -128,7 +131,6 @@ def test_a_family_that_cannot_be_packed_is_padded_or_refused() -> None:
     assert od.hf.Inputs(unknown, padded=True).padded
     with pytest.raises(ValueError, match="how their positions are packed is not known here"):
         od.hf.Inputs(unknown, padded=False)
-    assert not od.hf.Inputs(llama()).padded
 
 
 def test_media_that_the_model_would_not_see_are_refused() -> None:
@@ -226,3 +228,75 @@ def test_loss_and_encode_refuse_batches_of_another_layout(dataset: od.ShardDatas
     outputs = model(**inputs, logits_to_keep=1)
     with pytest.raises(ValueError, match="leave logits_to_keep out"):
         od.hf.loss(outputs, batch)
+
+
+pytest.importorskip("transformers")
+
+
+def test_a_tokenizer_is_a_recipe_of_text_alone() -> None:
+    tokenizer = FAMILIES["llama"].build()[0]
+    recipe = od.hf.recipe(tokenizer)
+    assert not recipe.modalities
+    again = pickle.loads(pickle.dumps(recipe))
+    assert again == recipe and again.fingerprint() == recipe.fingerprint()
+    assert od.hf.recipe(tokenizer, variables={"greeting": "hi"}).fingerprint() != recipe.fingerprint()
+
+
+def test_what_is_no_argument_is_refused() -> None:
+    tokenizer = FAMILIES["llama"].build()[0]
+    with pytest.raises(ValueError, match="cannot be called date, roles"):
+        od.hf.recipe(tokenizer, variables={"roles": 1, "date": "2020-01-01"})
+    with pytest.raises(ValueError, match="long_clips must be one of error, cut, split, got 'drop'"):
+        od.hf.recipe(tokenizer, long_clips="drop")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="dict is no processor"):
+        od.hf.recipe({})
+
+
+def test_chats_without_a_template_are_refused_and_texts_are_not(tmp_path: Path) -> None:
+    tokenizer = copy.deepcopy(FAMILIES["llama"].build()[0])
+    tokenizer.chat_template = None
+    chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    samples = [
+        {"__key__": "text", "txt": b"one two"},
+        {"__key__": "chat", "json": json.dumps({"messages": chat}).encode()},
+    ]
+    shard = write_shard(tmp_path / "a.tar", samples)
+    index = od.ShardDataset(shard, recipe=od.hf.recipe(tokenizer)).index()
+    (bad,) = [index.failure(int(row)) for row in index.bad_rows()]
+    assert (
+        bad.key == "chat" and "has no chat template: give one, od.hf.recipe(processor, chat_template=...)" in bad.reason
+    )
+    given = od.hf.recipe(
+        tokenizer, chat_template="{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}"
+    )
+    assert not od.ShardDataset(shard, recipe=given).index().totals["bad"]
+
+
+def test_completions_learn_to_stop_where_asked(tmp_path: Path) -> None:
+    tokenizer = FAMILIES["llama"].build()[0]
+    chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    samples = [
+        {"__key__": "pair", "json": json.dumps({"prompt": "one ", "completion": "two"}).encode()},
+        {"__key__": "text", "txt": b"one two"},
+        {"__key__": "chat", "json": json.dumps({"messages": chat}).encode()},
+    ]
+    shard = write_shard(tmp_path / "a.tar", samples)
+    found = []
+    for append_eos in (False, True):
+        dataset = od.ShardDataset(shard, recipe=od.hf.recipe(tokenizer, append_eos=append_eos))
+        (batch,) = od.DataLoader(dataset, batch_size=3, num_threads=0)
+        ends = batch.llm.cu_seqlens.tolist()
+        rows = [batch.llm.labels[start:stop].tolist() for start, stop in pairwise(ends)]
+        found.append({key: row for (_, key), row in zip(batch.sample_ids, rows, strict=True)})
+    plain, ended = found
+    assert ended == {
+        "pair": [*plain["pair"], tokenizer.eos_token_id],
+        "text": [*plain["text"], tokenizer.eos_token_id],
+        "chat": plain["chat"],
+    }
+
+
+def test_a_model_of_prompts_refuses_plain_text(tmp_path: Path) -> None:
+    shard = write_shard(tmp_path / "a.tar", [{"__key__": "a", "jpg": jpeg(40, 30), "txt": b"a caption"}])
+    index = od.ShardDataset(shard, recipe=od.hf.recipe(FAMILIES["paligemma"].build()[0])).index()
+    assert "reads a prompt and then its completion" in index.failure(0).reason

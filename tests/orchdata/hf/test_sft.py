@@ -1,5 +1,5 @@
-"""TRL's SFTTrainer over a DataLoader, by a stand-in that refuses and reads what SFTTrainer does; `make test-tools` has
-TRL's own.
+"""TRL's SFTTrainer over a DataLoader, by a stand-in that refuses and reads what SFTTrainer does; `make test-tools`
+has TRL's own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Exchange over gloo: one job for each number of ranks runs every check (exchange_job.py), and each test reads one."""
+"""Exchange over gloo, of ranks and peers: one job for a number of ranks runs every check, and each test reads one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import peers_job
 import pytest
 import torch
 from exchange_job import CHECKS, IMPATIENCE
@@ -26,11 +27,34 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return results
 
 
+def assert_held(name: str, results: list[dict[str, str]]) -> None:
+    for rank, result in enumerate(results):
+        assert result.get(name, f"not reached: {result}") == "", f"rank {rank}: {result.get(name, result)}"
+
+
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CHECKS)
 def test_between_ranks(checked: Any, name: str, num_ranks: int) -> None:
-    for rank, results in enumerate(checked(num_ranks)):
-        assert results.get(name, f"not reached: {results}") == "", f"rank {rank}: {results.get(name, results)}"
+    assert_held(name, checked(num_ranks))
+
+
+OF_EIGHT = "eight_processes"
+OF_FOUR = [name for name in peers_job.CHECKS if name != OF_EIGHT]
+
+
+@pytest.fixture(scope="module")
+def of_four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run_ranks(peers_job.__file__, *OF_FOUR, num_ranks=4, folder=tmp_path_factory.mktemp("peers"))
+
+
+@pytest.mark.parametrize("name", OF_FOUR)
+def test_between_peers_of_four_ranks(of_four_ranks: Any, name: str) -> None:
+    assert_held(name, of_four_ranks)
+
+
+@pytest.mark.slow
+def test_context_and_tensor_parallel_at_once_on_eight_ranks(tmp_path: Path) -> None:
+    assert_held(OF_EIGHT, run_ranks(peers_job.__file__, OF_EIGHT, num_ranks=8, folder=tmp_path))
 
 
 def test_a_rank_that_dies_is_an_error_on_every_other_within_the_timeout(tmp_path: Path) -> None:

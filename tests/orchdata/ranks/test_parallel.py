@@ -225,6 +225,7 @@ def test_data_parallel_dims_are_row_major_in_the_order_of_the_mesh() -> None:
     assert resolved.shared == ((0, 2), (1, 3), (4, 6), (5, 7))
     resolved = resolve_rank(DataParallel(mesh("pp", "dp", "tp"), dims=("dp",), replicate="read"))
     assert (resolved.rank, resolved.size, resolved.shared) == (0, 2, ())
+    assert resolve_rank(mesh("pp", "data", "tp")).size == 2
 
 
 @pytest.mark.usefixtures("rank_5_of_8")
@@ -245,21 +246,14 @@ def test_peers_that_encode_are_row_major_in_encoder_dims() -> None:
         ({"encoder_dims": ("tp",), "gradients": {"tp": "half"}}, "equal or partial"),
         ({"averaged": ("dp",)}, "give encoder_dims too"),
         ({"mesh": (0, 2), "encoder_dims": ("tp",)}, "dims of the mesh"),
+        ({"dims": "dp"}, r"dims must be names of mesh dims, as \('dp',\), got 'dp'"),
+        ({"replicate": "send"}, "replicate must be 'read' or 'broadcast', got 'send'"),
+        ({"ranks_per_node": 0}, "ranks_per_node must be at least 1, got 0"),
     ],
 )
-def test_peers_that_cannot_encode_are_refused(given: dict[str, Any], why: str) -> None:
+def test_what_data_parallel_cannot_be_is_refused(given: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         DataParallel(**({"mesh": mesh("pp", "dp", "tp"), "dims": ("dp",)} | given))
-
-
-@pytest.mark.usefixtures("rank_5_of_8")
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [(("dp", "cp", "tp"), (1, 2)), (("pp", "data", "tp"), (0, 2)), (("tp", "dp_shard", "cp"), (0, 2))],
-)
-def test_common_names_of_dims_are_recognized(names: tuple[str, ...], expected: tuple[int, int]) -> None:
-    resolved = resolve_rank(mesh(*names))
-    assert (resolved.rank, resolved.size) == expected
 
 
 @pytest.mark.usefixtures("rank_5_of_8")
@@ -295,19 +289,6 @@ def test_broadcast_needs_the_mesh_of_all_ranks() -> None:
         resolve_rank(part)
     resolved = resolve_rank(DataParallel(part, dims=("dp",), replicate="read"))
     assert (resolved.rank, resolved.size) == (0, 2)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dims": "dp"}, r"dims must be names of mesh dims, as \('dp',\), got 'dp'"),
-        ({"replicate": "send"}, "replicate must be 'read' or 'broadcast', got 'send'"),
-        ({"ranks_per_node": 0}, "ranks_per_node must be at least 1, got 0"),
-    ],
-)
-def test_values_of_data_parallel_are_checked(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DataParallel(None, **options)
 
 
 def test_a_value_that_is_neither_group_nor_mesh_raises_an_error() -> None:

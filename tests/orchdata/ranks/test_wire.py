@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import multiprocessing
 import os
@@ -18,7 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from index_job import __file__ as JOB
+from index_file_job import __file__ as JOB
 from numpy.typing import NDArray
 from rank_jobs import run_ranks
 from shard_factory import RECIPE, omni_shards
@@ -192,7 +193,8 @@ def shards(tmp_path: Path) -> list[str]:
 
 
 def test_ranks_measure_each_shard_once_and_see_the_same(shards: list[str], tmp_path: Path) -> None:
-    ranks = run_ranks(JOB, str(tmp_path), num_ranks=3, folder=tmp_path)
+    given = {"paths": shards, "ranks_per_node": 3, "folder": str(tmp_path)}
+    ranks = run_ranks(JOB, json.dumps(given), num_ranks=3, folder=tmp_path)
     measured = [name for rank in ranks for name in rank["measured"]]
     assert sorted(measured) == sorted(Path(shard).name for shard in shards)
     keys = [key for rank in ranks for key in rank["keys"]]

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from mesh_job import RECIPE, run_suite
-from rank_jobs import PATIENCE
 from shard_factory import jpeg, omni_samples, write_shard
 
 import orchdata as od
@@ -109,10 +108,6 @@ def test_nothing_from_peers_is_unpickled(ranks: Ranks) -> None:
     assert sum(rank["own"] for rank in failures) == 6
     for rank in failures:
         assert rank["gathered"] == rank["of group"] == [[f"broken{number}", "jpg"] for number in range(6)]
-
-
-def test_our_own_groups_have_the_given_timeout_or_the_jobs(ranks: Ranks) -> None:
-    assert [rank["timeouts"] for rank in ranks] == [[PATIENCE.total_seconds(), 7.0] * 2] * 2
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Objects that change after they were indexed, or while they are read: an error, and never bytes of two objects."""
+"""Objects that change: an error in a run, and never bytes of two objects; a new loader measures them again."""
 
 from __future__ import annotations
 
@@ -14,17 +14,13 @@ from servers.fixtures import Proxied
 from servers.http_server import HttpServer
 from servers.odd_server import OddServer
 from servers.s3_server import S3Server
+from shard_factory import omni_shards
 
 import orchdata as od
 
 pytestmark = pytest.mark.usefixtures("no_hang")
 
 OTHER = "omni-000001.tar"
-
-
-@pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Epochs:
-    return Epochs(tmp_path_factory.mktemp("shards"), shards=2, samples=10)
 
 
 class Place:
@@ -169,3 +165,20 @@ def test_another_index_finds_the_replaced_object(place: Place, local: Epochs) ->
     place.dataset.index(rebuild=True)
     assert len(place.epoch()) == len(local.local)
     assert place.epoch() != local.local
+
+
+def test_a_new_loader_lists_a_pattern_again(
+    s3_server: S3Server, local: Epochs, new_bucket: Callable[[], str], tmp_path: Path
+) -> None:
+    bucket = new_bucket()
+    pattern = local.to_s3(s3_server, bucket)
+    remote(pattern, s3_server.options).index()
+    other, third = (Path(path).read_bytes() for path in omni_shards(tmp_path, shards=2, samples=9))
+    s3_server.put(bucket, f"train/{OTHER}", other)
+    changed = remote(pattern, s3_server.options)
+    with pytest.warns(UserWarning, match=f"s3://{bucket}/train/{OTHER} changed since the index was built"):
+        loader = od.DataLoader(changed, batch_size=3)
+    assert sum(len(batch.sample_ids) for batch in loader) == 10 + 9
+    s3_server.put(bucket, "train/omni-000002.tar", third)
+    assert len(changed) == 10 + 9
+    assert changed.index(rebuild=True).num_samples == len(changed) == 10 + 9 + 9

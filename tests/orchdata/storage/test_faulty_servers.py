@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from servers.proxy import Fault, Proxy
 from servers.s3_server import S3Server
 
 import orchdata as od
+
+pytestmark = pytest.mark.usefixtures("no_hang")
 
 IN_TURN = (
     Fault("cut"),
@@ -40,13 +42,6 @@ ENGINES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Epochs:
     return Epochs(tmp_path_factory.mktemp("shards"))
-
-
-@pytest.fixture(scope="module")
-def bucket(s3_server: S3Server, local: Epochs) -> str:
-    name = s3_server.make_bucket("faulty-servers")
-    local.to_s3(s3_server, name)
-    return name
 
 
 Remote = Callable[..., od.ShardDataset]
@@ -190,8 +185,3 @@ def test_the_timeout_of_a_loader_limits_an_outage(
         list(batches)
     assert loader.stats()["failures"]["count"] == 0
     assert json.dumps(loader.state_dict())
-
-
-@pytest.fixture(autouse=True)
-def _ends(no_hang: None) -> Iterator[None]:
-    yield

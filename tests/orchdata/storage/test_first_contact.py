@@ -18,18 +18,6 @@ import orchdata as od
 BRACES = "omni-{000000..000001}.tar"
 
 
-@pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Epochs:
-    return Epochs(tmp_path_factory.mktemp("shards"), shards=2, samples=6)
-
-
-@pytest.fixture(scope="module")
-def bucket(s3_server: S3Server, local: Epochs) -> str:
-    name = s3_server.make_bucket("first-contact")
-    local.to_s3(s3_server, name)
-    return name
-
-
 @pytest.fixture(autouse=True)
 def _ends(no_hang: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """No credentials of whoever runs the tests count."""
@@ -78,11 +66,6 @@ def test_a_bucket_that_may_be_read_and_not_listed(s3_server: S3Server, bucket: s
     assert "may not be listed with these credentials" in text
     assert "with braces" in text
     assert epoch(remote(f"s3://{bucket}/train/{BRACES}", reader)) == local.local
-
-
-def test_an_endpoint_without_encryption(s3_server: S3Server, bucket: str) -> None:
-    options = {name: value for name, value in s3_server.options.items() if name != "allow_http"}
-    assert "allow_http=true" in said(od.StorageError, f"s3://{bucket}/train/*.tar", options)
 
 
 class Refusing(StubServer):
@@ -161,12 +144,6 @@ def test_options_that_cannot_be(s3_server: S3Server, bucket: str, name: str, val
     assert words in text
     assert s3_server.secret_key not in text
     assert "secret-" not in text
-
-
-@pytest.mark.parametrize("url", ["s3://", "https://", "http:///a.tar"])
-def test_urls_without_a_bucket_or_host(url: str) -> None:
-    with pytest.raises(ValueError, match="names no"):
-        remote(url)
 
 
 def test_a_host_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from remote_epochs import LOADER, RECIPE, Epochs, digests, epoch, remote
-from servers.http_server import HttpServer
 from servers.odd_server import OddServer
 
 import orchdata as od
@@ -19,23 +18,11 @@ NAMES = "omni-{000000..000001}.tar"
 SHORT = {"retry_seconds": 0.3}
 
 
-@pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Epochs:
-    return Epochs(tmp_path_factory.mktemp("shards"), shards=2, samples=6)
-
-
 @pytest.fixture
 def server(odd_server: OddServer, local: Epochs) -> OddServer:
     for path in local.paths:
         odd_server.put(f"d/{Path(path).name}", Path(path).read_bytes())
     return odd_server
-
-
-def test_a_server_without_etags(http_server: HttpServer, local: Epochs) -> None:
-    local.to_http(http_server, "plain")
-    dataset = remote(http_server.url(f"plain/{NAMES}"))
-    assert epoch(dataset) == local.local
-    assert epoch(dataset, num_workers=1) == local.local
 
 
 def test_a_name_and_a_password(server: OddServer, local: Epochs) -> None:
@@ -68,14 +55,6 @@ def test_a_refreshed_signature_finds_the_same_index(server: OddServer, local: Ep
     whole = od.DataLoader(od.ShardDataset(local.paths, recipe=RECIPE), **LOADER)
     whole.set_epoch(1)
     assert digests(continued) == digests(whole)
-
-
-def test_an_expired_signature_is_an_error_without_it(server: OddServer) -> None:
-    server.signature = "right-secret"
-    urls = [server.url("d/omni-000000.tar", sig="wrong-secret")]
-    with pytest.raises(od.StorageError, match="may not be read with these credentials .HTTP 403") as caught:
-        remote(urls, SHORT).index()
-    assert "secret" not in str(caught.value)
 
 
 def test_a_redirect_to_another_host_is_followed_without_credentials(server: OddServer, local: Epochs) -> None:

@@ -121,33 +121,6 @@ def test_what_a_pattern_matches(s3_server: S3Server, listed: str, patterns: list
     assert list(dataset.urls) == [f"s3://{listed}/{key}.tar" for key in keys]
 
 
-@pytest.fixture
-def foreign(gcs_server: GcsServer, new_bucket: Callable[[], str]) -> str:
-    """A bucket with keys that no path of obstore can have, before and below the shards."""
-    bucket = gcs_server.make_bucket("foreign")
-    for key in ("d/logs//x.tar", "d/./x.tar", "d//x.tar", "d/../x.tar", "/x.tar", "-//x.tar", "d/a\tb.txt"):
-        gcs_server.put(bucket, key, b"")
-    for key in ("d/-.tar", "d/0.tar", "d/1.tar", "d/logs/2.tar"):
-        gcs_server.put(bucket, key, b"")
-    return bucket
-
-
-@pytest.mark.parametrize("scheme", ["gs", "s3"])
-def test_what_a_listing_cannot_give_is_looked_at_or_named(gcs_server: GcsServer, foreign: str, scheme: str) -> None:
-    gcs_server.page_size = 1000
-    options = gcs_server.options if scheme == "gs" else gcs_server.s3_options
-    folder = f"{scheme}://{foreign}/d"
-    urls = [f"{folder}/{number}.tar" for number in (0, 1)]
-    gcs_server.clear()
-    assert remote(f"{folder}/{{0..1}}.tar", options).files.looked_up(urls).listed.keys() == set(urls)
-    assert len(gcs_server.requests("HEAD")) == 2
-    with pytest.raises(od.StorageError, match=r'"d/\.\./x.tar".*: name the shards with braces'):
-        remote(f"{folder}/**/*.tar", options).files.matches(f"{folder}/**/*.tar")
-    for key in ("d//x.tar", "d/./x.tar", "d/../x.tar", "d/a\tb.txt"):
-        gcs_server.delete(foreign, key)
-    assert len(remote(f"{folder}/?.tar", options).urls) == 3  # that of a folder below it is not listed
-
-
 def test_a_pattern_of_one_folder_lists_no_other(gcs_server: GcsServer) -> None:
     gcs_server.page_size = 1000
     bucket = gcs_server.make_bucket("folders")
@@ -179,10 +152,3 @@ def test_http_has_no_listing(http_server: HttpServer) -> None:
     with pytest.raises(ValueError, match="HTTP servers have no listing"):
         remote(http_server.url("a/[ab].tar"))
     assert remote(http_server.url("a/{a,b}.tar?x=*")).urls == tuple(http_server.url(f"a/{each}.tar") for each in "ab")
-
-
-def test_a_pattern_lists_no_more_than_its_folder(s3_server: S3Server, listed: str, proxied: Proxied) -> None:
-    proxy = proxied(s3_server)
-    assert len(remote(f"s3://{listed}/c/*.tar", s3_server.options_of("all", proxy.endpoint)).urls) == 1
-    (asked,) = proxy.requests()
-    assert "prefix=c%2F" in asked.query

@@ -21,11 +21,6 @@ import orchdata as od
 pytestmark = pytest.mark.usefixtures("no_hang")
 
 
-@pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Epochs:
-    return Epochs(tmp_path_factory.mktemp("shards"), shards=2, samples=10)
-
-
 def contents(local: Epochs) -> dict[str, bytes]:
     return {Path(path).name: Path(path).read_bytes() for path in local.paths}
 

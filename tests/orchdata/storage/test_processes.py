@@ -25,18 +25,6 @@ pytestmark = pytest.mark.usefixtures("no_hang")
 WHY = 'start processes with multiprocessing_context="forkserver" or "spawn"'
 
 
-@pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Epochs:
-    return Epochs(tmp_path_factory.mktemp("shards"), shards=2, samples=6)
-
-
-@pytest.fixture(scope="module")
-def bucket(s3_server: S3Server, local: Epochs) -> str:
-    name = s3_server.make_bucket("processes")
-    local.to_s3(s3_server, name)
-    return name
-
-
 def test_a_forked_child_is_refused_at_once(s3_server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "orchdata.loaders.storage.remote.requests.FORKED_SECONDS", float("inf")
@@ -74,10 +62,15 @@ def test_other_contexts_work(s3_server: S3Server, bucket: str, local: Epochs, co
 
 def in_a_program(text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a program that has used nothing before."""
+    return subprocess.run([*command(text), *arguments], capture_output=True, text=True, timeout=100, check=False)
+
+
+def command(text: str) -> list[str]:
     support = Path(__file__).parents[2] / "support"
-    lines = f"import sys\nsys.path.insert(0, {str(support)!r})\n{textwrap.dedent(text)}"
-    command = [sys.executable, "-c", lines, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    # Where tests run in the background of a shell, children would ignore Ctrl-C.
+    heard = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
+    lines = f"import sys\nsys.path.insert(0, {str(support)!r})\n{heard}\n{textwrap.dedent(text)}"
+    return [sys.executable, "-c", lines]
 
 
 def test_a_child_of_a_process_whose_own_code_used_obstore_gives_up(s3_server: S3Server, bucket: str) -> None:
@@ -111,14 +104,10 @@ WAITING: dict[str, str] = {
     "a read in this process": "next(iter(od.DataLoader(indexed(), batch_size=2, num_threads=0)))",
     "a read in threads": "next(iter(od.DataLoader(indexed(), batch_size=2, num_threads=2)))",
 }
-_QUICK = ("a read in threads",)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "waiting",
-    [each if each in _QUICK else pytest.param(each, marks=pytest.mark.slow) for each in WAITING],
-)
+@pytest.mark.parametrize("waiting", WAITING)
 def test_ctrl_c_is_heard_while_a_server_stalls(
     s3_server: S3Server, bucket: str, local: Epochs, proxied: Proxied, waiting: str, tmp_path: Path
 ) -> None:
@@ -144,15 +133,12 @@ def test_ctrl_c_is_heard_while_a_server_stalls(
         except KeyboardInterrupt:
             print("interrupted", flush=True)
     """
-    support = Path(__file__).parents[2] / "support"
-    # Where tests run in the background of a shell, children would ignore the signal.
-    heard = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
-    lines = f"import sys\nsys.path.insert(0, {str(support)!r})\n{heard}\n{textwrap.dedent(program)}"
-    options = s3_server.options_of("all", proxy.endpoint)
-    command = [sys.executable, "-c", lines, f"s3://{bucket}/train/", json.dumps(options)]
+    given = [f"s3://{bucket}/train/", json.dumps(s3_server.options_of("all", proxy.endpoint))]
     if not is_read:
         proxy.delay = 1000
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    child = subprocess.Popen(
+        [*command(program), *given], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path
+    )
     try:
         assert child.stdin is not None
         assert child.stdout is not None

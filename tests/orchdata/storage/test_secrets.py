@@ -27,11 +27,6 @@ pytestmark = pytest.mark.usefixtures("no_hang")
 MARK = "MARKEDSECRET"
 
 
-@pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Epochs:
-    return Epochs(tmp_path_factory.mktemp("shards"), shards=2, samples=6)
-
-
 def chain(error: BaseException | None) -> Iterator[BaseException]:
     """An error, and all that it refers to."""
     while error is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,7 +13,6 @@ from shard_factory import RECIPE, omni_shards
 from torch.utils.data import ChainDataset, DataLoader, RandomSampler, SequentialSampler
 
 import orchdata as od
-from orchdata.dataset.arguments import Arguments
 from orchdata.loop.planned import PlannedSource
 
 DATA = list(range(10))
@@ -111,11 +109,6 @@ def test_it_is_no_instance_of_torchs_class() -> None:
 def test_workers_beyond_the_cores_are_warned_of() -> None:
     with pytest.warns(UserWarning, match="excessive worker creation might get DataLoader running slow or even freeze"):
         od.DataLoader(DATA, num_workers=1000)
-
-
-def test_the_value_of_the_arguments_has_those_of_the_loader_in_their_order() -> None:
-    _, *arguments = inspect.signature(od.DataLoader.__init__).parameters
-    assert [each.name for each in fields(Arguments)] == ["rank", "reaches_all", *arguments]
 
 
 class OwnEngine:

@@ -107,19 +107,6 @@ def test_a_collate_fn_is_given_the_step_of_each_batch(workers: int) -> None:
     assert one.stats()["samples"] == 2 * 5 * max(1, workers)
 
 
-def test_a_mixture_of_states_with_workers_takes_each_where_it_was() -> None:
-    """A state in the middle of a round: the next worker's turn comes first."""
-    one = od.DataLoader(range_dataset(8), batch_size=2, collate_fn=list, num_workers=3)
-    steps, states, given = iter(one), [], []
-    for batch in steps:
-        given.append(batch)
-        states.append(one.state_dict())
-    for number in (0, 1, 2, 3, 7):
-        again = od.DataLoader(range_dataset(8), batch_size=2, collate_fn=list, num_workers=3)
-        again.load_state_dict(states[number])
-        assert list(again) == given[number + 1 :]
-
-
 class Once:
     """Raises once, and continues."""
 

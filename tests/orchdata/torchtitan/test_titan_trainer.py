@@ -1,7 +1,4 @@
-"""torchtitan's loop over a DataLoader takes the plain loop's steps, and goes on where it stopped.
-
-Its own trainer and BaseDataLoader where they can be imported, else what stands in for them.
-"""
+"""torchtitan's loop over a DataLoader takes the plain loop's steps, and goes on where it stopped."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 import transformers
 
 from hf_families.build import BACKENDS, build_processor, image_processor, random_model
-from hf_families.templates import template
+from hf_families.templates import TEMPLATES
 from hf_families.tokenizers_in_code import tokenizer
 
 
@@ -64,7 +64,7 @@ def _qwen_images(backend: str, unit: int, **settings: Any) -> Any:
 def qwen_vl_processor(kind: str, unit: int = 28, backend: str = _BACKEND, **settings: Any) -> Any:
     images, words = _qwen_images(backend, unit, **settings), tokenizer(_QWEN_SPECIAL, **_QWEN)
     chat = {"Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl", "Qwen3VL": "qwen3_vl"}[kind]
-    return build_processor(getattr(transformers, f"{kind}Processor"), images, words, chat_template=template(chat))
+    return build_processor(getattr(transformers, f"{kind}Processor"), images, words, chat_template=TEMPLATES[chat])
 
 
 qwen3_vl_processor = partial(qwen_vl_processor, "Qwen3VL", 32, **_HALVES)
@@ -76,7 +76,7 @@ def _llava(kind: Any, images: Any, chat: str) -> Any:
         tokenizer(["<image>"], named={"image_token": "<image>"}, adds_bos=True, **_LLAMA2),
         patch_size=14,
         vision_feature_select_strategy="default",
-        chat_template=template(chat),
+        chat_template=TEMPLATES[chat],
         num_additional_image_tokens=1,
     )
 
@@ -112,7 +112,7 @@ def onevision_processor(side: int = 98, backend: str = _BACKEND, *, most: int = 
         tokenizer(["<|im_start|>"], named={"image_token": "<image>", "video_token": "<video>"}, **_QWEN),
         num_image_tokens=(side // 14) ** 2,
         vision_feature_select_strategy="full",
-        chat_template=template("llava_onevision"),
+        chat_template=TEMPLATES["llava_onevision"],
         vision_aspect_ratio=f"anyres_max_{ratio}",
     )
 
@@ -132,7 +132,7 @@ def internvl_processor(side: int = 112, backend: str = _BACKEND, *, most: int = 
         image_processor("GotOcr2ImageProcessor", backend, **tiles, **norm),
         tokenizer(["<|im_start|>"], named=named, **_QWEN),
         image_seq_length=(side // 28) ** 2,
-        chat_template=template("internvl"),
+        chat_template=TEMPLATES["internvl"],
     )
 
 
@@ -141,7 +141,7 @@ def split_processor(kind: str, side: int = 112, backend: str = _BACKEND, *, most
     sizes = {"size": {"longest_edge": most * side}, "max_image_size": {"longest_edge": side}}
     images = image_processor(f"{kind}ImageProcessor", backend, **sizes, **settings)
     special = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *_ROWS]
-    given = {"image_seq_len": (side // 28) ** 2, "chat_template": template(kind.lower())}
+    given = {"image_seq_len": (side // 28) ** 2, "chat_template": TEMPLATES[kind.lower()]}
     if kind == "SmolVLM":
         ends = {"bos_token": "<|im_start|>", "eos_token": "<end_of_utterance>", "pad_token": "<|im_end|>"}
         return build_processor(transformers.SmolVLMProcessor, images, tokenizer(special, **ends), **given)
@@ -154,7 +154,7 @@ def gemma3_processor(side: int = 112, backend: str = _BACKEND, **call: Any) -> A
     found = transformers.Gemma3Processor(
         image_processor("Gemma3ImageProcessor", backend, size=square(side)),
         tokenizer(["<start_of_turn>", "<end_of_turn>"], named=named, adds_bos=True, **_GEMMA),
-        chat_template=template("gemma3"),
+        chat_template=TEMPLATES["gemma3"],
         image_seq_length=(side // 28) ** 2,
     )
     found.images_kwargs = found.images_kwargs | call
@@ -174,14 +174,14 @@ def _mel(bins: int = 128) -> Any:
 
 def _qwen2_audio_processor() -> Any:
     words = tokenizer(["<|im_start|>", "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"], **_QWEN)
-    return transformers.Qwen2AudioProcessor(_mel(), words, chat_template=template("qwen2_audio"))
+    return transformers.Qwen2AudioProcessor(_mel(), words, chat_template=TEMPLATES["qwen2_audio"])
 
 
 def _omni_processor() -> Any:
     marks = ("IMAGE", "AUDIO", "VIDEO", "vision_bos", "vision_eos", "audio_bos", "audio_eos")
     words = tokenizer(["<|im_start|>"], named={f"{each.lower()}_token": f"<|{each}|>" for each in marks}, **_QWEN)
     parts = {"image_processor": _qwen_images(_BACKEND, 28), "feature_extractor": _mel(), "tokenizer": words}
-    return build_processor(transformers.Qwen2_5OmniProcessor, **parts, chat_template=template("qwen2_5_omni"))
+    return build_processor(transformers.Qwen2_5OmniProcessor, **parts, chat_template=TEMPLATES["qwen2_5_omni"])
 
 
 def _whisper_processor() -> Any:
@@ -194,11 +194,11 @@ def _whisper_processor() -> Any:
 def _llama_tokenizer() -> Any:
     ends = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "pad_token": "<|finetune_right_pad_id|>"}
     special = ["<|start_header_id|>", "<|end_header_id|>"]
-    return tokenizer(special, adds_bos=True, chat_template=template("llama"), **ends)
+    return tokenizer(special, adds_bos=True, chat_template=TEMPLATES["llama"], **ends)
 
 
 def _qwen3_tokenizer() -> Any:
-    return tokenizer(["<|im_start|>", "<think>", "</think>"], chat_template=template("qwen3"), **_QWEN)
+    return tokenizer(["<|im_start|>", "<think>", "</think>"], chat_template=TEMPLATES["qwen3"], **_QWEN)
 
 
 # --- models

@@ -1,7 +1,4 @@
-"""The same samples through orchdata: the loss and gradients of one optimizer step, averaged over ranks as DDP does.
-
-shards --od.hf.recipe(processor)--> od.DataLoader(collate_fn=od.hf.Inputs(config)) --> model --> od.hf.loss
-"""
+"""The same samples through orchdata: the loss and gradients of one optimizer step, averaged over ranks as DDP does."""
 
 from __future__ import annotations
 

@@ -188,13 +188,6 @@ def test_a_constant_rate_is_seen_through_rounded_times() -> None:
     assert line.pictures(10) == list(range(0, 100, 10))  # not 9, 19, ...: 10 / 30 s is written as 333 ms
 
 
-def test_a_variable_rate_goes_by_times() -> None:
-    line = Timeline.of([0, 100, 1000, 1100, 3200], MILLI)
-    assert not line.is_constant and line.seconds == 4  # the last one is taken to last as long as one in the mean, 0.8 s
-    # 0, 0.5, 1, ... 3.5 s: the picture at 0.1 s is shown until the one at 1 s.
-    assert line.pictures(8) == [0, 1, 2, 3, 3, 3, 3, 4]
-
-
 @pytest.mark.parametrize(
     ("ticks", "tick", "message"),
     [

@@ -185,9 +185,6 @@ def test_what_is_shown_before_the_first_whole_picture_is_left_out(codec: str, co
     decoded(cut)
 
 
-# Lists of frames
-
-
 def frame(number: int, width: int = 64, height: int = 48) -> str:
     out = io.BytesIO()
     Image.fromarray(picture(number, width, height)).save(out, "PNG")
@@ -231,9 +228,6 @@ def test_frames_may_come_with_their_times() -> None:
 def test_lists_that_are_none(listed: Any, message: str) -> None:
     with pytest.raises(DecodeError, match=message):
         header_of(json.dumps(listed).encode())
-
-
-# What is wrong with files
 
 
 @pytest.mark.parametrize("name", CLIPS)
@@ -362,9 +356,6 @@ def test_threads_decode_at_once() -> None:
         for _ in range(3):
             pixels = list(pool.map(lambda data: decoded(data)[1], clips))
             assert all(np.array_equal(ours, theirs) for ours, theirs in zip(pixels, expected, strict=True))
-
-
-# Counts
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from servers.fixtures import Proxied
+from servers.proxy import Fault
+from servers.s3_server import S3Server
 
 import orchdata as od
 from orchdata.loaders.storage.cache import CacheFolder, copy_name, kept_files, prune
+from orchdata.loaders.storage.entries import copy_name
+from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.node import FOLDER, Copies
-from orchdata.loaders.storage.storage import FileVersion
+from orchdata.loaders.storage.remote.objects import BLOCK_BYTES, Blocks, RemoteFile
+from orchdata.loaders.storage.storage import FileVersion, ReadBytes
+from orchdata.loaders.watch import Ended, here
 
 URL = "s3://bucket/train-0.tar"
 CONTENT = bytes(range(256)) * 400
@@ -49,19 +57,8 @@ def test_a_copy_is_found_by_url_size_and_version(copies: Copies) -> None:
     assert content_of(copies) == CONTENT
     assert content_of(copies, FILE._replace(version='"xyz"')) is None
     assert content_of(copies, FILE._replace(size=FILE.size - 1)) is None
-    assert content_of(copies, url="s3://bucket/train-1.tar") is None
-
-
-def test_an_object_without_a_version_has_no_copy(copies: Copies) -> None:
     assert content_of(copies, FILE._replace(version="")) is None
-
-
-def test_one_that_another_makes_is_left_to_it(copies: Copies, cache: od.Cache) -> None:
-    def make(out: IO[bytes]) -> None:
-        assert Copies(cache).add(URL, FILE, never) == "busy"
-        out.write(CONTENT)
-
-    assert copies.add(URL, FILE, make) == "added"
+    assert content_of(copies, url="s3://bucket/train-1.tar") is None
 
 
 @pytest.mark.parametrize("damage", [b"", CONTENT[:-1], CONTENT[1:] + b"x", CONTENT + b"x"])
@@ -90,14 +87,6 @@ def test_room_is_made_of_other_data_alone_the_least_recently_used_first(cache: o
     assert copies.add(urls[1], FILE, never, everything) == "full"
 
 
-def test_what_a_killed_process_left_takes_no_room(cache: od.Cache) -> None:
-    copies = Copies(od.Cache(cache.path, max_bytes=len(CONTENT) + 4096))
-    folder = Path(cache.path) / FOLDER
-    folder.mkdir(parents=True)
-    (folder / f".{copy_name(URL, FILE)}.copy.0123.part").write_bytes(CONTENT)
-    assert copies.add(URL, FILE, writing()) == "added"
-
-
 def test_copies_are_listed_and_pruned_and_files_of_others_stay(copies: Copies, cache: od.Cache) -> None:
     copies.add(URL, FILE, writing())
     folder = Path(cache.path) / FOLDER
@@ -108,3 +97,49 @@ def test_copies_are_listed_and_pruned_and_files_of_others_stay(copies: Copies, c
     pruned = prune(CacheFolder(cache.path), older_than_seconds=0)
     assert pruned.removed[FOLDER].files == 1
     assert sorted(os.listdir(folder)) == ["mine.copy", "notes.txt"]
+
+
+OBJECT = random.Random(7).randbytes(5 * BLOCK_BYTES // 2)
+
+
+def blocks(files: Files, url: str, file: FileVersion, reads: ReadBytes) -> Iterator[bytes]:
+    source = Blocks(RemoteFile(files.objects, url, file, reads))
+    return (bytes(source.view(start, BLOCK_BYTES)) for start in range(0, file.size, BLOCK_BYTES))
+
+
+def test_an_object_is_copied_in_blocks_in_spite_of_faults(
+    s3_server: S3Server, new_bucket: Callable[[], str], proxied: Proxied, tmp_path: Path
+) -> None:
+    proxy = proxied(s3_server, Fault("cut_body", kinds=("RANGE",), times=1))
+    url = f"s3://{(bucket := new_bucket())}/a.bin"
+    s3_server.put(bucket, "a.bin", OBJECT)
+    files = Files(s3_server.options_of("all", proxy.endpoint))
+    file = files.version(url)
+    assert file is not None
+    copies, reads = Copies(od.Cache(tmp_path, max_bytes=1 << 30)), ReadBytes()
+
+    def make(out: object) -> None:
+        for block in blocks(files, url, file, reads):
+            out.write(block)  # type: ignore[attr-defined]
+
+    assert copies.add(url, file, make) == "added"
+    copy = copies.find(url, file)
+    assert copy is not None
+    assert copy.read(0, copy.size) == OBJECT
+    assert reads.storage.value == len(OBJECT)
+    assert reads.requests.as_dict() == {"get": 4, "again": 1}  # three blocks, and one again
+    assert {each.if_match for each in proxy.requests("RANGE")} == {file.version}
+
+
+def test_blocks_that_are_no_longer_wanted_end(
+    s3_server: S3Server, new_bucket: Callable[[], str], proxied: Proxied, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy = proxied(s3_server, Fault("stall", kinds=("RANGE",), after=0, seconds=600))
+    url = f"s3://{(bucket := new_bucket())}/a.bin"
+    s3_server.put(bucket, "a.bin", OBJECT)
+    files = Files(s3_server.options_of("all", proxy.endpoint))
+    file = files.version(url)
+    assert file is not None
+    monkeypatch.setattr(here(), "ended", lambda: True)
+    with pytest.raises(Ended):
+        list(blocks(files, url, file, ReadBytes()))

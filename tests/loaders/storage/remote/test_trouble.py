@@ -1,16 +1,21 @@
-"""What exceptions of clients mean, of any package."""
+"""What exceptions of clients mean, which trouble is tried again, and for how long. The clock is made up."""
 
 from __future__ import annotations
 
 import ftplib
+import itertools
 import json
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from orchdata.loaders.storage.remote.requests import trouble_of
-from orchdata.loaders.storage.remote.urls import identity, same_name, without_secrets
+from orchdata.loaders.errors import StorageError
+from orchdata.loaders.storage.remote import requests
+from orchdata.loaders.storage.remote.requests import Trouble, trouble_of
+from orchdata.loaders.storage.remote.urls import without_secrets
+from orchdata.loaders.storage.storage import RequestCounts
 
 METADATA = "Error getting credentials from http://169.254.169.254/latest/: Server returned error status: {status}"
 
@@ -102,28 +107,6 @@ def test_what_passes_through(error: Exception) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "name"),
-    [
-        ("s3://bucket/a?b", "s3://bucket/a?b"),
-        ("S3://Bucket/a", "s3://Bucket/a"),
-        ("https://me:word@h/a%20b?sig=1#part", "https://h/a%20b"),
-        ("https://token@h/a", "https://h/a"),
-        ("ftp://me:word@h/a", "ftp://h/a"),
-        ("abfs://container@account/a", "abfs://container@account/a"),
-    ],
-)
-def test_identity_has_no_secret(url: str, name: str) -> None:
-    assert identity(url) == name
-    assert identity(name) == name
-
-
-def test_two_spellings_have_one_name() -> None:
-    assert same_name("https://H/a%20b?x") == same_name("https://u:p@h/a b")
-    assert same_name("s3://b/a%20b") != same_name("s3://b/a b")
-    assert same_name("s3://b/a") != same_name("s3://B/a")
-
-
-@pytest.mark.parametrize(
     "text",
     [
         "at https://h/a?X-Sig=SECRET&b=c: no",
@@ -142,3 +125,84 @@ def test_messages_have_no_secret(text: str) -> None:
     shown = without_secrets(text, ["SECRET"] if "key" in text else [])
     assert "SECRET" not in shown
     assert shown.endswith("no") or "h/" in shown or "key" in shown
+
+
+URL = "s3://bucket/a.tar"
+
+
+class Clock:
+    """Time passes only in pauses and requests."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.pauses: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    made = Clock()
+    monkeypatch.setattr(requests, "time", made)
+    yield made
+
+
+def tried(call: Callable[[], Any], is_wanted: Callable[[], bool] = lambda: True, **more: Any) -> Any:
+    options: dict[str, Any] = {"retry_seconds": 300.0, "counts": RequestCounts(), "refresh": lambda: False}
+    request = requests.Request(call=call, url=URL, doing="cannot be read at 0", **(options | more))
+    return requests.Requests().keep_trying(request, is_wanted)
+
+
+def failing(*troubles: Trouble, seconds: float = 0.0, clock: Clock | None = None) -> Callable[[], str]:
+    """A request that fails in these ways, one after the other, and then succeeds."""
+    left = iter(troubles)
+
+    def request() -> str:
+        if clock is not None:
+            clock.now += seconds
+        trouble = next(left, None)
+        if trouble is not None:
+            raise trouble
+        return "bytes"
+
+    return request
+
+
+def always(trouble: Trouble, **more: Any) -> Callable[[], str]:
+    return failing(*itertools.repeat(trouble, 100_000), **more)
+
+
+LOST = Trouble("passing", "the server failed (HTTP 500)")
+
+
+def test_pauses_grow_to_a_limit(clock: Clock) -> None:
+    counts = RequestCounts()
+    assert tried(failing(*[LOST] * 12), counts=counts) == "bytes"
+    assert counts.as_dict() == {"again": 12}
+    for number, pause in enumerate(clock.pauses):
+        usual = min(0.1 * 2**number, 8.0)
+        assert 0.5 * usual <= pause <= usual
+
+
+def test_an_outage_ends_after_its_time(clock: Clock) -> None:
+    with pytest.raises(StorageError, match=r"s3://bucket/a.tar: cannot be read at 0: .*HTTP 500. \(\d+ attempts\)$"):
+        tried(always(LOST))
+    assert 300 <= clock.now - 1000 <= 301
+
+
+def test_a_request_that_hangs_is_made_once_more_at_most(clock: Clock) -> None:
+    with pytest.raises(StorageError):
+        tried(always(LOST, seconds=30.0, clock=clock))
+    assert clock.now - 1000 <= 30 + 300 + 30  # from the first failure on
+
+
+def test_odd_answers_are_counted_by_themselves(clock: Clock) -> None:
+    four = [LOST, Trouble("odd", "no range")] * 4
+    assert tried(failing(*four)) == "bytes"
+    with pytest.raises(StorageError, match=r"no range \(10 attempts\)"):
+        tried(failing(*four, *four))
