@@ -1,8 +1,8 @@
 """Distinguishes lack of memory from bad data: a decoder's failure for lack of memory says nothing about its sample.
 
 Some decoders raise MemoryError, some have their own messages, and some only say that they failed. Under a memory limit,
-such a failure counts as lack of memory if less memory is left than the decoder may have requested. Also the arrays that a
-thread uses again, `Scratch`, and first calls of decoders one after the other.
+such a failure counts as lack of memory if less memory is left than the decoder may have requested. Also
+`Scratch`, the arrays that a thread uses again.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ import orchdata as od
 from orchdata.batch.batch import Batch
 from orchdata.batch.tensors import TeamUse
 from orchdata.delivery.policy import ErrorPolicy, FailureBudget, Stats
-from orchdata.delivery.stats import Stats
 from orchdata.engines.processes.message import _BATCHES
 from orchdata.engines.processes.message import revive as revive_of
 from orchdata.loaders.errors import DataError
