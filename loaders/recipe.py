@@ -42,8 +42,9 @@ from orchdata.loaders.modalities.modality import (
     stored_dtype,
 )
 from orchdata.loaders.storage.storage import tried
-from orchdata.loaders.text.conversation import ChatTemplate, MediaWords, Rules, record_keys
+from orchdata.loaders.text.conversation import Rules
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS, TextPreprocessor
+from orchdata.loaders.text.template import ChatTemplate, MediaWords, record_keys
 
 __all__ = [
     "AudioPreprocessor",

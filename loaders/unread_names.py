@@ -19,7 +19,7 @@ from orchdata.loaders.modalities.builtin import BUILTINS, ON_REQUEST, UNDECODED
 from orchdata.loaders.modalities.video.containers import TIMING
 from orchdata.loaders.records import ADDED_FIELDS
 from orchdata.loaders.shards.jsonl.stretch import is_edge, says_edge
-from orchdata.loaders.text.conversation import Document, Rules, parse_json, record_keys
+from orchdata.loaders.text.conversation import Document, Rules, parse_json
 from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.loaders.text.messages import (
     ALPACA,
@@ -34,6 +34,7 @@ from orchdata.loaders.text.messages import (
     says,
     speaks,
 )
+from orchdata.loaders.text.template import record_keys
 
 SHARD_NAMES: Final = 256
 INDEX_NAMES: Final = 1024

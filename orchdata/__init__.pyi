@@ -51,8 +51,8 @@ from .loaders.shards.container import Shard as Shard
 from .loaders.shards.container import ShardSource as ShardSource
 from .loaders.shards.container import TextFiles as TextFiles
 from .loaders.storage.node import Cache as Cache
-from .loaders.text.conversation import ChatTemplate as ChatTemplate
 from .loaders.text.preprocessor import TextPreprocessor as TextPreprocessor
+from .loaders.text.template import ChatTemplate as ChatTemplate
 from .order.order import Order as Order
 from .order.order import Shuffle as Shuffle
 from .order.order import shuffle_quality as shuffle_quality

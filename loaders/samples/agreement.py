@@ -15,21 +15,7 @@ from orchdata.loaders.modalities.modality import Modality
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.members import Fields, Member, json_value, stem, uses_of
 from orchdata.loaders.shards.jsonl.stretch import NAMES_EDGE, is_edge, why_not_whole
-from orchdata.loaders.text.conversation import (
-    NOT_DECODED,
-    WORDS_SUFFIX,
-    Document,
-    Placeholder,
-    Segment,
-    TextSegment,
-    holds_mark,
-    is_part,
-    is_whole,
-    media_marks,
-    parse_json,
-    why_unread,
-    words_of_media,
-)
+from orchdata.loaders.text.conversation import WORDS_SUFFIX, Document, is_whole, parse_json, why_unread
 from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.loaders.text.messages import (
     CHAT_KEYS,
@@ -44,6 +30,16 @@ from orchdata.loaders.text.messages import (
     shown,
 )
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS
+from orchdata.loaders.text.template import (
+    NOT_DECODED,
+    Placeholder,
+    Segment,
+    TextSegment,
+    holds_mark,
+    is_part,
+    media_marks,
+    words_of_media,
+)
 from orchdata.loaders.unread_names import is_empty
 
 NO_RECORD: Final = "Recipe.record returned a record that cannot be used"

@@ -36,14 +36,10 @@ from orchdata.loaders.shards.jsonl.stretch import is_edge, says_edge
 from orchdata.loaders.text.conversation import (
     WORDS_SUFFIX,
     Document,
-    Placeholder,
-    Segment,
-    TextSegment,
     document_of,
     document_of_fields,
     named_in,
     parse_json,
-    render,
     why_unread,
 )
 from orchdata.loaders.text.jinja import JinjaTemplate
@@ -56,6 +52,7 @@ from orchdata.loaders.text.messages import (
     split_placeholders,
 )
 from orchdata.loaders.text.rendering import render_chat
+from orchdata.loaders.text.template import Placeholder, Segment, TextSegment, render
 from orchdata.loaders.unread_names import REJECTED, is_empty, name_of_member, names_of_record
 
 _SHOWN_KEYS = 8

@@ -1,4 +1,4 @@
-"""The members of a sample: their facts in the index, which of them text and media are read from, and their values; the decoded sample.
+"""The members of a sample: their facts in the index, and which text and media are read from; the decoded sample.
 
 Fields and records of one sample -> one value for each name of `Recipe.keep`: `kept_values`.
 """

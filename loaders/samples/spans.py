@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.text.conversation import TextSegment, holds_mark
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER, Encoded
+from orchdata.loaders.text.template import TextSegment, holds_mark
 
 
 class TextSpan(NamedTuple):

@@ -14,9 +14,9 @@ from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.modalities.builtin import BUILTINS, ON_REQUEST, OTHER, TEXT
 from orchdata.loaders.shards.container import Container, identity_of
 from orchdata.loaders.storage.paths import ARROW_SUFFIXES, PARQUET_SUFFIXES, RECORD_SUFFIXES, suffix_of
-from orchdata.loaders.text.conversation import record_keys
 from orchdata.loaders.text.messages import CHAT_KEYS, PAIR_KEYS
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS
+from orchdata.loaders.text.template import record_keys
 
 RAW, GZIP, SPARSE, PARQUET, TABLE_ROW, NAMED, OWN_BYTES = range(7)
 """How a member's bytes are stored: plain, gzipped, in a sparse tar member, in a cell of a Parquet or Arrow file, as a

@@ -1,4 +1,4 @@
-"""Where shards come from: open files with positional reads; neighbouring members read with one call; retries; counts of bytes.
+"""Where shards come from: open files with positional reads; neighbours read with one call; retries; counts of bytes.
 
 Size, version and name of everything that is kept in the cache come from here. Files of this machine are in `local`,
 objects of storage in `remote`, and `files` chooses by the URL.

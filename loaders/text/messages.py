@@ -20,8 +20,8 @@ from functools import cached_property, lru_cache
 from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.text.conversation import ChatTemplate, MediaWords, Placeholder, items_of, text_of
 from orchdata.loaders.text.jinja import REASONING, Inputs, JinjaTemplate, Message, Work
+from orchdata.loaders.text.template import ChatTemplate, MediaWords, Placeholder, items_of, text_of
 
 # Words of keys, in any position: reasoning_content, toolCalls, thinking_blocks, ...
 _WORDS: Final = frozenset(

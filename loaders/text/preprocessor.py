@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError, pass_trouble
 from orchdata.loaders.locks import lock_of
-from orchdata.loaders.text.conversation import ChatTemplate
 from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.loaders.text.loss_spans import learned_ending
+from orchdata.loaders.text.template import ChatTemplate
 from orchdata.loaders.tokenizer_threads import note_threads
 
 Tokenizer = Callable[[str], Sequence[int]]

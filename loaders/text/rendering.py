@@ -21,15 +21,6 @@ from itertools import accumulate, count
 from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.text.conversation import (
-    MediaWords,
-    Placeholder,
-    Segment,
-    TextSegment,
-    holds_mark,
-    items_of,
-    text_of,
-)
 from orchdata.loaders.text.jinja import (
     REASONING,
     TRAINED_ROLE,
@@ -42,6 +33,7 @@ from orchdata.loaders.text.jinja import (
 )
 from orchdata.loaders.text.loss_spans import loss_spans
 from orchdata.loaders.text.messages import Chat, phrases, says, shown, speaks
+from orchdata.loaders.text.template import MediaWords, Placeholder, Segment, TextSegment, holds_mark, items_of, text_of
 
 WORD: Final = "Zq0qZ"
 NO_INPUTS: Final = Inputs()

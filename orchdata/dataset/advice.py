@@ -23,9 +23,9 @@ from orchdata.loaders.modalities.builtin import BUILTINS
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.members import uses_of
 from orchdata.loaders.shards.open import OpenShards, by_identity
-from orchdata.loaders.text.conversation import TextSegment, record_keys
 from orchdata.loaders.text.messages import HARMLESS
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS
+from orchdata.loaders.text.template import TextSegment, record_keys
 from orchdata.loaders.unread_names import above, modality_of_name
 from orchdata.notices import warn_once
 from orchdata.order.steps import Batches, TokenBatches

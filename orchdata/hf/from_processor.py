@@ -13,8 +13,8 @@ from orchdata.hf.images import image_modality
 from orchdata.hf.video import video_modality
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.text.conversation import ChatTemplate
 from orchdata.loaders.text.preprocessor import TextPreprocessor
+from orchdata.loaders.text.template import ChatTemplate
 
 _ARGUMENTS: Final = frozenset(("source", "ignore_keys", "roles", "add_special_tokens", "date"))
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})

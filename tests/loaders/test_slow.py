@@ -24,9 +24,9 @@ from orchdata.loaders.recipe import Recipe, TextPreprocessor
 from orchdata.loaders.shards.jsonl.named_media import media_of
 from orchdata.loaders.shards.parquet.children import measuring as reading
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.text.conversation import ChatTemplate
 from orchdata.loaders.text.jinja import Inputs, JinjaTemplate, Work
 from orchdata.loaders.text.loss_spans import loss_spans
+from orchdata.loaders.text.template import ChatTemplate
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -36,8 +36,8 @@ from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.remote.objects import PIECE_BYTES, Ahead, Looks, ObjectRange
 from orchdata.loaders.storage.remote.urls import HTTP, check_key, identity, is_remote, scheme_of
 from orchdata.loaders.storage.storage import FileVersion, ReadBytes, stamp_of_version, stamped
-from orchdata.loaders.text.conversation import NOT_DECODED, record_keys
 from orchdata.loaders.text.messages import Repeating, kind_of, says_nothing, shown
+from orchdata.loaders.text.template import NOT_DECODED, record_keys
 
 _CLASSES: Final = {**BUILTINS, **ON_REQUEST}
 _CODES: Final = {name: KINDS.index(name) if name in KINDS else OTHER for name in ("text", *_CLASSES)}

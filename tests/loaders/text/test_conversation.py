@@ -25,7 +25,8 @@ from orchdata.loaders.samples.measure import measure
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.samples.spans import MediaSlot
 from orchdata.loaders.shards.jsonl.named_media import media_of
-from orchdata.loaders.text.conversation import document_of, parse_json, text_of
+from orchdata.loaders.text.conversation import document_of, parse_json
+from orchdata.loaders.text.template import text_of
 
 pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
 
