@@ -45,7 +45,7 @@ from .loaders.modalities.modality import Slot as Slot
 from .loaders.modalities.video.preprocessor import VideoPreprocessor as VideoPreprocessor
 from .loaders.recipe import Recipe as Recipe
 from .loaders.records import Media as Media
-from .loaders.samples.members import Sample as Sample
+from .loaders.samples.sample import Sample as Sample
 from .loaders.shards.container import Container as Container
 from .loaders.shards.container import Shard as Shard
 from .loaders.shards.container import ShardSource as ShardSource

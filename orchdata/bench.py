@@ -39,7 +39,7 @@ from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.index.table import Columns, TableSize, Totals, offsets_of, pack, summarize, views
 from orchdata.loaders.modalities.builtin import KINDS, TEXT
 from orchdata.loaders.recipe import Recipe, load_required
-from orchdata.loaders.samples.members import decode_sample
+from orchdata.loaders.samples.sample import decode_sample
 from orchdata.loaders.shards.fields import RAW
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.shards.shard import ShardInfo

@@ -30,7 +30,7 @@ from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.members import MediaPart
+from orchdata.loaders.samples.sample import MediaPart
 from orchdata.loaders.samples.spans import MediaSlot, TextSpan
 from orchdata.loaders.shards.fields import printable
 from orchdata.loaders.shards.open import by_identity

@@ -21,7 +21,7 @@ from orchdata.html import axes_of, bar, pairs, paragraph, percent, shown, table,
 from orchdata.loaders.errors import OrchdataError, counted, one_line
 from orchdata.loaders.index.index_file import open_index
 from orchdata.loaders.index.table import Totals
-from orchdata.loaders.samples.members import MediaPart, Sample, TextPart
+from orchdata.loaders.samples.sample import MediaPart, Sample, TextPart
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.storage import basename
 from orchdata.planning.plan import Plan

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.resume.rank import RankJob
 from benchmarks.throughput.energon_parts import task_encoder
-from orchdata.loaders.samples.members import Sample
+from orchdata.loaders.samples.sample import Sample
 
 CANONICAL_NODES: Final = 1
 TOTAL_WORKERS: Final = 4

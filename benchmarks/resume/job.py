@@ -24,7 +24,7 @@ from benchmarks.launch import leave
 from benchmarks.resume.model import TinyLM, trained_tokens
 from benchmarks.resume.rank import Outcome, RankJob, Task
 from benchmarks.throughput.records import PeersJob
-from orchdata.loaders.samples.members import Sample
+from orchdata.loaders.samples.sample import Sample
 
 LIMIT_SECONDS: Final = 300
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from benchmarks.resume.data import MERGE, RECIPE
 from examples.model import Stack
 from orchdata.batch.tensors import IGNORE
-from orchdata.loaders.samples.members import Sample, TextPart
+from orchdata.loaders.samples.sample import Sample, TextPart
 
 _HIDDEN: Final = 32
 _VOCABULARY: Final = 260

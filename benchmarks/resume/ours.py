@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.resume.rank import RankJob
 from orchdata.dataloader import DataLoader
-from orchdata.loaders.samples.members import Sample
+from orchdata.loaders.samples.sample import Sample
 
 
 def as_they_are(samples: Sequence[Sample]) -> Sequence[Sample]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.throughput.records import Fields, PeersJob, split
-from orchdata.loaders.samples.members import Sample
+from orchdata.loaders.samples.sample import Sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

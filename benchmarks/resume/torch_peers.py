@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.resume.rank import RankJob
-from orchdata.loaders.samples.members import Sample
+from orchdata.loaders.samples.sample import Sample
 
 
 class _Decoded:

@@ -22,7 +22,8 @@ from orchdata.loaders.modalities.image import ImagePreprocessor
 from orchdata.loaders.modalities.modality import PartSize, read_header
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.measure import measure
-from orchdata.loaders.samples.members import MediaPart, Member, Sample, TextPart, decode_sample
+from orchdata.loaders.samples.members import Member
+from orchdata.loaders.samples.sample import MediaPart, Sample, TextPart, decode_sample
 from orchdata.loaders.shards.fields import classify
 
 Tensors = dict[str, torch.Tensor]

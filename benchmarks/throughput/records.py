@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.loading.job import Job
 from benchmarks.throughput.decoding import Decoder
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.samples.members import Sample
+from orchdata.loaders.samples.sample import Sample
 from orchdata.loaders.shards.fields import RAW
 
 Fields = Mapping[str, Any]

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.throughput.decoding import pack
 from benchmarks.throughput.records import PeersJob
-from orchdata.loaders.samples.members import Sample
+from orchdata.loaders.samples.sample import Sample
 
 
 def spdl(job: PeersJob) -> Iterator[int]:

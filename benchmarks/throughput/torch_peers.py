@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.throughput.decoding import DecodePack, Decoder, Tensors, pack
 from benchmarks.throughput.records import PeersJob, Records, joined, split
-from orchdata.loaders.samples.members import Sample
+from orchdata.loaders.samples.sample import Sample
 
 _RECORD: Final = "record"
 

@@ -30,9 +30,6 @@ from orchdata.loaders.samples.measure import divided, num_tokens, unpacked
 from orchdata.loaders.samples.members import (
     Fields,
     KeptValue,
-    Sample,
-    TextPart,
-    decode_sample,
     has_keys,
     is_cell_without_content,
     is_made,
@@ -43,6 +40,7 @@ from orchdata.loaders.samples.members import (
     uses_of,
 )
 from orchdata.loaders.samples.record import MadeSample, made_sample
+from orchdata.loaders.samples.sample import Sample, TextPart, decode_sample
 from orchdata.loaders.samples.spans import SizeOf, SizesInTurn, Span, TextSpan, Window
 from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.fields import NAMED

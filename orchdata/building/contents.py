@@ -18,7 +18,7 @@ from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample, Wanted, read_ahead
 from orchdata.loaders.recipe import Recipe, load_required
 from orchdata.loaders.samples.measure import MeasuredPart, decoded_bytes
-from orchdata.loaders.samples.members import Sample
+from orchdata.loaders.samples.sample import Sample
 from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage.cache import CacheFolder

@@ -19,7 +19,7 @@ from orchdata.building.step import Share
 from orchdata.loaders.generators import GeneratorMaker
 from orchdata.loaders.modalities.modality import PartSize, as_tensor, stored_dtype
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.members import decode_part
+from orchdata.loaders.samples.sample import decode_part
 from orchdata.planning.balance import Layout
 from orchdata.planning.route import Route
 

@@ -53,7 +53,7 @@ from orchdata.loaders.index.index import Index, digest
 from orchdata.loaders.index.index_file import IndexFile, open_index
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.recipe import Recipe, checked_recipe, load_required
-from orchdata.loaders.samples.members import Sample
+from orchdata.loaders.samples.sample import Sample
 from orchdata.loaders.shards.changes import changed_media, find_changes
 from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.fields import printable

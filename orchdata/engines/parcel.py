@@ -35,7 +35,7 @@ from orchdata.loaders.errors import DataError, OrchdataError, ShardError, StaleI
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.index import KIND, Index, Place
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.members import MediaPart, Sample
+from orchdata.loaders.samples.sample import MediaPart, Sample
 from orchdata.loaders.storage import cache as mapped_array
 from orchdata.loaders.storage.atomic import lend, opened, opened_lent, replaced, write_at
 from orchdata.loaders.storage.cache import CacheFolder, MappedArray

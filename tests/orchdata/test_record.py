@@ -24,7 +24,7 @@ from video_clips import clip
 import orchdata as od
 from orchdata.cli import app
 from orchdata.loaders.errors import DataError
-from orchdata.loaders.samples.members import TextPart
+from orchdata.loaders.samples.sample import TextPart
 
 pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
 

@@ -16,7 +16,7 @@ from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.modalities.audio_decode import Sound
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.members import TextPart
+from orchdata.loaders.samples.sample import TextPart
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage.cache import CacheFolder
 

@@ -27,7 +27,7 @@ from orchdata.loaders.index.build import BuildProgress, build_index
 from orchdata.loaders.index.index_file import open_index
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import ImagePreprocessor, Recipe, TextPreprocessor
-from orchdata.loaders.samples.members import decode_sample
+from orchdata.loaders.samples.sample import decode_sample
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.storage import local

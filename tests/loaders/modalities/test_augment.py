@@ -16,7 +16,7 @@ from shard_factory import jpeg, png
 import orchdata as od
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.generators import Pass, ShardIdentity
-from orchdata.loaders.samples.members import decode_media
+from orchdata.loaders.samples.sample import decode_media
 
 SHARD = ShardIdentity("a.tar", 10)
 SMALL = od.ImagePreprocessor(patch_size=8, max_tokens=12, dtype="uint8")

@@ -15,7 +15,8 @@ from orchdata.loaders.modalities.modality import PartSize, read_header
 from orchdata.loaders.recipe import ChatTemplate, ImagePreprocessor, Recipe, TextPreprocessor
 from orchdata.loaders.samples.compose import composition_of, text_members
 from orchdata.loaders.samples.measure import measure
-from orchdata.loaders.samples.members import Member, TextPart, decode_sample
+from orchdata.loaders.samples.members import Member
+from orchdata.loaders.samples.sample import TextPart, decode_sample
 from orchdata.loaders.samples.spans import MediaSlot, Span
 from orchdata.loaders.shards.fields import classify
 
