@@ -93,7 +93,7 @@ def main(folder: str, *shards: str) -> dict[str, Any]:
 
 
 def plain_loop(model: Any, loader: od.DataLoader) -> list[dict[str, Tensor]]:
-    """Gradients of each step, averaged over ranks."""
+    """Gradients of each step by the model's own loss, averaged over ranks."""
     found, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.05)
     for batch in loader:
         inputs = batch.model_inputs()
@@ -104,8 +104,9 @@ def plain_loop(model: Any, loader: od.DataLoader) -> list[dict[str, Tensor]]:
             continue
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
+            if dist.is_initialized():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
         found.append(gradients_of(model))
         optimizer.step()
         optimizer.zero_grad()

@@ -44,26 +44,6 @@ def features(data: bytes, num_samples: int, pre: AudioPreprocessor = PRE, limits
     return out
 
 
-def whisper_features(wave: np.ndarray, num_mel_frames: int) -> np.ndarray:
-    """The twin: Whisper's log_mel_spectrogram, written out, over the clip padded to whole tokens."""
-    padded = torch.zeros(num_mel_frames * 160)
-    padded[: len(wave)] = torch.from_numpy(wave)
-    stft = torch.stft(padded, 400, 160, window=torch.hann_window(400), return_complex=True)
-    magnitudes = stft[:, :-1].abs() ** 2
-    bands = torchaudio().functional.melscale_fbanks(201, 0.0, 8000.0, 128, 16_000, norm="slaney", mel_scale="slaney")
-    log_mel = torch.clamp(bands.T @ magnitudes, min=1e-10).log10()
-    log_mel = torch.maximum(log_mel, log_mel.max() - 8.0)
-    return ((log_mel + 4.0) / 4.0).T.numpy()
-
-
-def test_features_are_whispers():
-    wave = tone(16_000 + 77, 16_000) + np.random.default_rng(0).normal(size=16_077).astype(np.float32) * 0.01
-    got = features(encoded(wave, 16_000), len(wave))
-    assert got.shape == (26 * 4, 128)  # 1.005 s at 25 tokens a second, 4 mel frames a token
-    # Whisper mirrors the end of the padded clip, we go on with zeros: the very last frame alone sees it.
-    np.testing.assert_allclose(got[:-1], whisper_features(wave, 104)[:-1], atol=2e-4)
-
-
 @pytest.mark.parametrize("channels", [2, 3, 8])
 def test_channels_are_averaged(channels):
     waves = np.stack([tone(5000, 16_000, 200.0 * (1 + channel)) for channel in range(channels)], axis=1)

@@ -14,7 +14,6 @@ from jinja_chats import ANSWER, ASK, CALL, TAGGED, decoded, openai, recipe_of
 import orchdata as od
 from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.text import rendering as render
 from orchdata.loaders.text.jinja import Inputs
 
 pytest.importorskip("transformers")
@@ -75,29 +74,6 @@ def test_images_and_loss_flags_are_those_of_transformers(tags):
         expected = reference(tokenizer, QWEN2_VL, chat, masked=masked, marks=marks, add_vision_id=True)
         assert composed(numbered, {"messages": chat}, images) == expected
         assert (expected == reference(tokenizer, QWEN2_VL, chat, masked=masked, marks=marks)) == (images == 0)
-
-
-@pytest.mark.parametrize("name", [*NAMED, "qwen3"])
-def test_a_known_frame_tells_what_rendering_again_tells(name, monkeypatch):
-    """Chats of words and media are rendered once, where the text is what is known of their shape around the words."""
-    used = []
-    known = render.known_spans
-
-    def without(*given):
-        used.append(known(*given))
-
-    template = untagged((NAMED | TAGGED)[name])
-    recipe = recipe_of(template, BOS.get(name), mark="<image>" if name == "vicuna" else "<|image_pad|>")
-    for seed in range(20):
-        draw = random.Random(seed)
-        images = 2 * (name in ("qwen2-vl", "vicuna"))
-        turns = [turn for _ in range(1 + seed % 3) for turn in plain_chat(draw, system=False)]
-        chat = media_chat(draw, images) if images else turns
-        tokens = composed(recipe, chat, images)
-        with monkeypatch.context() as patch:
-            patch.setattr(render, "known_spans", without)
-            assert composed(recipe, chat, images) == tokens
-    assert sum(spans is not None for spans in used) >= 15
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2-vl"])

@@ -68,7 +68,7 @@ def processes(tmp_path: Path) -> Iterator[Callable[..., list[Rank]]]:
         yield start
 
 
-@pytest.mark.parametrize("fits", [SHARDS, SHARDS - 3])
+@pytest.mark.parametrize("fits", [pytest.param(SHARDS, marks=pytest.mark.slow), SHARDS - 3])
 def test_eight_processes_fill_one_folder_and_four_are_killed(
     s3_server: S3Server,
     new_bucket: Callable[[], str],

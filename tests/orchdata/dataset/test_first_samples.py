@@ -19,6 +19,7 @@ from orchdata.loaders.index.index import Index
 pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
 
 TEXT = od.Recipe(image=None, audio=None)
+SLOW = ("parquet", "feather")  # the latter is read as Arrow
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +51,7 @@ def same_rows(index: Index, full: Index) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=pytest.mark.slow) if each == "parquet" else each for each in CONTAINERS]
+    "name", [pytest.param(each, marks=pytest.mark.slow) if each in SLOW else each for each in CONTAINERS]
 )
 def test_the_first_samples_are_those_of_the_full_index(name: str, tmp_path: Path, cache: Path) -> None:
     folder = tmp_path / name

@@ -23,6 +23,7 @@ from map_dataset import Numbers
 from rank_jobs import run_ranks
 from trainer_job import SETTINGS, Ours, Watching
 from trainer_job import __file__ as JOB
+from trainer_job import plain_loop as own_loss_loop
 from transformers import Trainer, TrainingArguments
 
 pytestmark = pytest.mark.filterwarnings(
@@ -114,18 +115,6 @@ def test_every_gradient_is_that_of_the_plain_loop(vl: Family, tmp_path: Path) ->
     for (_, theirs), ours in zip(expected, found.gradients, strict=True):
         assert distance(ours, theirs) < 1e-6
     assert trainer.accelerator._dataloaders == []  # nothing has sharded it
-
-
-def own_loss_loop(model: Any, loader: od.DataLoader) -> list[dict[str, Tensor]]:
-    """Gradients by the model's own loss, as the Trainer takes them."""
-    found, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.05)
-    for batch in loader:
-        model(**batch.model_inputs()).loss.backward()
-        if batch.is_last_microbatch:
-            found.append(gradients_of(model))
-            optimizer.step()
-            optimizer.zero_grad()
-    return found
 
 
 def test_a_compute_loss_of_one_s_own_is_given_counts_as_the_trainer_has_them(llama: Family, tmp_path: Path) -> None:

@@ -9,6 +9,11 @@ from remote_epochs import Epochs
 from servers.s3_server import S3Server
 
 
+@pytest.fixture(autouse=True)
+def _ends(no_hang: None) -> None:
+    """No test waits for ever."""
+
+
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Epochs:
     return Epochs(tmp_path_factory.mktemp("shards"), shards=2, samples=10)

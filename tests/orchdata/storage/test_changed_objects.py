@@ -18,8 +18,6 @@ from shard_factory import omni_shards
 
 import orchdata as od
 
-pytestmark = pytest.mark.usefixtures("no_hang")
-
 OTHER = "omni-000001.tar"
 
 

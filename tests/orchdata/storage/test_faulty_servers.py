@@ -18,8 +18,6 @@ from servers.s3_server import S3Server
 
 import orchdata as od
 
-pytestmark = pytest.mark.usefixtures("no_hang")
-
 IN_TURN = (
     Fault("cut"),
     Fault("cut_body"),

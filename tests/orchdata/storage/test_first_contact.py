@@ -19,7 +19,7 @@ BRACES = "omni-{000000..000001}.tar"
 
 
 @pytest.fixture(autouse=True)
-def _ends(no_hang: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def _no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """No credentials of whoever runs the tests count."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_REGION"):

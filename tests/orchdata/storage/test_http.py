@@ -12,8 +12,6 @@ from servers.odd_server import OddServer
 
 import orchdata as od
 
-pytestmark = pytest.mark.usefixtures("no_hang")
-
 NAMES = "omni-{000000..000001}.tar"
 SHORT = {"retry_seconds": 0.3}
 

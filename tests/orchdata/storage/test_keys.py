@@ -15,8 +15,6 @@ from servers.s3_server import S3Server
 
 import orchdata as od
 
-pytestmark = pytest.mark.usefixtures("no_hang")
-
 KEYS = [
     "a b",
     "a%20c",

@@ -20,7 +20,7 @@ from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
 
-pytestmark = pytest.mark.usefixtures("no_hang", "kept_parquet_processes")
+pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
 
 ROWS = [
     {"text": f"text {number} " + "word " * (number % 7), "score": number / 10, "id": f"k{number}"}

@@ -18,8 +18,6 @@ from shard_factory import RECIPE
 
 import orchdata as od
 
-pytestmark = pytest.mark.usefixtures("no_hang")
-
 
 def contents(local: Epochs) -> dict[str, bytes]:
     return {Path(path).name: Path(path).read_bytes() for path in local.paths}

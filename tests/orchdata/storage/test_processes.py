@@ -20,8 +20,6 @@ from shard_factory import write_shard
 
 import orchdata as od
 
-pytestmark = pytest.mark.usefixtures("no_hang")
-
 WHY = 'start processes with multiprocessing_context="forkserver" or "spawn"'
 
 
@@ -166,7 +164,9 @@ def test_ctrl_c_is_heard_while_a_server_stalls(
             24, r"not enough memory to read a step: its samples have 3355\d* bytes in object storage, 0 bytes"
         ),
         # What decodes may take the memory that a client was about to need, which then ends its process.
-        pytest.param(64, "went beyond worker_memory|was killed by signal: Aborted under worker_memory"),
+        pytest.param(
+            64, "went beyond worker_memory|was killed by signal: Aborted under worker_memory", marks=pytest.mark.slow
+        ),
         pytest.param(600, None),
     ],
 )

@@ -22,8 +22,6 @@ from servers.s3_server import S3Server
 
 import orchdata as od
 
-pytestmark = pytest.mark.usefixtures("no_hang")
-
 MARK = "MARKEDSECRET"
 
 

@@ -21,8 +21,10 @@ from video_clips import clip, sound_alone
 import orchdata as od
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.modalities.audio_decode import decode_wave, read_mono
+from orchdata.loaders.modalities.checks import read_header
 from orchdata.loaders.modalities.modality import read_header
-from orchdata.loaders.modalities.video.containers import Timeline, sampled
+from orchdata.loaders.modalities.video.containers import Timeline
+from orchdata.loaders.modalities.video.timeline import Timeline
 
 av = pytest.importorskip("av")
 
@@ -217,22 +219,3 @@ def test_pictures_are_those_shown_at_equal_distances(gaps: list[int], tick: Frac
             moment = line.seconds * number / count
             assert ticks[at] * tick <= moment
             assert at + 1 == line.frames or moment < ticks[at + 1] * tick
-
-
-@given(
-    frames=st.integers(1, 5000),
-    seconds=st.fractions(Fraction(1, 100), 1000),
-    fps=st.fractions(Fraction(1, 10), 60),
-    least=st.integers(1, 20),
-    most=st.integers(20, 800),
-    multiple=st.integers(1, 4),
-)
-def test_how_many_are_taken(
-    frames: int, seconds: Fraction, fps: Fraction, least: int, most: int, multiple: int
-) -> None:
-    count = sampled(frames, seconds, fps, least, most, multiple)
-    assert 1 <= count <= min(frames, most)
-    assert count % multiple == 0 or count == min(frames, count) < multiple
-    wanted = int(seconds * fps)
-    if least <= wanted <= min(most, frames):
-        assert wanted - multiple < count <= max(wanted, 1)
