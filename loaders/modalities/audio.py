@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.loaders.compact import Scratch
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.memory import Scratch, settle_first_calls
+from orchdata.loaders.memory import settle_first_calls
 from orchdata.loaders.modalities.modality import (
     ArraySpec,
     Header,

@@ -144,7 +144,14 @@ class PlannedStream:
             if not self._ahead:
                 return
             task = self._ahead[0]
-            self._under_way.append((task, self._engine.submit(task)))
+            try:
+                filled = self._context.steps.filled(task)
+            except Exception as error:  # noqa: BLE001 - it is raised when the step is awaited, as one of its build
+                future: Future[BuiltStep] = Future()
+                future.set_exception(error)
+            else:
+                future = self._engine.submit(filled)
+            self._under_way.append((task, future))
             self._ahead.popleft()
 
 

@@ -249,6 +249,10 @@ class Steps(Protocol):
         Raises IndexError outside the epoch, and ValueError if steps can only be read in sequence.
         """
 
+    def filled(self, task: StepTask) -> StepTask:
+        """Return a task with what only the process that iterates finds."""
+        return task
+
 
 @dataclass(frozen=True, kw_only=True)
 class OrderedSteps(Steps):
@@ -279,16 +283,16 @@ class OrderedSteps(Steps):
         if self.check is not None:
             self.check()
         begin = begin_of(draw)
-        return (self._task(StepTask(epoch, step, begin=begin)) for step in range(first, self.count(epoch, draw)))
+        return (StepTask(epoch, step, begin=begin) for step in range(first, self.count(epoch, draw)))
 
     def again(self, epoch: int, step: int, draw: Draw | None) -> StepTask:
         if self.check is not None:
             self.check()
         task = StepTask(epoch, step, begin=begin_of(draw))
         self.bounds(task)
-        return self._task(task)
+        return task
 
-    def _task(self, task: StepTask) -> StepTask:
+    def filled(self, task: StepTask) -> StepTask:
         return task._replace(samples=self.batches.samples(self.order, task)) if self.order.travels else task
 
 

@@ -27,8 +27,8 @@ native: sorting costs permutation decoding
 native: assign fill_bins scan
 native: pack_bins move_phases microbatches
 native: minimal_move
-balancers: checks
-balancers: assignment costs
+balancers: assignment
+balancers: costs
 balancers: packed placement microbatches bins
 balancers: phases
 balancers: moves
@@ -37,19 +37,18 @@ balancers: __init__
 loaders: environment
 loaders: child_process
 loaders: memory
-loaders: errors versions amounts compact locks scratch watch pace first_calls tokenizer_threads
-loaders: limits resampling functions generators spread
+loaders: errors versions compact locks watch pace tokenizer_threads
+loaders: limits functions generators spread
 loaders: records
 loaders: storage
 loaders: text modalities
 loaders: field_names
 loaders: recipe
-loaders: required
 loaders: shards
 loaders: unread_names
 loaders: samples
 loaders: index
-orchdata: notices finalizers quarantine yaml_file html
+orchdata: notices finalizers yaml_file html
 orchdata: order
 orchdata: planning
 orchdata: ranks

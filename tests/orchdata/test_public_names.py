@@ -86,7 +86,7 @@ ALLOWED = {
     "native/scan.py": "their headers",
     "loaders/limits.py": "how large they may be",
     "loaders/recipe.py": "those of a recipe that names none",
-    "loaders/text/conversation.py": "words of the marks that tools write for them",
+    "loaders/text/template.py": "words of the marks that tools write for them",
     "loaders/shards/jsonl/stretch.py": "words before the names of a start and an end",
     "loaders/text/preprocessor.py": "their tokens, by parameters of their own",
     "orchdata/batch/": "batch.image and batch.audio",

@@ -21,10 +21,8 @@ from video_clips import clip, sound_alone
 import orchdata as od
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.modalities.audio_decode import decode_wave, read_mono
-from orchdata.loaders.modalities.checks import read_header
 from orchdata.loaders.modalities.modality import read_header
 from orchdata.loaders.modalities.video.containers import Timeline
-from orchdata.loaders.modalities.video.timeline import Timeline
 
 av = pytest.importorskip("av")
 
