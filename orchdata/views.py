@@ -18,7 +18,8 @@ from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.selection import left_out
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.html import axes_of, bar, pairs, paragraph, percent, shown, table, view
-from orchdata.loaders.errors import OrchdataError, counted, one_line
+from orchdata.loaders.amounts import counted
+from orchdata.loaders.errors import OrchdataError, one_line
 from orchdata.loaders.index.index_file import open_index
 from orchdata.loaders.index.table import Totals
 from orchdata.loaders.samples.sample import MediaPart, Sample, TextPart

@@ -23,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from orchdata.loaders.amounts import these
 from orchdata.loaders.errors import (
     DamagedIndexError,
     DecodeError,
@@ -31,7 +32,6 @@ from orchdata.loaders.errors import (
     ShardError,
     StaleIndexError,
     one_line,
-    these,
 )
 from orchdata.loaders.index.facts import load_facts
 from orchdata.loaders.index.index import Index, digest

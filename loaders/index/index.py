@@ -30,7 +30,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from orchdata.loaders import versions
-from orchdata.loaders.errors import DamagedIndexError, DataError, MissingIndexError, StorageError, counted
+from orchdata.loaders.amounts import counted
+from orchdata.loaders.errors import DamagedIndexError, DataError, MissingIndexError, StorageError
 from orchdata.loaders.index.table import MOST_BYTES, OFFSETS, Columns, TableSize, Totals, views
 from orchdata.loaders.modalities.modality import PartSize, outer_of
 from orchdata.loaders.samples.members import Member

@@ -15,7 +15,8 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import IO, Final, Literal
 
-from orchdata.loaders.errors import StorageError, bytes_of
+from orchdata.loaders.amounts import bytes_of
+from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage.atomic import names_in, opened, status_of
 from orchdata.loaders.storage.cache import (
     CacheFolder,

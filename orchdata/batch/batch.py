@@ -30,7 +30,7 @@ from orchdata.batch.tensors import (
     token_rows,
     whole_lengths,
 )
-from orchdata.loaders.errors import counted
+from orchdata.loaders.amounts import counted
 from orchdata.planning.plan import Plan
 from orchdata.planning.route import Route
 

@@ -26,7 +26,7 @@ from orchdata.cli.command import (
     takes,
     unread_lines,
 )
-from orchdata.loaders.errors import counted
+from orchdata.loaders.amounts import counted
 from orchdata.notices import progress_bar
 
 if TYPE_CHECKING:

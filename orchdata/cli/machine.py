@@ -32,8 +32,8 @@ from orchdata.cli.command import (
     storage_options_of,
     takes,
 )
+from orchdata.loaders.amounts import counted
 from orchdata.loaders.environment import requirements, way_out
-from orchdata.loaders.errors import counted
 from orchdata.notices import progress_bar
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def prune(
 
     A run that has a file open goes on with it.
     """
-    from orchdata.loaders.errors import bytes_of, seconds_of
+    from orchdata.loaders.amounts import bytes_of, seconds_of
     from orchdata.loaders.storage.cache import CacheFolder
     from orchdata.loaders.storage.cache import prune as prune_folder
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from orchdata.cli.command import Data, JsonOption, plain_table, print_json, print_table, takes
-from orchdata.loaders.errors import count_of
+from orchdata.loaders.amounts import count_of
 
 if TYPE_CHECKING:
     from orchdata.balancers.costs.model import CostModel

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchdata.cli.command import human_bytes, overflow_words, plain_table, unread_lines
-from orchdata.loaders.errors import counted
+from orchdata.loaders.amounts import counted
 from orchdata.profiling import summary
 from orchdata.profiling.summary import DATA, SHARE, TEXT, findings, left_out_words, step_words, stored_words
 

@@ -46,7 +46,8 @@ from orchdata.dataset.shard_arguments import (
     checked_names,
     reading_of,
 )
-from orchdata.loaders.errors import DamagedIndexError, FieldError, MissingIndexError, counted, these
+from orchdata.loaders.amounts import counted, these
+from orchdata.loaders.errors import DamagedIndexError, FieldError, MissingIndexError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.fields import with_fields
 from orchdata.loaders.index.index import Index, digest

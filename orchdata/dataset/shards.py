@@ -54,7 +54,8 @@ from orchdata.delivery.policy import (
     reasons_of,
     refuse_above_budget,
 )
-from orchdata.loaders.errors import DataError, StorageError, TooManyFailures, counted
+from orchdata.loaders.amounts import counted
+from orchdata.loaders.errors import DataError, StorageError, TooManyFailures
 from orchdata.loaders.index.index import Index, digest
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.recipe import Recipe

@@ -28,7 +28,7 @@ from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.shards import unchosen_rows
 from orchdata.html import bar, check_plots, number, paragraph, plain, shown, view
 from orchdata.html import table as html_table
-from orchdata.loaders.errors import counted
+from orchdata.loaders.amounts import counted
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.remote.urls import identity

@@ -35,7 +35,8 @@ from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.shards import unchosen_rows
 from orchdata.engines.warm import Warming, kernel_families
-from orchdata.loaders.errors import ShardError, counted
+from orchdata.loaders.amounts import counted
+from orchdata.loaders.errors import ShardError
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.open import by_identity, open_indexed

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from orchdata.delivery.policy import DEFAULT_SHARE
 from orchdata.html import number, percent, plain
-from orchdata.loaders.errors import counted
+from orchdata.loaders.amounts import counted
 from orchdata.profiling.content import PERCENTILES, Figures
 from orchdata.profiling.planned import CLEAR, SettingName
 

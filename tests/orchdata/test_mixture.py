@@ -350,3 +350,26 @@ def test_what_a_state_tells_goes_on_the_same(by: Any) -> None:
             assert np.array_equal(one, other[position:])
         assert mixture_at(later, 0, position) == known
         assert np.array_equal(later.rows(0, 0, 700)[1], whole[1]), "earlier samples are the same too"
+
+
+@pytest.mark.parametrize("engine", [{"num_threads": 0}, {"num_threads": 2}], ids=["inline", "threads"])
+def test_an_error_of_the_order_belongs_to_its_step_which_is_tried_again(
+    engine: dict[str, Any], data: dict[str, od.ShardDataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [held_by([step]) for step in loaders(mixture(data), 1, **engine)[0].steps()]
+    (loader,) = loaders(mixture(data), 1, **engine)
+    samples = MixtureOrder.samples
+
+    def failing(order: MixtureOrder, epoch: int, start: int, stop: int) -> Any:
+        if start:
+            raise OSError("the index cannot be read now")
+        return samples(order, epoch, start, stop)
+
+    monkeypatch.setattr(MixtureOrder, "samples", failing)
+    steps = iter(loader.steps())
+    delivered = [held_by([next(steps)])]
+    with pytest.raises(OSError, match="cannot be read now"):
+        next(steps)
+    monkeypatch.undo()
+    delivered += [held_by([step]) for step in loader.steps()]
+    assert delivered == expected
