@@ -79,10 +79,12 @@ class Rules(NamedTuple):
 def document_of(value: Any, rules: Rules) -> Document:
     """Return the content of a parsed value. Raises DecodeError for a conversation that cannot be read completely."""
     if isinstance(value, dict):
-        role, content = (next((value[key] for key in keys if value.get(key) is not None), None) for keys in _TURN_KEYS)
-        knows = isinstance(role, str) and rules.template.knows(SPEAKERS.get(role, role)) and content is not None
-        if knows and _is_turn(value):
-            return Document(chat=chat_of_turns([value], rules.template, rules.words))
+        if _is_turn(value):
+            role, content = (
+                next((value[key] for key in keys if value.get(key) is not None), None) for keys in _TURN_KEYS
+            )
+            if isinstance(role, str) and rules.template.knows(SPEAKERS.get(role, role)) and content is not None:
+                return Document(chat=chat_of_turns([value], rules.template, rules.words))
         return _record(value, rules)
     if isinstance(value, list) and any(map(_is_turn, value)):
         return Document(chat=chat_of_turns(value, rules.template, rules.words))

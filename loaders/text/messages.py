@@ -146,6 +146,7 @@ class _Spoken:
     def __init__(self, texts: Collection[str], work: Work) -> None:
         self._texts = texts
         self._work = work
+        self._found: set[str] = set()  # long phrases, each of which is searched once
 
     @cached_property
     def _whole(self) -> frozenset[str]:
@@ -154,13 +155,14 @@ class _Spoken:
     def has_all(self, value: Any) -> bool:
         """Whether each phrase in a JSON value is all of a text, or a long one contained in it."""
         for phrase in phrases(value):
-            if phrase in _ROLE_WORDS or phrase in self._whole:
+            if phrase in _ROLE_WORDS or phrase in self._whole or phrase in self._found:
                 continue
             if len(phrase) < _PHRASE_CHARACTERS:
                 return False
             self._work.add(sum(map(len, self._texts)))
             if not any(phrase in text for text in self._texts):
                 return False
+            self._found.add(phrase)
         return True
 
     def check(self, where: str, key: str, value: Any) -> None:
