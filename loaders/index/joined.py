@@ -201,6 +201,7 @@ class _Column:
 
 
 _Split = list[tuple[int, Ints, Ints]]
+_KEPT_NUMBERS = 1 << 20
 
 
 class _Joined:
@@ -232,5 +233,6 @@ class _Joined:
             (index, in_order[start:stop], own[start:stop])
             for index, start, stop in zip(in_turn[starts].tolist(), bounds, bounds[1:], strict=False)
         ]
-        self._last = numbers.copy(), found
+        if len(numbers) <= _KEPT_NUMBERS:
+            self._last = numbers.copy(), found
         return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
@@ -91,7 +91,8 @@ def _received(pickled: bytes) -> Any:
 def describe_step(built: BuiltStep) -> Unit:
     """Return a step as a unit. Raises as `describe_value`, for one of its batches."""
     try:
-        return _pickled(built)
+        is_own = all(isinstance(batch, Batch) for batch in built.batches)
+        return _pickled(built if is_own else replace(built, batches=[_Apart(batch) for batch in built.batches]))
     except MemoryError:
         raise
     except Exception:
@@ -111,6 +112,16 @@ def describe_value(value: Any) -> Unit:
         return _pickled(value)
     except Exception as error:
         raise _unsent(value, _pickled, error) from error
+
+
+class _Apart:
+    """A batch of a user's in its step: what two batches share, as a constant of the program, comes as two objects."""
+
+    def __init__(self, batch: Any) -> None:
+        self._unit = describe_value(batch)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return read_value, (self._unit,)
 
 
 def read_value(unit: Unit) -> Any:
@@ -155,7 +166,9 @@ class _Pickler(pickle.Pickler):
         strides = value.stride()
         order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
         dense = value.permute(order)
-        if not value.numel() or not dense.is_contiguous():
+        if not value.numel():
+            return partial(torch.empty, dtype=value.dtype), (tuple(value.shape),)
+        if not dense.is_contiguous():
             return NotImplemented
         flat = dense.reshape(-1).view(torch.uint8).numpy()
         return _tensor_of, (pickle.PickleBuffer(flat.data), value.dtype, tuple(dense.shape), order)

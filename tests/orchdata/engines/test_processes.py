@@ -103,6 +103,16 @@ def set_by(number: int) -> None:
     os.environ["SET_BY"] = str(number)
 
 
+def test_microbatches_of_a_step_share_no_memory(omni: list[str]) -> None:
+    constant = {"ones": torch.ones(3), "none": torch.empty(0, 4)}
+    dataset = od.ShardDataset(omni)
+    dataset.index()
+    options = {"num_workers": 1, "multiprocessing_context": "fork", "collate_fn": lambda samples: dict(constant)}
+    for batch in od.DataLoader(dataset, batch_size=2, accumulate=2, **options):
+        assert batch["ones"].tolist() == [1, 1, 1] and batch["none"].shape == (0, 4)
+        batch["ones"].zero_()
+
+
 def test_workers_know_who_they_are() -> None:
     torch.manual_seed(5)
     loader = od.DataLoader(Informed(), batch_size=10, num_workers=2, worker_init_fn=set_by, collate_fn=list)
