@@ -25,7 +25,8 @@ from typing_extensions import TypeVar
 import orchdata
 from orchdata.balancers.assignment import checked_count, checked_epoch
 from orchdata.balancers.costs.model import CostModel
-from orchdata.dataset.arguments import DEFAULT_BATCH_SIZE, Arguments, CollateFn, IndexUse, Quarantine, is_sharded
+from orchdata.dataset.arguments import DEFAULT_BATCH_SIZE, Arguments, CollateFn, IndexUse, Quarantine
+from orchdata.dataset.sharded import is_sharded
 from orchdata.delivery.export import export_plan
 from orchdata.delivery.policy import ErrorPolicy, flattened
 from orchdata.engines.engine import DEFAULT_PREFETCH, OpensEngine

@@ -304,7 +304,7 @@ def verify(
     command fails if any sample is bad.
     """
     from orchdata.cli.dataset import build_of
-    from orchdata.delivery.policy import check_target, write_quarantine
+    from orchdata.quarantine import check_target, write_quarantine
     from orchdata.verifying import verify as verify_index
 
     start = time.perf_counter()

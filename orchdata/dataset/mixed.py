@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.dataset.arguments import is_mixture
 from orchdata.dataset.index_costs import IndexTokens
 from orchdata.dataset.indexed import content_of, num_first_rows
+from orchdata.dataset.sharded import is_mixture
 from orchdata.loaders.index.index import Index, shards_in_words
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.recipe import Recipe

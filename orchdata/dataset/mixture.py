@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import orchdata
 from orchdata.balancers.assignment import checked_count
-from orchdata.dataset.arguments import Leaf, Sharded
 from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.dataset.sharded import Leaf, Sharded
 from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.open import by_identity
 from orchdata.loaders.storage.files import Files, joined_files

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import orchdata
-from orchdata.dataset.arguments import Sharded
 from orchdata.dataset.indexed import (
     Chosen,
     NamedFile,
@@ -46,6 +45,7 @@ from orchdata.dataset.shard_arguments import (
     checked_names,
     reading_of,
 )
+from orchdata.dataset.sharded import Sharded
 from orchdata.loaders.amounts import counted, these
 from orchdata.loaders.errors import DamagedIndexError, FieldError, MissingIndexError
 from orchdata.loaders.index.build import build_index

@@ -46,14 +46,7 @@ from orchdata.dataset.index_costs import (
 from orchdata.dataset.indexed import Rows, is_partial, num_first_rows
 from orchdata.dataset.mixed import fingerprint_of, index_of, order_of
 from orchdata.dataset.prepared import PreparedDataset
-from orchdata.delivery.policy import (
-    ErrorPolicy,
-    Unusable,
-    checked_names,
-    read_quarantine,
-    reasons_of,
-    refuse_above_budget,
-)
+from orchdata.delivery.policy import ErrorPolicy, Unusable, reasons_of, refuse_above_budget
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import DataError, StorageError, TooManyFailures
 from orchdata.loaders.index.index import Index, digest
@@ -72,6 +65,7 @@ from orchdata.order.steps import Batches, StepTask, TokenBatches
 from orchdata.planning.balance import Packed, Padded, layout_of
 from orchdata.planning.make_plan import make_plan
 from orchdata.planning.windows import WindowBatches
+from orchdata.quarantine import checked_names, read_quarantine
 from orchdata.ranks.first_comer import is_first
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 import orchdata as od
 from orchdata.cli import app
-from orchdata.delivery.policy import read_quarantine, write_quarantine
 from orchdata.loaders.errors import DataError, StorageError
+from orchdata.quarantine import read_quarantine, write_quarantine
 
 RECIPE = od.Recipe(image=od.ImagePreprocessor(max_tokens=64, dtype="float32"))
 

@@ -48,7 +48,7 @@ loaders: shards
 loaders: unread_names
 loaders: samples
 loaders: index
-orchdata: notices finalizers yaml_file html
+orchdata: notices finalizers quarantine yaml_file html
 orchdata: order
 orchdata: planning
 orchdata: ranks

@@ -416,7 +416,7 @@ def test_a_loader_refuses_what_is_no_cache_and_data_without_shards(tmp_path: Pat
     dataset = od.ShardDataset(omni_shards(tmp_path, shards=1, samples=5))
     with pytest.raises(ValueError, match=r"cache must be an od.Cache\("):
         od.DataLoader(dataset, cache="/nvme")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="cache= keeps shards of an od.ShardDataset"):
+    with pytest.raises(ValueError, match="cache= is for an od.ShardDataset"):
         od.DataLoader([1, 2, 3], cache=od.Cache("/nvme", max_bytes=1))
 
 

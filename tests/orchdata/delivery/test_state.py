@@ -25,12 +25,13 @@ from orchdata.loaders.shards.parquet.shard import COLUMNS
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loop.loop import Position
 from orchdata.loop.state import State
+from orchdata.order.order import Order
 from orchdata.order.steps import Begin, GlobalBatches, OrderedSteps, draw_of_cut
 from orchdata.profiling.profile import profile
 
 FINGERPRINT = {"dataset": "abc", "order": {"seed": 3, "shuffle": {"window": 64, "streams": 1}}, "global_batch_size": 24}
 
-EPOCHS = OrderedSteps(batches=GlobalBatches(size=24), length=lambda _: 240)
+EPOCHS = OrderedSteps(batches=GlobalBatches(size=24), order=Order(240, shuffle=None, seed=0))
 
 
 def dump_state(position: Position, fingerprint: dict[str, Any], steps: OrderedSteps) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def dump_state(position: Position, fingerprint: dict[str, Any], steps: OrderedSt
 
 
 def load_state(state: Any, fingerprint: dict[str, Any], steps: OrderedSteps, allow: tuple[str, ...] = ()) -> Position:
-    spec: Any = SimpleNamespace(plan=SimpleNamespace(order=None))
+    spec: Any = SimpleNamespace(plan=SimpleNamespace(order=None, batches=None))
     prepared = PreparedDataset(spec=spec, fingerprint=fingerprint, failures=(), num_indexed=0, torch_steps=steps)
     return restore(prepared, State.from_json(state), allow, 0)[1]
 
@@ -78,7 +79,7 @@ def test_a_dict_that_is_no_state_raises_an_error() -> None:
 
 def test_another_size_cuts_the_rest_again_if_that_is_allowed() -> None:
     state = dump_state(Position(2, 5), FINGERPRINT, EPOCHS)
-    other = OrderedSteps(batches=GlobalBatches(size=50), length=lambda _: 240)
+    other = OrderedSteps(batches=GlobalBatches(size=50), order=Order(240, shuffle=None, seed=0))
     fingerprint = FINGERPRINT | {"global_batch_size": 50}
     with pytest.raises(StateError, match=r"allow=\('global_batch_size',\)"):
         load_state(state, fingerprint, other)

@@ -19,8 +19,8 @@ from verified_samples import RECIPE
 import orchdata as od
 from orchdata.building.contents import IndexedShards
 from orchdata.cli import app
-from orchdata.delivery.policy import write_quarantine
 from orchdata.loaders.index.build import build_index
+from orchdata.quarantine import write_quarantine
 from orchdata.verifying import Verification, compare_shard, verify
 
 Keys = list[tuple[str, str]]
