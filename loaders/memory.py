@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import re
 import resource
-import threading
 import time
 from contextlib import suppress
 from functools import lru_cache
@@ -141,36 +140,3 @@ def measured_at(error: MemoryError, shard: str, key: str = "", field: str = "") 
 
 def _words(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
-
-
-# Functions for which torch has vector math, or which it builds on one of these.
-_FUNCTIONS: Final = (
-    *("acos", "asin", "atan", "cos", "cosh", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "lgamma", "log"),
-    *("log10", "log1p", "log2", "rsqrt", "sigmoid", "sin", "sinh", "sqrt", "tan", "tanh", "trunc"),
-)
-
-
-_VALUES: Final = 64  # a few vectors
-
-
-_lock = threading.Lock()
-
-
-_is_settled = False
-
-
-def settle_first_calls() -> None:
-    """Make these calls, once per process; a fork inherits the result. Takes some milliseconds."""
-    global _is_settled
-    if _is_settled:
-        return
-    import torch
-
-    with _lock, torch.no_grad():
-        if _is_settled:
-            return
-        for dtype in (torch.float32, torch.float64):
-            values = torch.full((_VALUES,), 0.5, dtype=dtype)
-            for name in _FUNCTIONS:
-                getattr(torch, name)(values)
-        _is_settled = True

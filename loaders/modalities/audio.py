@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.compact import Scratch
 from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.first_calls import settle_first_calls
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.memory import settle_first_calls
 from orchdata.loaders.modalities.modality import (
     ArraySpec,
     Header,
@@ -34,6 +33,7 @@ from orchdata.loaders.modalities.modality import (
     check_seconds,
 )
 from orchdata.loaders.modalities.video.containers import TRACK_FIELDS
+from orchdata.loaders.scratch import Scratch
 
 if TYPE_CHECKING:
     import torch

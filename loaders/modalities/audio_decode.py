@@ -38,7 +38,7 @@ from fractions import Fraction
 from math import ceil, pi
 from types import ModuleType
 
-from orchdata.loaders.memory import settle_first_calls
+from orchdata.loaders.first_calls import settle_first_calls
 
 if TYPE_CHECKING:
     from orchdata.loaders.modalities.video.file import SoundTrack

@@ -31,12 +31,12 @@ import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image, ImageFile, JpegImagePlugin
 
-from orchdata.loaders.compact import Scratch
 from orchdata.loaders.environment import way_out
 from orchdata.loaders.errors import DecodeError, PackageError, as_failure, one_line, package_error, pass_trouble
 from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.modality import Header, check_pixels, starts_with
+from orchdata.loaders.scratch import Scratch
 from orchdata.native.decoding import channel_table
 
 Pixels = NDArray[np.uint8]

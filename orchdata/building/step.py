@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from orchdata.balancers.assignment import MAX_TOTAL
 from orchdata.building.memory import BufferPool, Memory
 from orchdata.loaders.errors import DataError
-from orchdata.loaders.memory import settle_first_calls
+from orchdata.loaders.first_calls import settle_first_calls
 from orchdata.loaders.storage.storage import ReadBytes
 from orchdata.loaders.watch import Watch
 from orchdata.order.steps import StepTask

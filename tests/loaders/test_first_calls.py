@@ -10,7 +10,7 @@ from forked_program import run_forked
 COUNTED = """
 import sys, threading, torch
 from collections import Counter
-from orchdata.loaders import memory
+from orchdata.loaders import first_calls
 
 calls, threads, seen = Counter(), set(), []
 def counted(name, function):
@@ -19,33 +19,33 @@ def counted(name, function):
         threads.add(threading.current_thread().name)
         return function(values)
     return call
-for name in memory._FUNCTIONS:
+for name in first_calls._FUNCTIONS:
     setattr(torch, name, counted(name, getattr(torch, name)))
 together = threading.Barrier(8)
 def load():
     together.wait()
-    memory.settle_first_calls()
+    first_calls.settle_first_calls()
     seen.append(sum(calls.values()))
 sys.setswitchinterval(1e-6)
 started = [threading.Thread(target=load) for _ in range(8)]
 for thread in started: thread.start()
 for thread in started: thread.join()
-print(len(threads), set(calls.values()), set(seen) == {2 * len(memory._FUNCTIONS)})
+print(len(threads), set(calls.values()), set(seen) == {2 * len(first_calls._FUNCTIONS)})
 """
 
 LOADED = """
 import sys
 import torch
 import orchdata as od
-from orchdata.loaders import memory
+from orchdata.loaders import first_calls
 
 class Items:
     def __len__(self): return 8
-    def __getitem__(self, row): return torch.tensor(memory._is_settled)
+    def __getitem__(self, row): return torch.tensor(first_calls._is_settled)
 
 if __name__ == "__main__":
     options = eval(sys.argv[1])
-    print(memory._is_settled, all(batch.all() for batch in od.DataLoader(Items(), batch_size=2, **options)))
+    print(first_calls._is_settled, all(batch.all() for batch in od.DataLoader(Items(), batch_size=2, **options)))
 """
 
 

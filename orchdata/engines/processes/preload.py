@@ -9,4 +9,4 @@ for name in ("orchdata.building.step", "orchdata.engines.processes.worker"):
     import_module(name)
 with suppress(Exception):  # a worker reports it
     import_module("orchdata.native.jit").load_numba()  # once, for all workers
-import_module("orchdata.loaders.memory").settle_first_calls()
+import_module("orchdata.loaders.first_calls").settle_first_calls()
