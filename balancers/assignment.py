@@ -111,9 +111,9 @@ def lower_bound(costs: ArrayLike, num_ranks: int) -> int:
     return int(strong_lower_bound(checked[descending_order(checked)], num_ranks))
 
 
+# Checks of arguments: array-likes -> contiguous int64, or a ValueError with value and limit.
+
 MAX_TOTAL = 1 << 62
-
-
 MAX_RANKS = 1 << 24
 
 

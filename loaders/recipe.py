@@ -1,6 +1,7 @@
 """The recipe: how a sample's bytes become tensors. A frozen value with a fingerprint; nothing runs here.
 
-`load_required` imports the packages that a recipe needs, before its first sample.
+`load_required` imports the packages that a recipe needs, before its first sample: a missing or broken one is one error
+that names it, and never a sample's failure.
 """
 
 from __future__ import annotations

@@ -516,21 +516,19 @@ def _mp3(data: Payload, frames: int, rate: int) -> Extent | str | None:
     return Extent((mp3.tagged - 1) * mp3.samples - mp3.added, frames) if mp3.tagged > 0 else None
 
 
+# Resampling, by windowed sinc interpolation. torchaudio's wheels contain libraries for one torch and one CUDA, so
+# importing it may fail with a torch that otherwise works. These libraries are not needed here: if the import fails,
+# `SincResampler` is used. It repeats torchaudio's `transforms.Resample` with default arguments, operation by operation,
+# and gives the same values to the bit.
+
 # The filter: zero crossings on each side, and its cutoff as a share of the lower rate's band.
 _CROSSINGS: Final = 6
-
-
 _ROLLOFF: Final = 0.99
-
 
 # Maximum size of a kernel: odd rates (44,099 Hz) would need gigabytes.
 _KERNEL_VALUES: Final = 1 << 22
-
-
 # Longer waves are resampled in pieces of this number of input frames: the convolution unfolds its input.
 _PIECE_FRAMES: Final = 1 << 21
-
-
 _build_lock = threading.Lock()
 
 

@@ -261,26 +261,19 @@ def basename(url: str) -> str:
 
 T = TypeVar("T")
 
-
+# Retries after temporary errors: of a system call that failed, and of a shard that could not be read. A call is
+# repeated after each of PAUSES_SECONDS. A build waits up to BUILD_SECONDS in total, and some seconds for a file that
+# this user may not read. An error that lasts longer is a StorageError, and is never taken for bad data.
 PAUSES_SECONDS: Final = (0.05, 0.2, 0.8)
-
-
 BUILD_SECONDS: Final = 60.0
-
-
 _LONGEST_PAUSE_SECONDS: Final = 8.0
-
-
 _REFUSED_PAUSE_SECONDS: Final = 1.0
 """The last pause after a file that may not be read: on a network file system, a ticket may be renewed in seconds."""
-
 
 _MAY_NOT: Final = (
     " (this user may not: change its permissions, or, if it is in the cache folder, set ORCHDATA_CACHE to a folder of "
     "this user's)"
 )
-
-
 # Waiting does not help against these: the cache folder's name is taken, it is read-only or too small, or slow work.
 _LASTING: Final = OF_THE_FILE | {errno.EEXIST, errno.EROFS, errno.EFBIG, errno.EILSEQ, errno.ETIME}
 

@@ -4,10 +4,11 @@ A turn is {"role", "content"} (OpenAI, Qwen; content is a string or a list of {"
 or {"from", "value"} (LLaVA, ShareGPT; human and gpt are user and assistant). Under a plain template a turn is its role
 and content. Keys next to them, or next to a conversation, are of three kinds: words (tool calls, reasoning, a system
 prompt) are an error if they say something that no turn says, loss flags (weight, train, mask) if they differ from what
-the template does; all others are metadata, never inspected. A jinja template gets all keys of a turn, and the context
-of the turns (`system`, `tools`, `documents`, `chat_template_kwargs`); `rendering` checks afterwards that all of it was
-rendered. Under such a template there are more forms: ShareGPT with tools (from: function_call, observation), alpaca
-(instruction, input, output, history), and prompt with completion, as lists of turns or as strings.
+the template does; all others are metadata, never inspected. Null, blank and empty values say nothing: `datasets` fills
+the fields of a struct with them. A jinja template gets all keys of a turn, and the context of the turns (`system`,
+`tools`, `documents`, `chat_template_kwargs`); `rendering` checks afterwards that all of it was rendered. Under such a
+template there are more forms: ShareGPT with tools (from: function_call, observation), alpaca (instruction, input,
+output, history), and prompt with completion, as lists of turns or as strings.
 """
 
 from __future__ import annotations

@@ -144,9 +144,7 @@ class BuildSpec:
 
 @dataclass
 class BuiltStep:
-    """A rank's share of one optimizer step: its microbatches, plan, failures, busy seconds by stage, and figures
-    (`orchdata.building.step`).
-    """
+    """A rank's share of one optimizer step: its microbatches, plan, failures, busy seconds by stage, and figures."""
 
     plan: Plan
     batches: list[Any]
@@ -232,6 +230,12 @@ def kept(failure: DataError) -> DataError:
         error = error.__cause__
     return failure
 
+
+# Figures of `stats()`: measured when a step is built, added when it is delivered, shown. docs/stats.md has each.
+#
+#     step_figures: name -> numbers --added--> name -> sum --shown--> stats()[name]
+#
+# Worker processes send the numbers unchanged.
 
 STAGES = ("planning", "reading", "decoding", "packing", "handing_over")
 """Of `BuiltStep.seconds`: what `stats()["milliseconds"]` shows per step."""

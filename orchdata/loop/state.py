@@ -41,9 +41,7 @@ class RowsDigest(NamedTuple):
 class MixtureState(NamedTuple):
     """What the sources of a mixture have given and are due. Its size does not depend on the number of stages."""
 
-    now: (
-        StretchStart  # at the position of the state; in windows, up to the first document of which nothing is delivered
-    )
+    now: StretchStart  # at its position; in windows, before the first document of which nothing is delivered
     periods: tuple[int, ...]  # there
     resumed: ResumePoint  # where the run continues
 
@@ -56,7 +54,7 @@ class State:
     fingerprint: Mapping[str, Any]  # of the loader that wrote it
     location: Location = Location()  # where its step begins
     rows: tuple[RowsDigest, ...] = ()  # of shards: of the data set, or of each source; one object for the same rows
-    mixture: MixtureState | None = None  # but for windows, whose position is searched for from the start of the run
+    mixture: MixtureState | None = None  # of a mixture; states of its windows that name no amounts have none
 
     def to_json(self) -> dict[str, Any]:
         """Raises what `state_dict` of a data set in this process raises."""

@@ -214,15 +214,11 @@ def _stages(cells: Sequence[NDArray[np.generic]], num_stages: int) -> tuple[NDAr
     return work + num_stages * np.sum([np.zeros_like(work), *cells[:-1]], axis=0), work
 
 
+# How a batch is laid out.
+
 Positions = Literal["restart", "mrope"]
-
-
 Empty = Literal["dummy", "zero"]
-
-
 Encoders = Literal["packed", "padded"]
-
-
 Attention = Literal["document", "window"]
 
 
