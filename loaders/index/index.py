@@ -18,7 +18,7 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from orchdata.loaders import versions
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import DamagedIndexError, DataError, MissingIndexError, StorageError
-from orchdata.loaders.index.table import MOST_BYTES, OFFSETS, Columns, TableSize, Totals, views
+from orchdata.loaders.index.table import MOST_BYTES, OFFSETS, Columns, TableSize, Totals, offsets_of, views
 from orchdata.loaders.modalities.modality import PartSize, outer_of
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.shards.jsonl.media_files import MISSING
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from orchdata.loaders.recipe import Recipe
 
 KIND = b"indx"
-
+PartTable = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8], NDArray[np.int32]]
 
 _STILL_SECONDS = 24 * 3600.0
 """So often a running job records that it uses its index."""
@@ -145,8 +145,10 @@ class Index(Columns):
         if len(self.shards) != len(urls):
             raise self.damaged(f"it is said to be of {len(self.shards)} shards instead of {len(urls)}")
 
-    def check_unchanged(self) -> None:
-        """Raise DamagedIndexError if the file was written to since it was opened; call it after use."""
+    def check_unchanged(self, rows: NDArray[np.int64] | None = None) -> None:
+        """Raise DamagedIndexError if the file (of several, one that has some of `rows`) was written to since it was
+        opened; call it after use.
+        """
         try:
             now = os.fstat(self._fd)
         except OSError as error:
@@ -254,7 +256,7 @@ class Index(Columns):
     def parts_of(self, rows: NDArray[np.int64], modality: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the parts of one modality in `rows`, in order, and the position of each in `rows`: int64, int64."""
         first, counts = self._part_spans(rows)
-        parts = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
+        parts, _ = spread(first, counts)
         mine = self.part_modality[parts] == self.modalities.index(modality)
         return parts[mine], np.repeat(np.arange(len(rows)), counts)[mine]
 
@@ -272,9 +274,9 @@ class Index(Columns):
         """Return the number of the index of a row."""
         return 0
 
-    def split(self, rows: NDArray[np.int64]) -> Iterator[tuple[Index, Any, NDArray[np.int64]]]:
-        """Yield (index, the positions of its rows in `rows`, its own row numbers) for each joined index."""
-        yield self, slice(None), rows
+    def part_table(self, rows: NDArray[np.int64]) -> PartTable:
+        """Return (rows, part_offsets, part_modality, part_positions) of these rows, as `part_costs` takes them."""
+        return rows, self.part_offsets, self.part_modality, self.part_positions
 
     def check_parts(self, rows: NDArray[np.int64]) -> None:
         """Check that `rows` are rows, and the range of their parts. Raises ValueError, or DamagedIndexError."""
@@ -453,6 +455,12 @@ class Index(Columns):
             wrong = int(rows[np.flatnonzero((first < 0) | (counts < 0) | (stop > self.part_modality.size))[0]])
             self.part_range(wrong)
         return first, counts
+
+
+def spread(first: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the numbers of all ranges [first, first + count), one range after the other, and their offsets there."""
+    offsets = offsets_of(counts)
+    return np.repeat(first - offsets[:-1], counts) + np.arange(int(offsets[-1])), offsets
 
 
 def _opened_again(path: Path, lent: Lent, place: Place | None) -> Index:

@@ -5,14 +5,15 @@ joined row --first row of its source--> (source, row in that index) --> values o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import ctypes
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DamagedIndexError, DataError
-from orchdata.loaders.index.index import Index, digest
+from orchdata.loaders.index.index import Index, PartTable, digest, spread
 from orchdata.loaders.index.table import sum_totals
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import Recipe
@@ -58,6 +59,9 @@ class JoinedIndex(Index):
             setattr(self, name, _Column(self._rows, [getattr(index, name) for index in indexes]))
         for name in ("part_modality", "part_positions", "part_tokens"):
             setattr(self, name, _Column(self._parts, [getattr(index, name) for index in indexes]))
+        # The range of each row's parts: in its own index, as stored.
+        self._part_first = _Column(self._rows, [index.part_offsets[:-1] for index in indexes])
+        self._part_stop = _Column(self._rows, [index.part_offsets[1:] for index in indexes])
 
     def __reduce__(self) -> tuple[Callable[..., Index], tuple[Any, ...]]:
         return JoinedIndex, (self.indexes,)
@@ -69,11 +73,9 @@ class JoinedIndex(Index):
         self._check_row(row)
         return self._rows.index_of(row)
 
-    def split(self, rows: Ints) -> Iterator[tuple[Index, Any, Ints]]:
-        yield from ((self.indexes[number], positions, own) for number, positions, own in self._rows.split(rows))
-
-    def check_unchanged(self) -> None:
-        for index in self._distinct:
+    def check_unchanged(self, rows: Ints | None = None) -> None:
+        used = self._distinct if rows is None else {self.indexes[number] for number in self._rows.numbers_in(rows)}
+        for index in used:
             index.check_unchanged()
 
     def release(self) -> None:
@@ -111,19 +113,21 @@ class JoinedIndex(Index):
                 sizes[position] = size
         return sizes
 
-    def parts_of(self, rows: Ints, modality: str) -> tuple[Ints, Ints]:
-        parts, owners = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        for number, positions, own in self._rows.split(rows):
-            own_parts, owner = self.indexes[number].parts_of(own, modality)
-            parts.append(own_parts + self._parts.first[number])
-            owners.append(positions[owner])
-        owner = np.concatenate(owners)
-        in_turn = np.argsort(owner, kind="stable")
-        return np.concatenate(parts)[in_turn], owner[in_turn]
+    def part_table(self, rows: Ints) -> PartTable:
+        parts, offsets = spread(*self._part_spans(rows))
+        columns = offsets, self.part_modality[parts], self.part_positions[parts]
+        for column in columns:
+            column.setflags(write=False)  # kernels are compiled for mapped columns, which are read-only
+        return np.arange(len(rows)), *columns
 
-    def check_parts(self, rows: Ints) -> None:
-        for index, _, own in self.split(rows):
-            index.check_parts(own)
+    def _part_spans(self, rows: Ints) -> tuple[Ints, Ints]:
+        if len(rows) and not 0 <= rows.min() <= rows.max() < self.num_rows:
+            raise ValueError(f"rows {rows.min()} to {rows.max()} of an index of {self.num_rows} rows")
+        number, first, stop = self._rows.index_of(rows), self._part_first[rows], self._part_stop[rows]
+        wrong = (first < 0) | (stop < first) | (stop > np.diff(self._parts.first)[number])
+        if wrong.any():
+            self.part_range(int(rows[wrong][0]))  # its error names the index
+        return first + self._parts.first[number], stop - first
 
     def bad_rows(self) -> Ints:
         return np.concatenate(
@@ -170,16 +174,24 @@ class JoinedIndex(Index):
 class _Column:
     """A column over all indexes; its values are looked up by a number, a slice or an array of numbers.
 
+    All columns are mapped into memory, so one array that reaches from the first of them to the end of the last has
+    every value at its address: values of a thousand indexes are read at once. What lies between them is never read.
+
     Args:
         added: a number to add to the values of each index.
     """
 
     def __init__(self, joined: _Joined, columns: Sequence[NDArray[Any]], added: Ints | None = None) -> None:
         self._joined = joined
-        self._columns = columns
         self._added = added
         self.size = int(joined.first[-1])
         self.dtype = columns[0].dtype
+        self._columns = [np.require(column, self.dtype, "CA") for column in columns]  # they stay mapped
+        starts = np.array([column.__array_interface__["data"][0] for column in self._columns], np.int64)
+        stops = starts + [column.nbytes for column in self._columns]
+        low = int(starts.min())
+        self._memory = np.frombuffer((ctypes.c_char * (int(stops.max()) - low)).from_address(low), self.dtype)
+        self._shift = (starts - low) // self.dtype.itemsize - joined.first[:-1]
 
     def __len__(self) -> int:
         return self.size
@@ -187,20 +199,16 @@ class _Column:
     def __getitem__(self, rows: Any) -> Any:
         if isinstance(rows, slice):
             rows = np.arange(*rows.indices(self.size))
+        number = self._joined.index_of(rows)
         if not isinstance(rows, np.ndarray):
-            number = self._joined.index_of(int(rows))
-            return self._of(number, int(rows) - int(self._joined.first[number]))
-        out = np.empty(len(rows), self.dtype)
-        for number, positions, own in self._joined.split(rows):
-            out[positions] = self._of(number, own)
-        return out
-
-    def _of(self, number: int, own: Any) -> Any:
-        values = self._columns[number][own]
+            values = self._columns[number][int(rows) - int(self._joined.first[number])]
+        elif len(rows) and not 0 <= rows.min() <= rows.max() < self.size:
+            raise IndexError(f"number {rows.min()} or {rows.max()} of {self.size}")
+        else:
+            values = self._memory[self._shift[number] + rows]
         return values if self._added is None else values + self._added[number].astype(self.dtype)
 
 
-_Split = list[tuple[int, Ints, Ints]]
 _KEPT_NUMBERS = 1 << 20
 
 
@@ -211,28 +219,30 @@ class _Joined:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.first: Ints = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-        self._last: tuple[Ints, _Split] | None = None
+        self._last: tuple[Ints, Ints] | None = None
 
-    def index_of(self, number: int) -> int:
-        return int(np.searchsorted(self.first, number, side="right")) - 1
-
-    def split(self, numbers: Ints) -> _Split:
-        """Return (number of the index, positions of its numbers in `numbers`, its own numbers) for each index that has
-        some. The last result is kept: a plan asks for many columns of the same rows.
+    def index_of(self, numbers: Any) -> Any:
+        """Return the index that each number is of; -1 below all of them, and their count above. The last array's are
+        kept: a plan asks for many columns of the same rows.
         """
+        if not isinstance(numbers, np.ndarray):
+            return int(np.searchsorted(self.first, numbers, side="right")) - 1
         last = self._last
         if last is not None and np.array_equal(last[0], numbers):
             return last[1]
-        indexes = np.searchsorted(self.first, numbers, side="right") - 1
-        in_order = np.argsort(indexes, kind="stable")
-        in_turn = indexes[in_order]
-        starts = np.flatnonzero(np.diff(in_turn, prepend=-2))
-        own = numbers[in_order] - self.first[in_turn]
-        bounds = [*starts.tolist(), len(numbers)]
-        found = [
-            (index, in_order[start:stop], own[start:stop])
-            for index, start, stop in zip(in_turn[starts].tolist(), bounds, bounds[1:], strict=False)
-        ]
+        found = np.searchsorted(self.first, numbers, side="right") - 1
         if len(numbers) <= _KEPT_NUMBERS:
             self._last = numbers.copy(), found
         return found
+
+    def numbers_in(self, numbers: Ints) -> list[int]:
+        """Return the indexes that some of the numbers are of, ascending."""
+        return np.unique(self.index_of(numbers)).tolist()
+
+    def split(self, numbers: Ints) -> list[tuple[int, Ints, Ints]]:
+        """Return (number of the index, positions of its numbers in `numbers`, its own numbers) for each index that has
+        some.
+        """
+        of = self.index_of(numbers)
+        positions = [(number, np.flatnonzero(of == number)) for number in self.numbers_in(numbers)]
+        return [(number, at, numbers[at] - self.first[number]) for number, at in positions]

@@ -89,7 +89,9 @@ class IndexCosts:
         return self._evaluate(phase, row, self._coefficients(phase))
 
     def positions(self, phase: str, row: Ints) -> Ints:
-        return self._evaluate(phase, row, _ONE_A_POSITION)
+        positions = self._evaluate(phase, row, _ONE_A_POSITION)
+        self.index.check_unchanged(row)  # they are what a plan reads last
+        return positions
 
     def loss_tokens(self, row: Ints) -> Ints:
         return self.index.loss_tokens[row].astype(np.int64)
@@ -114,20 +116,14 @@ class IndexCosts:
     def _evaluate(self, phase: str, row: Ints, coefficients: Coefficients) -> Ints:
         if phase == "llm":
             lengths = self.index.tokens_of(row)
-            self.index.check_unchanged()
             if self.multiple_of > 1 and not self.joins:
                 lengths = -(-lengths // self.multiple_of) * self.multiple_of
             return sequence_costs(lengths, *coefficients)
-        code, costs = self.index.modalities.index(phase), np.empty(len(row), np.int64)
-        for index, positions, own in self.index.split(row):
-            try:
-                costs[positions] = part_costs(
-                    own, index.part_offsets, index.part_modality, index.part_positions, code, *coefficients
-                )
-            except IndexError:
-                index.check_parts(own)  # This error names the row.
-                raise
-        return costs
+        try:
+            return part_costs(*self.index.part_table(row), self.index.modalities.index(phase), *coefficients)
+        except IndexError:
+            self.index.check_parts(row)  # This error names the row.
+            raise
 
 
 @dataclass(frozen=True)
@@ -138,8 +134,8 @@ class IndexTokens:
     multiple_of: int = 1
 
     def __call__(self, row: Ints) -> Ints:
-        self.index.check_unchanged()
         tokens = np.maximum(self.index.tokens_of(row), 1)
+        self.index.check_unchanged(row)
         return tokens if self.multiple_of == 1 else -(-tokens // self.multiple_of) * self.multiple_of
 
 

@@ -297,6 +297,9 @@ class MixtureOrder(SampleOrder):
         resumed: ResumePoint | None = None,
     ) -> None:
         self.sources = tuple(sources)
+        self.names = tuple(source.name for source in sources)
+        # Losses of tokens are multiplied by float32 weights: sums and denominators agree.
+        self.loss_weights = tuple(float(np.float32(source.loss_weight)) for source in sources)
         self.streams = self.sources[0].order.streams  # of each source
         self.num_samples = sum(source.order.num_samples for source in self.sources)
         # Without those that set the current weights again.
@@ -417,8 +420,7 @@ class MixtureOrder(SampleOrder):
         may be thousands, their number and a digest.
         """
         if len(self.stages) == 1:
-            names = [source.name for source in self.sources]
-            return [[stage.bound, dict(zip(names, stage.periods, strict=True))] for stage in self.stages]
+            return [[stage.bound, dict(zip(self.names, stage.periods, strict=True))] for stage in self.stages]
         digest = hashlib.blake2b(digest_size=16)
         for bound, periods in self.stages:
             digest.update(np.array([bound, *periods], "<i8").tobytes())

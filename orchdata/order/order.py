@@ -90,12 +90,15 @@ class SampleOrder(Protocol):
     Attributes:
         num_samples: usable samples of the data set.
         sources: those of a mixture; one data set is a source without a name.
+        names, loss_weights: of the sources.
         by: what the sequence depends on of each sample besides its place.
         travels: whether tasks of steps carry their samples: to find them costs more than to send them.
     """
 
     num_samples: int
     sources: tuple[MixedSource, ...] = ()
+    names: tuple[str, ...] = ()
+    loss_weights: tuple[float, ...] = ()
     by: By = "samples"
     travels: bool = False
 

@@ -206,11 +206,10 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
         by_source = np.zeros(len(spec.order.sources), np.int64)
         np.add.at(by_source, source, loss_tokens)
         of_sources = {
-            "sources": tuple(each.name for each in spec.order.sources),
+            "sources": spec.order.names,
             "passes": passes,
             "source_loss_tokens": by_source,
-            # Losses of tokens are multiplied by float32 weights: sums and denominators agree.
-            "loss_weights": tuple(float(np.float32(each.loss_weight)) for each in spec.order.sources),
+            "loss_weights": spec.order.loss_weights,
         }
     return Plan(
         epoch=task.epoch,
