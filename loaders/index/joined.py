@@ -71,7 +71,7 @@ class JoinedIndex(Index):
 
     def source_of(self, row: int) -> int:
         self._check_row(row)
-        return self._rows.index_of(row)
+        return int(self._rows.index_of(row))
 
     def check_unchanged(self, rows: Ints | None = None) -> None:
         used = self._distinct if rows is None else {self.indexes[number] for number in self._rows.numbers_in(rows)}
@@ -186,11 +186,12 @@ class _Column:
         self._added = added
         self.size = int(joined.first[-1])
         self.dtype = columns[0].dtype
-        self._columns = [np.require(column, self.dtype, "CA") for column in columns]  # they stay mapped
+        self._columns = [np.require(column, self.dtype, ["C", "A"]) for column in columns]  # they stay mapped
         starts = np.array([column.__array_interface__["data"][0] for column in self._columns], np.int64)
         stops = starts + [column.nbytes for column in self._columns]
         low = int(starts.min())
-        self._memory = np.frombuffer((ctypes.c_char * (int(stops.max()) - low)).from_address(low), self.dtype)
+        memory: Any = (ctypes.c_char * (int(stops.max()) - low)).from_address(low)
+        self._memory: NDArray[Any] = np.frombuffer(memory, self.dtype)
         self._shift = (starts - low) // self.dtype.itemsize - joined.first[:-1]
 
     def __len__(self) -> int:
@@ -237,7 +238,8 @@ class _Joined:
 
     def numbers_in(self, numbers: Ints) -> list[int]:
         """Return the indexes that some of the numbers are of, ascending."""
-        return np.unique(self.index_of(numbers)).tolist()
+        found: list[int] = np.unique(self.index_of(numbers)).tolist()
+        return found
 
     def split(self, numbers: Ints) -> list[tuple[int, Ints, Ints]]:
         """Return (number of the index, positions of its numbers in `numbers`, its own numbers) for each index that has

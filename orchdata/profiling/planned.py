@@ -200,6 +200,8 @@ class KnownSteps:
         self.order, self.num_samples, self.length = order, order.num_samples, order.length
         self.rows, self.samples = order.rows, cache(order.samples)
         self.sources: tuple[MixedSource, ...] = ()
+        self.names: tuple[str, ...] = ()
+        self.loss_weights: tuple[float, ...] = ()
         self.by, self.travels = order.by, False
 
 
