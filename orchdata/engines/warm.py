@@ -338,10 +338,12 @@ def _teams() -> None:
 
 
 def _moves() -> None:
+    from orchdata.balancers.assignment import loads_by_rank_and_microbatch
     from orchdata.balancers.grid import balance_grid, balance_grouped
     from orchdata.balancers.moves import balance_from
 
     owner = np.arange(len(_COSTS), dtype=np.int32) % _RANKS
+    loads_by_rank_and_microbatch(_COSTS, owner, owner, _RANKS, _RANKS)
     costs = {"encoder": _COSTS, "llm": _COSTS[::-1].copy()}
     balance_from(_COSTS, owner, _RANKS, sizes=_COSTS, ranks_per_node=2)
     for way in (balance_grid, balance_grouped):

@@ -1,4 +1,4 @@
-"""Communication between the ranks of post_balance: gathers and one ragged all-to-all, on a separate gloo group.
+"""Communication between the ranks of post_balance: all-to-alls on a separate gloo group.
 
 Gloo reports a lost rank only to some of the others; the rest would wait for the timeout. So a rank that cannot continue
 leaves its reason in the group's store and closes its connections, which wakes the others.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,12 +17,15 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import StepError
+from orchdata.planning.route import Route
 from orchdata.ranks.parallel import group_timeout
 
 Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 
 POLL_SECONDS = 1.0  # Ranks that wait for their trainer look for lost ones this often.
+# Values of a rank that all others get at once. A constant, so that even ranks with different settings can report that.
+_FIRST_VALUES = 200
 
 # Connections of the parent of this forked process. Closing them would wait for threads that do not exist here.
 _of_parents: list[Any] = []
@@ -31,11 +33,6 @@ _of_parents: list[Any] = []
 
 class LostRanksError(Exception):
     """A collective failed: some rank is gone, or late."""
-
-
-def unpadded(rows: Ints, counts: Ints) -> Ints:
-    """Remove padding: (num_ranks, most, num_columns) with counts[rank] rows used -> (counts.sum(), num_columns)."""
-    return rows[np.arange(rows.shape[1]) < counts[:, None]]
 
 
 class RankGroup:
@@ -73,37 +70,49 @@ class RankGroup:
         """Whether collectives are possible."""
         return self.size == 1 or self._gloo is not None
 
-    def gather(self, values: Ints) -> Ints:
-        """Stack int64 arrays of one shape from all ranks: (num_ranks, *shape)."""
+    def gather(self, values: Ints, text: str = "") -> list[tuple[Ints, str]]:
+        """Return the int64 (num_values,) and the text of every rank, of any lengths."""
         if self.size == 1:
-            return values[None]
+            return [(values, text)]
+        letters = np.frombuffer(text.encode(errors="replace"), np.uint8)
+        own = np.concatenate([[len(values), len(letters)], values, letters]).astype(np.int64)
+        own.resize(max(_FIRST_VALUES, len(own)), refcheck=False)
+        gathered = self._gather(own[:_FIRST_VALUES])
+        if (longest := 2 + int(gathered[:, :2].sum(axis=1).max())) > _FIRST_VALUES:
+            own.resize(longest, refcheck=False)
+            gathered = np.concatenate([gathered, self._gather(own[_FIRST_VALUES:])], axis=1)
+        ends = np.cumsum(gathered[:, :2], axis=1) + 2
+        return [
+            (row[2:middle], row[middle:end].astype(np.uint8).tobytes().decode())
+            for row, (middle, end) in zip(gathered, ends.tolist(), strict=True)
+        ]
+
+    def _gather(self, values: Ints) -> Ints:
+        """Stack int64 (num_values,), the same number from each rank: (num_ranks, num_values)."""
         # One all-to-all: gloo's all-gather passes everything around a ring, one rank after another.
-        outgoing = np.repeat(values[None], self.size, axis=0)
-        gathered = np.empty_like(outgoing)
-        self._all_to_all(torch.from_numpy(gathered).view(-1), torch.from_numpy(outgoing).view(-1))
-        return gathered
+        num_bytes = np.full(self.size, values.nbytes)
+        route = Route(rank=self.rank, num_ranks=self.size, send_rows=num_bytes, receive_rows=num_bytes)
+        return self.exchange(np.tile(values, self.size).view(np.uint8), route).view(np.int64).reshape(self.size, -1)
 
-    def gather_rows(self, rows: Ints, counts: Ints) -> Ints:
-        """Concatenate int64 (counts[rank], num_columns) from all ranks."""
-        if not counts.any():
-            return rows
-        padded = np.zeros((int(counts.max()), rows.shape[1]), np.int64)
-        padded[: len(rows)] = rows
-        return unpadded(self.gather(padded), counts)
+    def exchange(self, outgoing: Bytes, route: Route) -> Bytes:
+        """Do one ragged all-to-all along a route of bytes, grouped by rank on both sides: the bytes for each rank in
+        turn -> the bytes from each, in new writable memory.
 
-    def gather_texts(self, text: str) -> list[str]:
-        """Return the text of every rank."""
-        own = np.frombuffer(text.encode(), np.uint8)
-        counts = self.gather(np.array([len(own)]))[:, 0]
-        letters = self.gather_rows(own.astype(np.int64)[:, None], counts)[:, 0].astype(np.uint8)
-        return [part.tobytes().decode() for part in np.split(letters, np.cumsum(counts)[:-1])]
-
-    def exchange(self, outgoing: Bytes, to_each: Sequence[int], from_each: Sequence[int]) -> Bytes:
-        """Do one ragged all-to-all: bytes for each rank in turn -> the bytes from each, in new writable memory."""
-        incoming = torch.empty(sum(from_each), dtype=torch.uint8)
-        self._all_to_all(incoming, torch.from_numpy(outgoing), list(from_each), list(to_each))
-        received: Bytes = incoming.numpy()
-        return received
+        `od.exchange` does not take these connections, which torch.distributed does not know.
+        """
+        if self._gloo is None:
+            raise LostRanksError("its connections are closed")
+        incoming = torch.empty(int(route.receive_rows.sum()), dtype=torch.uint8)
+        splits = route.receive_rows.tolist(), route.send_rows.tolist()
+        try:
+            self._gloo.alltoall_base(incoming, torch.from_numpy(outgoing), *splits).wait()
+            received: Bytes = incoming.numpy()
+            return received
+        except RuntimeError as error:
+            # Without gloo's own source lines and advice.
+            reason = str(error).partition("] ")[2].partition(". This is")[0] or str(error)
+        # Not raised from that error: its traceback refers to the connections, which could then not be closed.
+        raise LostRanksError(reason)
 
     def check_others(self) -> None:
         """Raise LostRanksError if some rank has given up."""
@@ -140,18 +149,3 @@ class RankGroup:
                 rank, _, reason = self._store.get("reason").decode().partition(" ")
                 return StepError(f"{lost}: rank {rank} {reason}", step, int(rank))
         return StepError(f"{lost}: {error}", step, None)
-
-    def _all_to_all(
-        self, incoming: torch.Tensor, outgoing: torch.Tensor, from_each: Sequence[int] = (), to_each: Sequence[int] = ()
-    ) -> None:
-        """Exchange rows, the same number with each rank if no numbers are given."""
-        if self._gloo is None:
-            raise LostRanksError("its connections are closed")
-        try:
-            self._gloo.alltoall_base(incoming, outgoing, list(from_each), list(to_each)).wait()
-            return
-        except RuntimeError as error:
-            # Without gloo's own source lines and advice.
-            reason = str(error).partition("] ")[2].partition(". This is")[0] or str(error)
-        # Not raised from that error: its traceback refers to the connections, which could then not be closed.
-        raise LostRanksError(reason)

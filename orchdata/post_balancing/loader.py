@@ -17,8 +17,10 @@ from orchdata.engines.warm import Warming
 from orchdata.finalizers import Ending, User, call_soon
 from orchdata.loop.state import PostState
 from orchdata.planning.balance import Balance, as_balance
+from orchdata.planning.parts import Encoders
 from orchdata.post_balancing.group import POLL_SECONDS, LostRanksError, RankGroup
-from orchdata.post_balancing.step import Cost, LossTokens, MoveRule, PartsOf, PostBatch, ReadyStep, StepMaker
+from orchdata.post_balancing.step import Cost, LossTokens, PartsOf, PostBatch, ReadyStep, StepMaker
+from orchdata.ranks.agreement import check_accounts
 from orchdata.ranks.parallel import ranks_per_node, resolve_rank
 
 STEPS_AHEAD = 2
@@ -83,17 +85,28 @@ def post_balance(
     ranks = resolve_rank(group)
     if ranks.size > 1 and ranks.group is None:
         raise ValueError(f"samples move in a process group: group={group!r} names none")
-    rule = _rule(as_balance(balance), ranks.size, float(gain))
-    if (rule.balance.assignment == "per_phase") != (parts is not None):
+    balance = as_balance(balance)
+    for name in ("max_tokens", "order", "equal_count", "max_samples", "teams"):
+        if getattr(balance, name):
+            raise ValueError(f"Balance.{name} is for a DataLoader: post_balance shares out costs alone")
+    if balance.encode != "micro_step":
+        raise ValueError("Balance.encode is for a DataLoader: a step of post_balance is one micro-step")
+    if (balance.assignment == "per_phase") != (parts is not None):
         raise ValueError("parts= and Balance(assignment='per_phase') go together: give both, or neither")
+    node = min(ranks_per_node() or ranks.size, ranks.size)
+    if balance.scope in ("grouped", "grid"):
+        balance = replace(balance, group_size=balance.group_size or node)
     Warming(["moves"] if ranks.size > 1 else []).wait()
+    settings = asdict(balance) | {"ranks_per_node": node, "gain": float(gain), "loss_tokens given": bool(loss_tokens)}
     try:
         rank_group = RankGroup(ranks.group, timeout)
-        _check_alike(rank_group, rule, counts_tokens=loss_tokens is not None)
+        gathered = rank_group.gather(np.zeros(0, np.int64), json.dumps(settings))
     except LostRanksError as error:
         raise RuntimeError(f"all {ranks.size} ranks must call post_balance together, some did not: {error}") from None
-    drawn: dict[str, Any] = {"loader": loader, "cost": cost, "loss_tokens": loss_tokens, "parts": parts}
-    return PostBalanced(loader, rank_group, partial(StepMaker, group=rank_group, rule=rule, **drawn))
+    check_accounts({rank: json.loads(text) for rank, (_, text) in enumerate(gathered)}, "in post_balance")
+    drawn: dict[str, Any] = {"loader": loader, "cost": cost, "loss_tokens": loss_tokens, "parts": parts, "gain": gain}
+    encoders = Encoders(balance, ranks.size, 1, node)
+    return PostBalanced(loader, rank_group, partial(StepMaker, group=rank_group, encoders=encoders, **drawn))
 
 
 class PostBalanced:
@@ -203,14 +216,14 @@ class PostBalanced:
             self._counts["ranks"] = plan.num_ranks
             self._counts.update(
                 steps=1,
-                samples=len(plan.costs),
+                samples=len(plan.row),
                 received=len(made.batch.samples),
                 below_gain=plan.below_gain,
-                moved_samples=int(np.count_nonzero(plan.rank != plan.owner)),
+                moved_samples=int(np.count_nonzero(plan.rank != plan.stream_rank)),
                 moved_bytes=int(plan.sizes[plan.moved].sum()),
-                before=int(plan.loads_before.max(axis=1).sum()),
-                after=int(plan.loads.max(axis=1).sum()),
-                total=int(plan.loads.sum()),
+                before=plan.before,
+                after=plan.after,
+                total=sum(int(costs.sum()) for costs in plan.costs.values()),
             )
             del plan
             if self._has_state:
@@ -246,32 +259,6 @@ def _end(prefetcher: Prefetcher) -> None:
 def _close(running: dict[Prefetcher, Ending], prefetcher: Prefetcher, timeout: float | None) -> None:
     if prefetcher.close(timeout) and (ending := running.pop(prefetcher, None)):
         ending.cancel()
-
-
-def _rule(balance: Balance, num_ranks: int, gain: float) -> MoveRule:
-    for name in ("max_tokens", "order", "equal_count", "max_samples", "teams"):
-        if getattr(balance, name):
-            raise ValueError(f"Balance.{name} is for a DataLoader: post_balance shares out costs alone")
-    if balance.encode != "micro_step":
-        raise ValueError("Balance.encode is for a DataLoader: a step of post_balance is one micro-step")
-    node = min(ranks_per_node() or num_ranks, num_ranks)
-    if balance.scope in ("grouped", "grid"):
-        balance = replace(balance, group_size=balance.group_size or node)
-    return MoveRule(balance=balance, ranks_per_node=node, gain=gain)
-
-
-def _check_alike(rank_group: RankGroup, rule: MoveRule, *, counts_tokens: bool) -> None:
-    settings = asdict(rule.balance) | {"ranks_per_node": rule.ranks_per_node, "gain": rule.gain}
-    settings |= {"loss_tokens given": counts_tokens}
-    given = [json.loads(text) for text in rank_group.gather_texts(json.dumps(settings))]
-    for rank, theirs in enumerate(given):
-        differing = [
-            f"{name} is {theirs[name]!r}, on rank 0 {value!r}"
-            for name, value in given[0].items()
-            if theirs[name] != value
-        ]
-        if differing:
-            raise ValueError(f"post_balance was called differently on rank {rank}: {'; '.join(differing)}")
 
 
 class Prefetcher:

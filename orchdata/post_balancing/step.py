@@ -1,16 +1,14 @@
 """Steps of post_balance: each rank draws its samples, all compute the same plan, and samples move.
 
-On the wire, for each step: seven int64 from every rank (its action, iteration, step, number of samples, hash of the
-last plan, number of parts, number of phases that are new) and three for each of its first 64 samples (cost, loss
-tokens, bytes); if a rank has more samples, three for each sample of all ranks, padded to the longest list; the names of
-phases, if some are new; five for each part (phase, sample, cost, rows, bytes), padded; then the bytes of the objects
-that move: the samples; or, per phase, the rests of samples, then the parts of one encoder after another.
+On the wire, for each step: int64 from every rank (its action, iteration, step, hash of the last plan, numbers of
+samples and parts; three for each sample: cost, loss tokens, bytes; five for each part: phase, sample, cost, rows,
+bytes; the letters of a text: the names of its phases, or why it failed); then the bytes of the objects that move: the
+samples; or, per phase, the rests of samples, then the parts of one encoder after another.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import operator
 import time
@@ -25,13 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers.assignment import loads_of, lower_bound
-from orchdata.balancers.placement import renamed
 from orchdata.loaders.errors import StepError
-from orchdata.planning.balance import Balance
-from orchdata.planning.parts import Encoders, Parts, own_parts, share_out_parts
+from orchdata.planning.parts import Encoders, Parts, share_out_parts
+from orchdata.planning.plan import Plan
 from orchdata.planning.route import Route, grouped_route
 from orchdata.planning.sharing.shares import assign, one_microbatch
-from orchdata.post_balancing.group import Bytes, Ints, LostRanksError, RankGroup, unpadded
+from orchdata.post_balancing.group import Bytes, Ints, LostRanksError, RankGroup
 from orchdata.ranks.wire import Message, describe, read
 
 Ranks = NDArray[np.int32]
@@ -39,9 +36,7 @@ Ranks = NDArray[np.int32]
 Cost = Callable[[Any], int | Mapping[str, int]]
 LossTokens = Callable[[Any], int]
 
-# Rows sent together with the action. A constant, so that even ranks with different settings can report that.
-_FIRST_ROWS = 64
-_HEADER = 7
+_HEADER = 6
 _ENOUGH = 200  # Moving little is good enough where a phase then takes at most this part more.
 
 
@@ -72,159 +67,131 @@ class Part:
 PartsOf = Callable[[Any], tuple[Any, Mapping[str, Sequence[Part]]]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MoveRule:
-    """When and how far samples move: scope and assignment, with a group size if the scope needs one; consecutive ranks
-    that share a node; the minimum share of the step's price that moving must save, below which nothing moves.
-    """
-
-    balance: Balance
-    ranks_per_node: int
-    gain: float
-
-
-@dataclass(frozen=True, eq=False)
-class PostPlan:
-    """The rank that drew each sample of a step, and the rank that gets it. Samples are sorted by the rank that drew
-    them, then in the order drawn.
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class PostPlan(Plan):
+    """The plan of samples that ranks have drawn already, in one micro-step: `stream_rank` is the rank that drew each.
+    Samples are sorted by it, then in the order drawn. Their positions are not known. What moves are objects: samples,
+    then the parts of one phase after another.
 
     Attributes:
-        costs: int64 (num_samples,), at least 1; per phase, those of the LLM.
         sizes: int64 (num_objects,), bytes on the wire; 0 if nothing can move.
-        owner: int32 (num_samples,), the rank that drew it.
-        rank: int32 (num_samples,), the rank that gets it.
-        num_ranks: ranks of the group.
-        parts: encoder phase -> its parts, with the ranks that encode them; `part` is the number in the sample.
+        before, after: the sum over phases of the largest load, as drawn and as planned.
         below_gain: whether moving would have helped, but by less than the required gain.
     """
 
-    costs: Ints
     sizes: Ints
-    owner: Ranks
-    rank: Ranks
-    num_ranks: int
-    parts: Mapping[str, Parts] = field(default_factory=dict)
+    before: int = 0
+    after: int = 0
     below_gain: bool = False
 
     @cached_property
-    def hash(self) -> str:
-        """Hash of 16 hexadecimal digits; equal plans have equal hashes."""
-        digest = hashlib.blake2b(digest_size=8)
-        arrays = [np.array([self.num_ranks]), self.costs, self.sizes, self.owner, self.rank]
-        for parts in self.parts.values():
-            arrays += [np.array([len(parts)]), parts.sample, parts.costs, parts.tokens, parts.rank]
-        for array in arrays:
-            digest.update(np.ascontiguousarray(array, "<i8").tobytes())
-        return digest.hexdigest()
-
-    @cached_property
-    def loads_before(self) -> Ints:
-        """Loads without any move, int64 (num_phases, num_ranks): of the phases of `parts`, then of `costs`."""
-        return self._loads(self.owner, [self.owner[parts.sample] for parts in self.parts.values()])
-
-    @cached_property
-    def loads(self) -> Ints:
-        """Loads after the move, shaped as `loads_before`."""
-        return self._loads(self.rank, [parts.rank for parts in self.parts.values()])
-
-    def _loads(self, rank: Ranks, encoder_ranks: list[Ranks]) -> Ints:
-        costs = [*(parts.costs for parts in self.parts.values()), self.costs]
-        return np.stack([loads_of(*each, self.num_ranks) for each in zip(costs, [*encoder_ranks, rank], strict=True)])
-
-    @cached_property
-    def object_owner(self) -> Ranks:
-        """The rank that drew each object, int32 (num_objects,)."""
-        return np.concatenate([self.owner, *(self.owner[parts.sample] for parts in self.parts.values())])
-
-    @cached_property
-    def object_rank(self) -> Ranks:
-        """The rank that gets each object, int32 (num_objects,)."""
-        return np.concatenate([self.rank, *(parts.rank for parts in self.parts.values())])
-
-    def places(self, rank: int) -> Ints:
-        """Return the indices, in the step, of the samples that `rank` gets, ascending."""
-        return np.flatnonzero(self.rank == rank)
-
-    def leaving(self, rank: int) -> Ints:
-        """Return the objects that leave `rank`, by destination, then ascending."""
-        leaving = np.flatnonzero((self.object_owner == rank) & (self.object_rank != rank))
-        return leaving[np.argsort(self.object_rank[leaving], kind="stable")]
-
-    def arriving(self, rank: int) -> Ints:
-        """Return the objects that come to `rank`, by origin, then ascending."""
-        arriving = np.flatnonzero((self.object_owner != rank) & (self.object_rank == rank))
-        return arriving[np.argsort(self.object_owner[arriving], kind="stable")]
+    def object_ranks(self) -> tuple[Ranks, Ranks]:
+        """The rank that drew each object, and the rank that gets it, int32 (num_objects,) each."""
+        owner, parts = self.stream_rank, self.parts.values()
+        drawn = np.concatenate([owner, *(owner[of.sample] for of in parts)])
+        return drawn, np.concatenate([self.rank, *(of.rank for of in parts)])
 
     @cached_property
     def moved(self) -> Ints:
-        """Objects that change their rank."""
-        return np.flatnonzero(self.object_rank != self.object_owner)
+        """The objects that change their rank, int64."""
+        return np.flatnonzero(np.not_equal(*self.object_ranks))
+
+    def moves(self, rank: int) -> tuple[Ints, Ints, Route]:
+        """Return the objects that leave `rank`, by destination, those that come to it, by origin, and the route of
+        their bytes.
+        """
+        owner, gets = self.object_ranks
+        leaving, arriving = (self.moved[of[self.moved] == rank] for of in (owner, gets))
+        leaving = leaving[np.argsort(gets[leaving], kind="stable")]
+        arriving = arriving[np.argsort(owner[arriving], kind="stable")]
+        route = grouped_route(
+            rank,
+            self.num_ranks,
+            receivers=gets[leaving],
+            sent=self.sizes[leaving],
+            senders=owner[arriving],
+            received=self.sizes[arriving],
+        )
+        return leaving, arriving, route
+
+    def cells_unbalanced(self, phase: str) -> Ints:
+        """Return what `cells` would be without any move."""
+        owner = self.stream_rank
+        parts = {phase: replace(of, rank=owner[of.sample]) for phase, of in self.parts.items()}
+        return replace(self, rank=owner, parts=parts).cells(phase)
 
 
-def make_post_plan(
-    costs: Ints,
-    sizes: Ints,
-    owner: Ranks,
+def plan_as_drawn(
+    epoch: int,
+    step: int,
     num_ranks: int,
-    rule: MoveRule,
-    parts: Mapping[str, Parts] | None = None,
+    costs: Ints,
+    owner: Ranks,
+    sizes: Ints,
+    loss_tokens: int,
+    parts: Mapping[str, Parts],
 ) -> PostPlan:
-    """Plan one step.
+    """Return the plan in which nothing moves; `costs`, int64 (num_samples,), at least 1, are of the phase `llm`."""
+    num_samples = len(costs)
+    encoders = {phase: loads_of(of.costs, of.sample.astype(np.int32), num_samples) for phase, of in parts.items()}
+    return PostPlan(
+        epoch=epoch,
+        step=step,
+        num_ranks=num_ranks,
+        num_microbatches=1,
+        source=np.zeros(num_samples, np.int32),
+        row=np.arange(num_samples),
+        rank=owner,
+        microbatch=np.zeros(num_samples, np.int32),
+        costs=encoders | {"llm": costs},
+        llm_positions=np.zeros(num_samples, np.int64),
+        loss_tokens=loss_tokens,
+        stream_rank=owner,
+        parts=parts,
+        sizes=sizes,
+    )
 
-    Costs, int64 (num_samples,), are at least 1; sizes, int64 (num_objects,), are bytes on the wire of the samples, then
-    of the parts of each phase; owner, int32 (num_samples,), ascends. `parts`, per phase: encoder phase -> its parts, on
-    the ranks that drew them.
+
+def make_post_plan(drawn: PostPlan, encoders: Encoders, gain: float) -> PostPlan:
+    """Return the plan with samples and parts moved, each phase balanced by itself. Nothing moves where that would save
+    less than the share `gain` of the step's price, the sum over phases of the largest load.
+
+    Per phase, where moving little leaves a phase above what a loader plans, that is taken, with ranks named so that
+    much stays.
     """
-    stay = PostPlan(costs, sizes, owner, owner, num_ranks, parts or {})
-    if not len(costs):
-        return stay
-    if parts is None:
-        move = replace(stay, rank=_move_little(costs, sizes, owner, num_ranks, rule))
-    else:
-        move = _moved_per_phase(stay, rule)
-    before, after = (int(loads.max(axis=1).sum()) for loads in (stay.loads, move.loads))
-    if before > after and before - after >= rule.gain * before:
-        return move
-    return replace(stay, below_gain=after < before)
-
-
-def _moved_per_phase(stay: PostPlan, rule: MoveRule) -> PostPlan:
-    """Balance each phase by itself.
-
-    Where moving little leaves a phase above what a loader plans, that is taken, with ranks named so that much stays.
-    """
-    num_ranks, num_samples = stay.num_ranks, len(stay.costs)
+    balance, num_ranks, stop = encoders.balance, drawn.num_ranks, len(drawn.row)
+    costs, owner = drawn.costs["llm"], drawn.stream_rank
+    searches = balance.assignment == "per_phase" and balance.scope == "global"
 
     @cache
     def dealt() -> Ranks:
-        return assign({"llm": stay.costs}, rule.balance, num_ranks, stay.owner)
+        return assign({"llm": costs}, balance, num_ranks, owner)
 
     def moved(costs: Ints, sizes: Ints, owner: Ranks, planned: Callable[[], Ranks]) -> Ranks:
-        little = _move_little(costs, sizes, owner, num_ranks, rule)
+        if not len(costs):
+            return owner
+        little = encoders.assign(costs, sizes, owner)
         enough = int(loads_of(costs, little, num_ranks).max()) * _ENOUGH
-        if rule.balance.scope != "global" or enough <= lower_bound(costs, num_ranks) * (_ENOUGH + 1):
+        if not searches or enough <= lower_bound(costs, num_ranks) * (_ENOUGH + 1):
             return little
         rank = planned()
         if enough <= int(loads_of(costs, rank, num_ranks).max()) * (_ENOUGH + 1):
             return little
-        return renamed(rank, owner, sizes, num_ranks, rule.ranks_per_node)
+        return encoders.renamed(rank, sizes, owner)
 
-    spread, stop = {}, num_samples
-    for phase, parts in stay.parts.items():
+    spread, rank = {}, moved(costs, drawn.sizes[:stop], owner, dealt)
+    for phase, parts in drawn.parts.items():
         start, stop = stop, stop + len(parts)
 
         def planned(parts: Parts = parts) -> Ranks:
-            return share_out_parts(parts, one_microbatch(dealt()), Encoders(rule.balance, num_ranks)).rank
+            return share_out_parts(parts, one_microbatch(dealt()), replace(encoders, ranks_per_node=None)).rank
 
-        spread[phase] = replace(parts, rank=moved(parts.costs, stay.sizes[start:stop], parts.rank, planned))
-    rank = moved(stay.costs, stay.sizes[:num_samples], stay.owner, dealt)
-    return replace(stay, rank=rank, parts=spread)
-
-
-def _move_little(costs: Ints, sizes: Ints, owner: Ranks, num_ranks: int, rule: MoveRule) -> Ranks:
-    if not len(costs):
-        return owner
-    return assign({"llm": costs}, rule.balance, num_ranks, owner, sizes=sizes, ranks_per_node=rule.ranks_per_node)
+        spread[phase] = replace(parts, rank=moved(parts.costs, drawn.sizes[start:stop], parts.rank, planned))
+    plan = replace(drawn, rank=rank, parts=spread)
+    before, after = (sum(int(each.loads(phase).max()) for phase in each.phases) for each in (drawn, plan))
+    if before > after and before - after >= gain * before:
+        return replace(plan, before=before, after=after)
+    return replace(drawn, before=before, after=before, below_gain=after < before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +209,7 @@ class PostBatch:
             gradients averaged over the ranks, give the mean over all loss tokens (over samples, without `loss_tokens`).
         step: number of the step in this epoch, from 0.
         global_loss_tokens: loss tokens of the step over all ranks; its samples, without `loss_tokens`.
-        plan: the rank that drew and the rank that got each sample, the same on every rank.
+        plan: as a loader's, the same on every rank: `plan.stream_rank` drew each sample, `plan.rank` got it.
         parts: phase -> objects that this rank encodes, in the order of encoding.
         routes: phase -> the route of its features.
         arriving: phase -> int64 (num_parts, 3), for each part of `samples`, in the order in which features arrive: the
@@ -273,7 +240,9 @@ class ReadyStep:
 
 @dataclass(slots=True)
 class _Drawn:
-    """The contribution of this rank to a step; of parts, the index of each one's sample too."""
+    """The contribution of this rank to a step: of samples, their costs, loss tokens and bytes too, int64 (num_samples,
+    3); of parts, the index of each one's sample.
+    """
 
     action: _Action
     samples: list[Any] = field(default_factory=list)
@@ -287,8 +256,9 @@ class _Drawn:
 class StepMaker:
     """Builds the steps of one iteration, one after another, together with the other ranks.
 
-    The loader is iterated in the thread that builds steps. `iteration` is its number, the same on every rank; `step`
-    the first step to build; `exhausted` whether the loader has no more in this epoch.
+    The loader is iterated in the thread that builds steps. `encoders` has the scope, the assignment and the ranks of a
+    node; `gain` is as in `make_post_plan`. `iteration` is its number, the same on every rank; `step` the first step to
+    build; `exhausted` whether the loader has no more in this epoch.
     """
 
     loader: Any
@@ -296,17 +266,18 @@ class StepMaker:
     loss_tokens: LossTokens | None
     parts: PartsOf | None
     group: RankGroup
-    rule: MoveRule
+    encoders: Encoders
+    gain: float
     iteration: int
     step: int
     exhausted: bool
 
     def __post_init__(self) -> None:
         self.state: Any = None
-        self._phases: list[str] = []  # of encoders; the same on every rank, after the names are exchanged
+        self._phases: list[str] = []  # of encoders that a cost has named so far; the same on every rank
         self._samples: Iterator[Any] | None = iter(()) if self.exhausted else None
         self._last_hash = 0
-        self._movable = self.rule.balance.scope != "none" and self.group.size > 1
+        self._movable = self.encoders.balance.scope != "none" and self.group.size > 1
         if self.exhausted:
             self._take_state()
 
@@ -320,12 +291,11 @@ class StepMaker:
         drawn = _Drawn(_Action.CLOSING) if closing else self._draw()
         fetched = time.perf_counter()
         try:
-            agreed = self._agree(drawn)
-            if agreed is None:
+            plan = self._agree(drawn)
+            if plan is None:
                 return None
-            plan, loss_tokens = agreed
             planned = time.perf_counter()
-            batch = self._batch(plan, self._moved(drawn, plan), loss_tokens)
+            batch = self._batch(plan, self._moved(drawn, plan))
         except LostRanksError as error:
             raise self.group.explain_loss(self.step, error) from error
         except StepError:
@@ -336,7 +306,7 @@ class StepMaker:
             self.group.give_up(reason)
             raise StepError(f"rank {self.group.rank} {reason}", self.step, self.group.rank) from error
         self.step += 1
-        self._last_hash = int(plan.hash, 16) >> 1
+        self._last_hash = int(plan.hash[:15], 16)
         seconds = {
             "fetching": fetched - started,
             "planning": planned - fetched,
@@ -384,126 +354,108 @@ class StepMaker:
         if hasattr(self.loader, "state_dict"):
             self.state = copy.deepcopy(self.loader.state_dict())
 
-    def _agree(self, drawn: _Drawn) -> tuple[PostPlan, int] | None:
-        """Send the others the action and rows of this rank. Return the plan, and all loss tokens; None at the end."""
-        own = np.zeros(_HEADER + 3 * _FIRST_ROWS, np.int64)
-        own[:5] = drawn.action, self.iteration, self.step, len(drawn.samples), self._last_hash
-        own[5:7] = sum(map(len, drawn.parts.values())), len(drawn.parts.keys() - set(self._phases))
-        first = drawn.table[:_FIRST_ROWS].ravel()
-        own[_HEADER : _HEADER + len(first)] = first
-        gathered = self.group.gather(own)
+    def _agree(self, drawn: _Drawn) -> PostPlan | None:
+        """Send the others the action and rows of this rank. Return the plan of all of them; None at the end."""
+        part_rows = [
+            (number, index, part.cost, part.rows, drawn.messages[phase][at].num_bytes if self._movable else 0)
+            for number, (phase, of_phase) in enumerate(drawn.parts.items())
+            for at, (index, part) in enumerate(of_phase)
+        ]
+        header = drawn.action, self.iteration, self.step, self._last_hash, len(drawn.samples), len(part_rows)
+        own = np.concatenate([header, drawn.table.ravel(), np.array(part_rows, np.int64).ravel()])
+        text = json.dumps(list(drawn.parts)) if drawn.error is None else _name(drawn.error)
+        gathered = self.group.gather(own, text)
+        headers = np.stack([values[:_HEADER] for values, _ in gathered])
+
         # A rank that cannot continue ends the step on all ranks.
-        actions = gathered[:, 0]
-        if (actions == _Action.FAILED).any():
-            raise self._failure(actions, drawn.error) from drawn.error
+        actions = headers[:, 0]
+        for failed in np.flatnonzero(actions == _Action.FAILED).tolist():
+            rank = failed if drawn.error is None else self.group.rank
+            reason = f"rank {rank} failed at step {self.step}: {gathered[rank][1]}"
+            raise StepError(reason, self.step, rank) from drawn.error
         if (actions != _Action.DRAWING).all() or drawn.action == _Action.CLOSING:
             return None
-        for closing in np.flatnonzero(actions == _Action.CLOSING):
+        for closing in np.flatnonzero(actions == _Action.CLOSING).tolist():
             raise StepError(
                 f"rank {closing} stopped iterating before step {self.step}, which needs every rank: leave the loop"
                 " after the same step on all of them",
                 self.step,
-                int(closing),
+                closing,
             )
-        for column, what in ((1, "iteration"), (2, "step"), (4, "the hash of the last plan")):
-            differing = np.flatnonzero(gathered[:, column] != gathered[0, column])
-            if len(differing):
-                rank = int(differing[0])
+        for column, what in ((1, "iteration"), (2, "step"), (3, "the hash of the last plan")):
+            for rank in np.flatnonzero(headers[:, column] != headers[0, column]).tolist():
                 raise StepError(
-                    f"at step {self.step} rank {rank} differs from rank 0 in {what}: {gathered[rank, column]} and"
-                    f" {gathered[0, column]}",
+                    f"at step {self.step} rank {rank} differs from rank 0 in {what}: {headers[rank, column]} and"
+                    f" {headers[0, column]}",
                     self.step,
                     rank,
                 )
-        # All rows, in a second gather if some rank has many.
-        counts = gathered[:, 3]
-        if counts.max() > _FIRST_ROWS:
-            table = self.group.gather_rows(drawn.table, counts)
-        else:
-            table = unpadded(gathered[:, _HEADER:].reshape(self.group.size, _FIRST_ROWS, 3), counts)
-        if gathered[:, 6].any():
-            for text in self.group.gather_texts(json.dumps(list(drawn.parts))):
-                self._phases += [phase for phase in json.loads(text) if phase not in self._phases]
-        part_counts = gathered[:, 5]
-        part_rows = self.group.gather_rows(self._part_rows(drawn), part_counts)
 
-        # The plan of all of them.
+        # Rows of all ranks: of samples; and of parts, by phase, with the index of their sample in the step.
+        counts = headers[:, 4]
+        ends = _HEADER + 3 * counts
+        rows = [values[_HEADER:end].reshape(-1, 3) for (values, _), end in zip(gathered, ends.tolist(), strict=True)]
+        costs, loss_tokens, sizes = np.concatenate(rows).T.copy()
         owner = np.repeat(np.arange(self.group.size, dtype=np.int32), counts)
-        sizes, parts = [table[:, 2]], None
-        if self.parts is not None:
-            part_rows[:, 1] += np.repeat(np.cumsum(counts) - counts, part_counts)  # index in the step, not in the list
-            of_phases = [part_rows[part_rows[:, 0] == number] for number in range(len(self._phases))]
-            parts = {phase: _parts_of(rows, owner) for phase, rows in zip(self._phases, of_phases, strict=True)}
-            sizes += [rows[:, 4] for rows in of_phases]
-        plan = make_post_plan(table[:, 0], np.concatenate(sizes), owner, self.group.size, self.rule, parts)
-        return plan, int(table[:, 1].sum())
+        of_phases: dict[str, list[Ints]] = {phase: [np.zeros((0, 5), np.int64)] for phase in self._phases}
+        for (values, names), end, first in zip(gathered, ends.tolist(), np.cumsum(counts) - counts, strict=True):
+            of_rank = values[end:].reshape(-1, 5)
+            of_rank[:, 1] += first
+            for number, phase in enumerate(json.loads(names)):
+                of_phases.setdefault(phase, []).append(of_rank[of_rank[:, 0] == number])
+        self._phases = list(of_phases)
+        parts, of_objects = {}, [sizes]
+        for phase, of_ranks in of_phases.items():
+            _, sample, cost, num_rows, num_bytes = np.concatenate(of_ranks).T.copy()
+            place = np.arange(len(sample)) - np.searchsorted(sample, sample)  # in the sample
+            shape: dict[str, Any] = {"positions": num_rows, "tokens": num_rows}
+            parts[phase] = Parts(sample=sample, part=place, costs=cost, rank=owner[sample], **shape)
+            of_objects.append(num_bytes)
+        where = self.iteration, self.step, self.group.size
+        total = int(loss_tokens.sum())
+        as_drawn = plan_as_drawn(*where, costs, owner, np.concatenate(of_objects), total, parts)
+        return make_post_plan(as_drawn, self.encoders, self.gain)
 
-    def _part_rows(self, drawn: _Drawn) -> Ints:
-        """Return int64 (num_parts, 5): phase, sample, cost, rows and bytes of each part of this rank."""
-        rows = [
-            (number, index, part.cost, part.rows, drawn.messages[phase][at].num_bytes if self._movable else 0)
-            for number, phase in enumerate(self._phases)
-            for at, (index, part) in enumerate(drawn.parts.get(phase, ()))
-        ]
-        return np.array(rows, np.int64).reshape(-1, 5)
+    def _moved(self, drawn: _Drawn, plan: PostPlan) -> dict[int, Any]:
+        """Exchange objects, and return those of this rank after the move, by their index in the plan."""
+        own, (owner, rank) = self.group.rank, plan.object_ranks
+        here = np.flatnonzero(owner == own)
+        drawn_parts = [drawn.parts.get(phase, []) for phase in plan.parts]
+        objects = [*drawn.samples, *(part.object for of_phase in drawn_parts for _, part in of_phase)]
+        held = {at: each for at, each in zip(here.tolist(), objects, strict=True) if rank[at] == own}
+        if not len(plan.moved):
+            return held
+        leaving, arriving, route = plan.moves(own)
+        messages = [message for phase in ("llm", *plan.parts) for message in drawn.messages.get(phase, ())]
+        outgoing: Bytes = np.empty(int(route.send_rows.sum()), np.uint8)
+        for place, (start, stop) in zip(np.searchsorted(here, leaving), _spans(plan.sizes[leaving]), strict=True):
+            messages[place].write_to(outgoing[start:stop])
+        incoming = self.group.exchange(outgoing, route)
+        for at, (start, stop) in zip(arriving.tolist(), _spans(plan.sizes[arriving]), strict=True):
+            held[at] = read(incoming[start:stop])
+        return held
 
-    def _failure(self, actions: Ints, error: Exception | None) -> StepError:
-        texts = self.group.gather_texts("" if error is None else _name(error))
-        rank = self.group.rank if error is not None else int(np.argmax(actions == _Action.FAILED))
-        return StepError(f"rank {rank} failed at step {self.step}: {texts[rank]}", self.step, rank)
-
-    def _batch(self, plan: PostPlan, objects: dict[int, Any], loss_tokens: int) -> PostBatch:
+    def _batch(self, plan: PostPlan, objects: dict[int, Any]) -> PostBatch:
         """Return the batch of this rank, which has `objects`, by their index in the plan."""
-        rank, places = self.group.rank, plan.places(self.group.rank)
-        encoded, routes, arriving, start = {}, {}, {}, len(plan.rank)
+        rank, start = self.group.rank, len(plan.rank)
+        places = plan.places(rank)
+        encoded, arriving = {}, {}
         for phase, parts in plan.parts.items():
-            (encodes,), (coming,) = own_parts(parts, rank, 0, one_microbatch(plan.rank))  # in one micro-step
-            encoded[phase] = [objects[start + index] for index in encodes.tolist()]
-            routes[phase] = grouped_route(
-                rank,
-                plan.num_ranks,
-                receivers=plan.rank[parts.sample[encodes]],
-                sent=parts.tokens[encodes],
-                senders=parts.rank[coming],
-                received=parts.tokens[coming],
-                label=f"{phase}, step {self.step}",
-            )
+            encoded[phase] = [objects[start + index] for index in plan.encoded(phase, rank, 0).tolist()]
+            coming = plan.arriving(phase, rank, 0)
             at = np.searchsorted(places, parts.sample[coming])
             arriving[phase] = np.stack([at, parts.part[coming], parts.tokens[coming]], axis=1)
             start += len(parts)
         return PostBatch(
-            [objects[index] for index in places.tolist()],
-            self.group.size / max(1, loss_tokens),
-            self.step,
-            loss_tokens,
-            plan,
-            encoded,
-            routes,
-            arriving,
+            samples=[objects[index] for index in places.tolist()],
+            loss_scale=self.group.size / max(1, plan.loss_tokens),
+            step=self.step,
+            global_loss_tokens=plan.loss_tokens,
+            plan=plan,
+            parts=encoded,
+            routes={phase: plan.route(phase, rank, 0) for phase in plan.parts},
+            arriving=arriving,
         )
-
-    def _moved(self, drawn: _Drawn, plan: PostPlan) -> dict[int, Any]:
-        """Exchange objects, and return those of this rank after the move, by their index in the plan."""
-        own, owner, rank, sizes = self.group.rank, plan.object_owner, plan.object_rank, plan.sizes
-        here = np.flatnonzero(owner == own)
-        drawn_parts = [drawn.parts.get(phase, []) for phase in plan.parts]
-        objects = [*drawn.samples, *(part.object for of_phase in drawn_parts for _, part in of_phase)]
-        kept = {at: each for at, each in zip(here.tolist(), objects, strict=True) if rank[at] == own}
-        if not len(plan.moved):
-            return kept
-        leaving, arriving = plan.leaving(own), plan.arriving(own)
-        to_each, from_each = np.zeros((2, plan.num_ranks), np.int64)
-        np.add.at(to_each, rank[leaving], sizes[leaving])
-        np.add.at(from_each, owner[arriving], sizes[arriving])
-        messages = [message for phase in ("llm", *plan.parts) for message in drawn.messages.get(phase, ())]
-        outgoing: Bytes = np.empty(int(to_each.sum()), np.uint8)
-        for place, (start, stop) in zip(np.searchsorted(here, leaving), _spans(sizes[leaving]), strict=True):
-            messages[place].write_to(outgoing[start:stop])
-        incoming = self.group.exchange(outgoing, to_each.tolist(), from_each.tolist())
-        spans = _spans(sizes[arriving])
-        return kept | {
-            at: read(incoming[start:stop]) for at, (start, stop) in zip(arriving.tolist(), spans, strict=True)
-        }
 
 
 def _add_parts(
@@ -524,13 +476,6 @@ def _add_parts(
             rows = _count(part.rows, f"parts, for the rows of a part of phase {phase!r},")
             own.append((index, Part(part.object, max(1, part_cost), rows)))
     return _count(cost["llm"], "cost of phase 'llm'")
-
-
-def _parts_of(rows: Ints, owner: Ranks) -> Parts:
-    """Return the parts of a phase, on the ranks that drew them; rows as of `StepMaker._part_rows`."""
-    _, sample, cost, num_rows, _ = rows.T
-    number = np.arange(len(sample)) - np.searchsorted(sample, sample)
-    return Parts(sample=sample, part=number, positions=num_rows, tokens=num_rows, costs=cost, rank=owner[sample])
 
 
 def _spans(sizes: Ints) -> Iterator[tuple[int, int]]:
