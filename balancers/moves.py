@@ -22,8 +22,9 @@ from orchdata.balancers.assignment import (
     checked_tolerance,
     lower_bound,
     moved_counts,
+    search_pairs,
 )
-from orchdata.balancers.phases import PhaseAssignment, balance_phases, checked_phases, search_pairs
+from orchdata.balancers.phases import PhaseAssignment, balance_phases, checked_phases
 from orchdata.balancers.placement import renamed
 from orchdata.native.assign.phase_refine import phase_loads
 from orchdata.native.assign.phases import sum_of_peaks

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from orchdata.balancers.costs.model import CostModel
 from orchdata.batch.batch import ModelInputs
-from orchdata.building.contents import IndexedShards, SampleContent
-from orchdata.building.pages import ShardContent
+from orchdata.building.pages import IndexedShards, SampleContent, ShardContent
 from orchdata.caching import filler_of
 from orchdata.dataset.advice import (
     warn_of_costs,

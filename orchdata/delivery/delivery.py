@@ -31,8 +31,7 @@ from torch import Tensor
 
 from orchdata.batch.batch import Batch, ModelInputs
 from orchdata.batch.tensors import IGNORE, TeamUse, counted_labels
-from orchdata.building.memory import BufferPool
-from orchdata.building.step import BuildSpec, BuiltStep, step_figures
+from orchdata.building.step import BufferPool, BuildSpec, BuiltStep, step_figures
 from orchdata.delivery.policy import FailureBudget
 from orchdata.engines.engine import Engine
 from orchdata.engines.processes.message import plain, revive

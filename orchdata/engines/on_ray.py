@@ -26,13 +26,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.building.memory import BufferPool
-from orchdata.building.step import BuildSpec, BuiltStep
-from orchdata.engines.engine import Engine, Workers
+from orchdata.building.step import BufferPool, BuildSpec, BuiltStep
+from orchdata.engines.engine import Engine, Workers, passed_on
 from orchdata.engines.parcel import check_same, expected_by, make_parcel, open_parcel
 from orchdata.engines.processes.message import Bytes, Unit, describe_step, describe_value
 from orchdata.engines.supervisor import WorkerEngine
-from orchdata.engines.threads import passed_on
 from orchdata.engines.work import Work, WorkerSpec, alone_of, error_of, sendable
 from orchdata.loaders.errors import PackageError, one_line
 from orchdata.loaders.watch import IDLE, Watch, all_wait

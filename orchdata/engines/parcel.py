@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from orchdata.building.contents import IndexedShards, shard_loader
+from orchdata.building.pages import IndexedShards, shard_loader
 from orchdata.engines.engine import explain_pickling, pickles
 from orchdata.engines.work import WorkerSpec
 from orchdata.loaders.environment import OWN, distribution_of

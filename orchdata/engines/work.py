@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import resource
 import traceback
 from collections import Counter
@@ -15,15 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
-from orchdata.building.memory import Memory
-from orchdata.building.step import Builder, BuildSpec
-from orchdata.engines.engine import Engine, Workers
+from orchdata.building.step import Builder, BuildSpec, Memory
+from orchdata.engines.engine import Engine, InlineEngine, ThreadEngine, Workers, passed_on, seed_process
 from orchdata.engines.processes.message import Unit, describe_value, read_value
-from orchdata.engines.threads import InlineEngine, ThreadEngine, passed_on
 from orchdata.loaders.child_process import lower_limit, taken_bytes
 from orchdata.loaders.storage.remote import requests
 from orchdata.loaders.storage.storage import ReadBytes
@@ -153,42 +149,3 @@ def error_of(unit: Unit) -> Any:
 def alone_of(worker: WorkerSpec) -> WorkerSpec:
     """Return the spec of a worker that loads single samples."""
     return replace(worker, workers=replace(worker.workers, num_threads=0, prefetch_factor=1))
-
-
-class WorkerSeeds:
-    """The base seeds of a loader's iterations, drawn from a generator; None for torch's default one.
-
-    torch's loader draws one at each `iter()`, but for persistent workers only at the first: workers that are started
-    `later`, after an error or for a state, have seeds derived from it.
-    """
-
-    def __init__(self, generator: torch.Generator | None, *, persistent: bool) -> None:
-        self._generator = generator
-        self._persistent = persistent
-        self.later: torch.Generator | None = None
-
-    def draw(self) -> int:
-        """Draw the base seed of one more iteration."""
-        if self.later is not None:
-            return _draw(self.later)
-        return self.follow(_draw(self._generator))
-
-    def follow(self, base_seed: int) -> int:
-        """Use this base seed for the next iteration: it is new, or a state has stored it."""
-        if self.later is None and self._persistent:
-            self.later = torch.Generator().manual_seed(base_seed)
-        return base_seed
-
-
-def seed_process(base_seed: int, number: int) -> int:
-    """Set the random states of this process, worker `number`, as torch's workers have them. Returns its seed."""
-    seed = base_seed + number
-    random.seed(seed)
-    torch.manual_seed(seed)
-    np.random.seed(torch_worker._generate_state(base_seed, number))  # noqa: NPY002
-    return seed
-
-
-def _draw(generator: torch.Generator | None) -> int:
-    """Draw a seed as torch's loader does at each `iter()`, with or without workers."""
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())

@@ -20,7 +20,10 @@ from orchdata.building.step import BuildSpec
 from orchdata.delivery.policy import TorchCounts
 from orchdata.engines.engine import Workers
 from orchdata.engines.processes.message import Failed, unpacked
-from orchdata.engines.torch_workers import (
+from orchdata.finalizers import Ending
+from orchdata.loop.loop import EpochLoop, Position
+from orchdata.loop.planned import Interrupted, LoopContext, draw_tasks
+from orchdata.loop.torch_workers import (
     Asked,
     Batches,
     BatchStream,
@@ -31,9 +34,6 @@ from orchdata.engines.torch_workers import (
     has_own_state,
     iterate,
 )
-from orchdata.finalizers import Ending
-from orchdata.loop.loop import EpochLoop, Position
-from orchdata.loop.planned import Interrupted, LoopContext, draw_tasks
 from orchdata.notices import warn_once, warn_user
 from orchdata.order.steps import OrderedSteps, StateGetter, StepTask, StreamSteps, states_of
 from orchdata.planning.make_plan import PlanSpec, make_plan

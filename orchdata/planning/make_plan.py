@@ -192,8 +192,7 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
     # The rank and microbatch of each sample, and per phase the rank of each part.
     stream_rank = stream_ranks(stream, spec.num_ranks)
     batch = _GlobalBatch(spec, row, costs, positions, stream_rank)
-    parts: Mapping[str, Parts] = {}
-    rounds = None
+    parts, rounds = dict[str, Parts](), None
     if repeats:
         shares = one_microbatch(stream_rank)
     elif spec.balance.assignment == "joint":
@@ -201,17 +200,10 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
     else:
         shares, on_gpus, rounds = batch.share_out_per_phase()
         parts = {phase: spec.encoders.named(of) for phase, of in on_gpus.items()}
-    of_sources: dict[str, Any] = {}
-    if spec.order.sources:
-        by_source = np.zeros(len(spec.order.sources), np.int64)
-        np.add.at(by_source, source, loss_tokens)
-        of_sources = {
-            "sources": tuple(each.name for each in spec.order.sources),
-            "passes": passes,
-            "source_loss_tokens": by_source,
-            # Losses of tokens are multiplied by float32 weights: sums and denominators agree.
-            "loss_weights": tuple(float(np.float32(each.loss_weight)) for each in spec.order.sources),
-        }
+    sources, of_sources = spec.order.sources, None
+    if sources:
+        of_sources = np.zeros(len(sources), np.int64)
+        np.add.at(of_sources, source, loss_tokens)
     return Plan(
         epoch=task.epoch,
         step=task.step,
@@ -233,7 +225,11 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
         rounds=rounds,
         ranges=ranges,
         teams=shares.teams,
-        **of_sources,
+        sources=tuple(each.name for each in sources),
+        passes=passes if sources else None,
+        source_loss_tokens=of_sources,
+        # Losses of tokens are multiplied by float32 weights: sums and denominators agree.
+        loss_weights=tuple(float(np.float32(each.loss_weight)) for each in sources),
     )
 
 

@@ -24,12 +24,11 @@ import orchdata
 from orchdata.balancers.assignment import loads_by_rank_and_microbatch, lower_bound
 from orchdata.balancers.microbatches import order_microbatches
 from orchdata.loaders.generators import Pass
-from orchdata.planning.balance import StepPrice
+from orchdata.planning.balance import StepPrice, StepTeams
 from orchdata.planning.parts import Parts, by_rounds, own_parts
 from orchdata.planning.route import Route, grouped_route, in_segments
 from orchdata.planning.sharing.packed import NO_PADDING, NoPadding
 from orchdata.planning.sharing.shares import Padding, Shares
-from orchdata.planning.teams import StepTeams
 from orchdata.planning.windows import TokenRanges
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ def test_a_step_enters_the_loop_the_plan_and_the_builder(script: Any, monkeypatc
     assert {
         ("orchdata/dataloader.py", "__iter__"),
         ("orchdata/planning/make_plan.py", "make_plan"),
-        ("orchdata/engines/threads.py", "submit"),
+        ("orchdata/engines/engine.py", "submit"),
         ("orchdata/building/step.py", "build"),
     } <= names
     assert ("orchdata/dataloader.py", "__init__") not in names

@@ -18,12 +18,10 @@ import numpy as np
 import torch
 from torch.utils.data._utils import collate as torch_collate
 
-from orchdata.building.memory import Memory
-from orchdata.building.step import Builder, BuiltStep
-from orchdata.engines.engine import Engine
+from orchdata.building.step import Builder, BuiltStep, Memory
+from orchdata.engines.engine import Engine, passed_on
 from orchdata.engines.processes.message import Unit, describe_step, describe_value, packed, unpacked
 from orchdata.engines.processes.slabs import Slabs, StepMemory
-from orchdata.engines.threads import passed_on
 from orchdata.engines.work import Work, WorkerSpec, sendable
 from orchdata.loaders.child_process import Channel, leave_out_what_is_loaded
 from orchdata.loaders.errors import StorageError

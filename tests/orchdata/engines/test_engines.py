@@ -21,9 +21,8 @@ from spec_job import delivered
 
 from orchdata.building.collate import SampleAssembler
 from orchdata.building.step import Builder, BuildSpec
-from orchdata.engines.engine import Engine, Workers
+from orchdata.engines.engine import Engine, InlineEngine, ThreadEngine, Workers
 from orchdata.engines.processes.engine import ProcessEngine
-from orchdata.engines.threads import InlineEngine, ThreadEngine
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.watch import Watch
 from orchdata.order.order import Order, Shuffle
