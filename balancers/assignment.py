@@ -89,12 +89,9 @@ def moved_counts(costs: Ints, sizes: Ints, owner: Ints32, rank: Ints32, ranks_pe
     }
 
 
-def loads_by_rank_and_microbatch(
-    costs: Ints, rank: Ints32, microbatch: Ints32, num_ranks: int, num_microbatches: int
-) -> Ints:
-    """Return the cost of each rank's microbatches, int64 (num_ranks, num_microbatches)."""
-    loads: Ints = cell_sums(costs, rank, microbatch, num_ranks, num_microbatches)
-    return loads
+loads_by_rank_and_microbatch = cell_sums
+"""(costs, rank, microbatch, num_ranks, num_microbatches) -> the cost of each rank's microbatches, int64 (num_ranks,
+num_microbatches)."""
 
 
 def loads_of(costs: ArrayLike, rank: Ints32, num_ranks: int) -> Ints:

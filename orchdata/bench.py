@@ -48,8 +48,7 @@ from orchdata.loaders.storage.remote.urls import without_secrets
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance, Teams
-from orchdata.planning.make_plan import PlanSpec, make_plan
-from orchdata.planning.plan import Plan
+from orchdata.planning.plan import Plan, PlanSpec, make_plan
 from orchdata.synth import synthesize
 
 if TYPE_CHECKING:

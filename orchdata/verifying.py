@@ -43,7 +43,7 @@ from orchdata.loaders.watch import Watch
 from orchdata.order.order import Order
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance, Packed
-from orchdata.planning.make_plan import PlanSpec
+from orchdata.planning.plan import PlanSpec
 
 _ROWS_AT_ONCE = 64
 _QUEUED = 2

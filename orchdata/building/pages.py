@@ -507,10 +507,6 @@ class Pages:
             rest = again.finish()
             return Assembled(rest.batch, [*failures, *rest.failures], rest.seconds)
         started = time.perf_counter()
-        batch = self._batch()
-        return Assembled(batch, failures, {**self._seconds, "packing": time.perf_counter() - started})
-
-    def _batch(self) -> Batch:
         media = {name: of.batch() for name, of in self._media.items()}
         check_written(self._written, "samples")
         share, plan, samples, arrays = self._share, self._share.plan, self._samples, self._arrays
@@ -527,7 +523,7 @@ class Pages:
         ranges = zip(self._first.tolist(), (self._first + self._held).tolist(), strict=True)
         rows: list[int] = self._rows.tolist()
         sample_ids: tuple[SampleId, ...] = tuple((index.shard_of(row).url, index.key(row)) for row in rows)
-        return Batch(
+        batch = Batch(
             text=TextBatch(input_ids=torch.from_numpy(ids), cu_seqlens=cu_seqlens(starts_of(lengths))),
             media=media,
             llm=llm,
@@ -547,6 +543,7 @@ class Pages:
             fields={name: [kept.get(name) for kept in of_samples] for name in self._assembler.kept},
             peer=share.peer,
         )
+        return Assembled(batch, failures, {**self._seconds, "packing": time.perf_counter() - started})
 
     def _teams(self) -> tuple[Team, ...]:
         """Return the teams of the samples, which come by size."""

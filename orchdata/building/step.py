@@ -34,8 +34,7 @@ from orchdata.loaders.storage.storage import ReadBytes
 from orchdata.loaders.watch import Watch
 from orchdata.order.steps import StepTask
 from orchdata.planning.balance import Layout
-from orchdata.planning.make_plan import PlanSpec, make_plan
-from orchdata.planning.plan import Plan
+from orchdata.planning.plan import Plan, PlanSpec, make_plan
 
 Task = Callable[[], None]
 T = TypeVar("T")

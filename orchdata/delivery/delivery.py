@@ -39,8 +39,7 @@ from orchdata.loaders.errors import BLANK, DataError, TooManyFailures
 from orchdata.notices import warn_once, warn_user
 from orchdata.order.steps import StepTask
 from orchdata.planning.balance import Padded
-from orchdata.planning.make_plan import make_plan
-from orchdata.planning.plan import Plan
+from orchdata.planning.plan import Plan, make_plan
 from orchdata.ranks.agreement import gather, small_device
 from orchdata.ranks.parallel import Rank, group_timeout
 from orchdata.ranks.wire import Message, WireError, describe, read

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from orchdata.building.pages import IndexedShards, shard_loader
 from orchdata.engines.engine import explain_pickling, pickles
-from orchdata.engines.work import WorkerSpec
+from orchdata.engines.processes.worker import WorkerSpec
 from orchdata.loaders.environment import OWN, distribution_of
 from orchdata.loaders.errors import DataError, OrchdataError, ShardError, StaleIndexError, StorageError, one_line
 from orchdata.loaders.generators import Pass

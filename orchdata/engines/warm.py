@@ -34,7 +34,7 @@ from orchdata.notices import in_words, progress_bar
 if TYPE_CHECKING:
     from orchdata.building.step import BuildSpec
     from orchdata.planning.balance import Balance
-    from orchdata.planning.make_plan import PlanSpec
+    from orchdata.planning.plan import PlanSpec
 
 _COMPILING = "compiling kernels, once on this machine"
 _PATIENCE_SECONDS = 600.0
@@ -225,7 +225,7 @@ def _warm_plans(spec: PlanSpec) -> None:
     """
     from orchdata.order.order import Order, Shuffle
     from orchdata.order.steps import GlobalBatches, StepTask
-    from orchdata.planning.make_plan import make_plan
+    from orchdata.planning.plan import make_plan
 
     samples = Order(len(_COSTS), shuffle=Shuffle(), seed=0)
     if spec.order.num_samples:
@@ -326,8 +326,7 @@ def _teams() -> None:
 
 
 def _moves() -> None:
-    from orchdata.balancers.grid import balance_grid, balance_grouped
-    from orchdata.balancers.moves import balance_from
+    from orchdata.balancers.moves import balance_from, balance_grid, balance_grouped
 
     owner = np.arange(len(_COSTS), dtype=np.int32) % _RANKS
     costs = {"encoder": _COSTS, "llm": _COSTS[::-1].copy()}

@@ -36,7 +36,7 @@ from orchdata.loop.torch_workers import (
 )
 from orchdata.notices import warn_once, warn_user
 from orchdata.order.steps import OrderedSteps, StateGetter, StepTask, StreamSteps, states_of
-from orchdata.planning.make_plan import PlanSpec, make_plan
+from orchdata.planning.plan import PlanSpec, make_plan
 
 _BLOCK_STEPS = 64  # steps of an order with rows that are computed together
 

@@ -6,15 +6,16 @@
 A micro-step is the m-th microbatch of all ranks. Its parts are those of its samples, and any rank in the scope may
 encode them. A part stays with its sample where that costs nothing. Under `Balance(encode=...)` the same holds in
 rounds, each some consecutive micro-steps. Where the peers of a rank encode too, parts are balanced over all GPUs,
-those that stay with their samples over the peers of their rank. Every rank computes the same.
+those that stay with their samples over the peers of their rank. Every rank computes the same. `GlobalBatch`, at the
+end, shares out the samples of a step, and its parts.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,10 +27,18 @@ from orchdata.native.assign.packed import longest_first_in_groups
 from orchdata.native.minimal_move import relabel
 from orchdata.native.sorting import descending_order
 from orchdata.planning.balance import Balance
-from orchdata.planning.sharing.shares import Shares, assign
+from orchdata.planning.sharing.accumulated import share_out_in
+from orchdata.planning.sharing.shares import Shares, StepSamples, assign
+from orchdata.planning.sharing.teams import share_in_teams, without_teams
+
+if TYPE_CHECKING:
+    from orchdata.planning.plan import PlanSpec
 
 Ints = NDArray[np.int64]
 Ranks = NDArray[np.int32]
+
+_TRIES = 8  # Numbers of micro-steps tried before parts stay with their samples.
+_STAY = 200  # Parts stay with their samples where that costs at most this part more.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -246,3 +255,129 @@ def _overfull(parts: Parts, step: Ranks, cap: int, num_gpus: int) -> Ints:
     positions = loads_by_rank_and_microbatch(parts.positions, parts.rank, step, num_gpus, num_steps)
     counts = loads_by_rank_and_microbatch(np.ones_like(parts.positions), parts.rank, step, num_gpus, num_steps)
     return np.nonzero((positions > cap) & (counts > 1))[1]
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """The samples of one step, their costs in every phase, and their positions in `llm` and capped phases."""
+
+    spec: PlanSpec
+    row: Ints
+    costs: Mapping[str, Ints]
+    positions: Mapping[str, Ints]
+    stream_rank: NDArray[np.int32]
+
+    def share_out(
+        self,
+        phases: Sequence[str] | None = None,
+        caps: Sequence[str] | None = None,
+        num_microbatches: int | None = None,
+    ) -> Shares:
+        """Return ranks and microbatches of whole samples, by all balanced phases and within all caps, or by some of
+        them; in the fewest microbatches, or `PlanSpec.accumulate` of them.
+        """
+        spec, balance = self.spec, self.spec.balance
+        costs = {phase: self.costs[phase] for phase in phases or spec.costs.balanced}
+        sizes = {phase: self.positions[phase] for phase in (balance.caps if caps is None else caps)}
+        step = StepSamples(costs, sizes, self.positions["llm"], spec.num_ranks, balance, self.stream_rank)
+        if spec.balance.teams is not None:
+            # A model that encodes a whole sample has it whole.
+            is_text = np.all([column == 0 for phase, column in self.costs.items() if phase != "llm"], axis=0)
+            may_share = np.broadcast_to(is_text | (spec.balance.assignment == "per_phase"), len(self.row))
+            given = spec.costs.exponent, spec.accumulate, may_share, self._multiple_of
+            return share_in_teams(step, spec.balance.teams, *given)
+        if spec.accumulate > 1:
+            return share_out_in(step, spec.costs.padded, spec.accumulate)
+        return spec.costs.padded.share_out(step, num_microbatches)
+
+    @property
+    def _multiple_of(self) -> int:
+        """Of which the length of joined sequences is a multiple."""
+        return getattr(self.spec.costs.padded, "joined_to", None) or 1
+
+    def share_out_per_phase(self) -> tuple[Shares, dict[str, Parts], NDArray[np.int32] | None]:
+        """Return the same, in the fewest microbatches in which encoders keep their caps; the GPU of each part; and
+        `Plan.rounds`.
+
+        Parts are spread over ranks, so larger micro-steps fit than with parts on the ranks of their samples. The plan
+        of whole samples is compared: it is taken with spread parts if it has fewer micro-steps, and unchanged, so that
+        no part moves, if it costs about the same. Teams are chosen by `llm` alone.
+        """
+        spec = self.spec
+        unassigned = {phase: spec.costs.parts(phase, self.row) for phase in spec.costs.phases[:-1]}
+        shares, parts = self._spread(unassigned)
+        if shares.teams is not None:
+            return shares, *self._in_rounds(shares, parts)
+        if spec.balance.teams is not None:
+            alone = replace(spec, balance=without_teams(spec.balance, self._multiple_of))
+            return replace(self, spec=alone).share_out_per_phase()
+        spread = self._in_rounds(shares, parts)
+        if len(spec.costs.balanced) > 1:
+            whole = self.share_out()
+            if whole.num_microbatches < shares.num_microbatches:
+                shares = whole
+                spread = self._in_rounds(whole, self._fit(unassigned, whole, or_home=True))
+            if whole.num_microbatches == shares.num_microbatches:
+                home = spec.encoders.home
+                at_home = {phase: replace(of, rank=home(of, whole)) for phase, of in unassigned.items()}
+                stay = self._in_rounds(whole, at_home, stays=True)
+                if self._price(whole, *stay) * _STAY <= self._price(shares, *spread) * (_STAY + 1):
+                    return whole, *stay
+        return shares, *spread
+
+    def _in_rounds(
+        self, shares: Shares, parts: dict[str, Parts], *, stays: bool = False
+    ) -> tuple[dict[str, Parts], NDArray[np.int32] | None]:
+        """Return parts balanced in rounds, and `Plan.rounds`."""
+        spec = self.spec
+        if spec.balance.encode == "micro_step" or not parts:
+            return parts, None
+        rounds, parts = share_out_in_rounds(parts, shares, spec.encoders, stays=stays)
+        return parts, rounds if int(rounds[-1]) + 1 < shares.num_microbatches else None
+
+    def _spread(self, unassigned: Mapping[str, Parts]) -> tuple[Shares, dict[str, Parts]]:
+        """Balance `llm` by itself, and each encoder over the ranks of each micro-step."""
+        capped = {phase: cap for phase, cap in self.spec.balance.caps.items() if phase in unassigned}
+        llm = [phase for phase in self.spec.balance.caps if phase == "llm"]
+        if capped and (self.spec.accumulate > 1 or self.spec.balance.teams is not None):
+            spread = self.share_out(["llm"], llm)
+            fitted = self._fit(unassigned, spread)
+            if len(fitted) == len(unassigned):
+                return spread, fitted
+        shares = self.share_out(["llm"])
+        if capped and shares.num_microbatches > 1 and self.spec.accumulate == 1 and self.spec.balance.teams is None:
+            sums = {phase: int(unassigned[phase].positions.sum()) for phase in capped}
+            room = [-(-sums[phase] // (cap * self.spec.encoders.num_gpus)) for phase, cap in capped.items()]
+            fewest = max(self.share_out(["llm"], llm).num_microbatches, *room)
+            for number in range(fewest, min(fewest + _TRIES, shares.num_microbatches)):
+                candidate = self.share_out(["llm"], llm, number)
+                fitted = self._fit(unassigned, candidate)
+                if len(fitted) == len(unassigned):
+                    return candidate, fitted
+        return shares, self._fit(unassigned, shares, or_home=True)
+
+    def _price(self, shares: Shares, parts: Mapping[str, Parts], rounds: NDArray[np.int32] | None) -> int:
+        """Return what ranks wait for in the phases that are balanced: `Plan.cost`."""
+        spec = self.spec
+        met = shares if rounds is None else by_rounds(shares, rounds)
+        where = (spec.encoders.num_gpus, met.num_microbatches)
+        encoders = [
+            spec.num_peers * loads_by_rank_and_microbatch(of.costs, of.rank, met.microbatch[of.sample], *where)
+            for phase, of in parts.items()
+            if phase in spec.costs.balanced
+        ]
+        llm = spec.costs.padded.loads(self.costs["llm"], self.positions["llm"], shares, spec.num_ranks)
+        return spec.balance.price.of([*encoders, llm])
+
+    def _fit(self, unassigned: Mapping[str, Parts], shares: Shares, *, or_home: bool = False) -> dict[str, Parts]:
+        """Assign parts to GPUs in each micro-step; those of phases without a cap not yet, if they are balanced in
+        rounds. A phase is left out if its cap cannot be kept and parts may not stay at home.
+        """
+        balance, encoders = self.spec.balance, self.spec.encoders
+        fitted: dict[str, Parts | None] = dict(unassigned)
+        for phase, parts in unassigned.items():
+            if (cap := balance.caps.get(phase)) is not None:
+                fitted[phase] = fit_parts(parts, cap, shares, encoders, or_home=or_home)
+            elif balance.encode == "micro_step":
+                fitted[phase] = share_out_parts(parts, shares, encoders)
+        return {phase: parts for phase, parts in fitted.items() if parts is not None}

@@ -1,4 +1,8 @@
-"""The plan of a step: the rank of each sample of a global batch, and the rank that encodes each part.
+"""The plan of a step: the rank of each sample of a global batch, and the rank that encodes each part; and `make_plan`,
+which is pure and does not communicate: every rank computes the same plan, to the bit.
+
+    order --positions--> rows --costs--> share out --rank, microbatch--> Plan
+                                             +--parts--> balance --encoder rank--+   (per_phase)
 
 Segments: rows of parts -> the members of a team that may have their tokens, where ranks share samples with media.
 
@@ -15,21 +19,24 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 import orchdata
-from orchdata.balancers.assignment import loads_by_rank_and_microbatch, lower_bound
+from orchdata.balancers.assignment import checked_max_samples, loads_by_rank_and_microbatch, lower_bound
 from orchdata.balancers.microbatches import order_microbatches
 from orchdata.loaders.generators import Pass
-from orchdata.planning.balance import StepPrice, StepTeams
-from orchdata.planning.parts import Parts, by_rounds, own_parts
+from orchdata.loaders.storage.cache import MappedArray
+from orchdata.order.order import SampleOrder, Samples
+from orchdata.order.steps import Batches, Begin, GlobalBatches, OrderedSteps, StepTask
+from orchdata.planning.balance import Balance, StepPrice, StepTeams
+from orchdata.planning.parts import Encoders, GlobalBatch, Parts, by_rounds, own_parts
 from orchdata.planning.route import Route, grouped_route, in_segments
 from orchdata.planning.sharing.packed import NO_PADDING, NoPadding
-from orchdata.planning.sharing.shares import Padding, Shares
-from orchdata.planning.windows import TokenRanges
+from orchdata.planning.sharing.shares import Padding, Shares, one_microbatch, stream_ranks
+from orchdata.planning.windows import TokenRanges, WindowCost, piece_labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -443,3 +450,197 @@ class Plan:
         for column in columns:
             digest.update(column.astype(column.dtype.newbyteorder("<"), copy=False).tobytes())
         return digest.hexdigest()
+
+
+class SampleCosts(Protocol):
+    """What a plan needs to know of samples, none of which is decoded.
+
+    All methods take `row` int64 (n,), rows of the index, and return int64 (n,).
+    """
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Phases with reported loads."""
+
+    @property
+    def balanced(self) -> tuple[str, ...]:
+        """Those of them that are balanced, a subset."""
+
+    @property
+    def padded(self) -> Padding:
+        """How `llm` microbatches are padded, and what that costs."""
+
+    @property
+    def exponent(self) -> int:
+        """Costs are in the unit of the cost model times 2**exponent."""
+
+    def costs(self, phase: str, row: Ints) -> Ints: ...
+
+    def positions(self, phase: str, row: Ints) -> Ints: ...
+
+    def loss_tokens(self, row: Ints) -> Ints: ...
+
+    def parts(self, phase: str, row: Ints) -> Parts:
+        """Return the parts of an encoder phase, each with the index of its sample in `row`, and rank -1."""
+
+
+class _SampleCosts:
+    """Samples with one cost each, in the single phase `llm`."""
+
+    phases: ClassVar[tuple[str, ...]] = ("llm",)
+    balanced: ClassVar[tuple[str, ...]] = ("llm",)
+    padded: ClassVar[Padding] = NO_PADDING
+    exponent: ClassVar[int] = 0
+
+    def loss_tokens(self, row: Ints) -> Ints:
+        return np.zeros(len(row), np.int64)
+
+    def parts(self, phase: str, row: Ints) -> Parts:
+        raise ValueError(f"costs per sample do not give the parts of phase {phase!r}: use assignment='joint'")
+
+
+@dataclass(frozen=True)
+class EqualCosts(_SampleCosts):
+    """Every sample costs 1, for any number of samples."""
+
+    def costs(self, phase: str, row: Ints) -> Ints:
+        return np.ones(len(row), np.int64)
+
+    positions = costs
+
+
+@dataclass(frozen=True)
+class ArrayCosts(_SampleCosts):
+    """One cost a sample, int64 (num_samples,)."""
+
+    values: Ints
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _array_costs, (MappedArray(self.values),)
+
+    def costs(self, phase: str, row: Ints) -> Ints:
+        return np.maximum(self.values[row], 1)
+
+    def positions(self, phase: str, row: Ints) -> Ints:
+        return self.values[row]
+
+
+def _array_costs(values: MappedArray) -> ArrayCosts:
+    return ArrayCosts(values.array)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSpec:
+    """Everything that a plan depends on, except its `StepTask`: a value that pickles."""
+
+    costs: SampleCosts
+    order: SampleOrder
+    batches: Batches
+    balance: Balance
+    num_ranks: int
+    # Of parts that are assigned separately: samples do not depend on these two.
+    ranks_per_node: int | None = None  # consecutive ranks, in which features travel if possible; None: not known
+    num_peers: int = 1  # GPUs of a rank that encode
+    accumulate: int = 1  # micro-steps of every step; 1: as many as the caps need
+    evens_tail: bool = False  # of map-style data: the last step has as many samples on each rank, by repeats
+
+    def __post_init__(self) -> None:
+        if self.balance.scope in ("grouped", "grid") and self.balance.group_size is None:
+            raise ValueError(f"Balance.scope={self.balance.scope!r} needs group_size, the ranks of a group")
+        if (cap := self.balance.max_samples) is None:
+            return
+        if not isinstance(self.batches, GlobalBatches):
+            raise ValueError(
+                "Balance.max_samples caps samples, and a step of global_batch_tokens has as many as fit: cap tokens by "
+                "Balance.max_tokens, or give global_batch_size"
+            )
+        most = min(self.batches.size, max(self.order.num_samples, self.order.length(0)))
+        checked_max_samples(cap, most, self.num_ranks)
+
+    @property
+    def steps(self) -> OrderedSteps:
+        """The steps of each epoch, if the order knows its samples before they are drawn."""
+        return OrderedSteps(batches=self.batches, order=self.order)
+
+    @property
+    def encoders(self) -> Encoders:
+        """What encodes, where parts are assigned separately."""
+        return Encoders(self.balance, self.num_ranks, self.num_peers, self.ranks_per_node)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the first epoch."""
+        return self.steps.count(0)
+
+    def last_step(self, epoch: int, begin: Begin | None) -> int:
+        """Return the last step of an epoch that is cut in the present way from `begin` on."""
+        return self.batches.count(self.order.length(epoch), epoch, begin) - 1
+
+
+def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
+    """Return the plan of one step. Raises IndexError for a step outside the epoch."""
+    ranges, repeats, padded = None, False, spec.costs.padded
+
+    # The samples: a torch sampler drew them, the task carries them, or the order computes them.
+    if task.rows is None:
+        samples = task.samples or spec.batches.samples(spec.order, task)
+    else:
+        samples = Samples(np.zeros(len(task.rows), np.int32), task.rows, np.zeros(len(task.rows), np.int64))
+    source, row, stream, passes, tokens, first, epoch = samples
+
+    if isinstance(padded, WindowCost):
+        # Pieces of documents, which fill windows.
+        costs, positions = {"llm": padded.of_pieces(tokens)}, {"llm": tokens}
+        loss_tokens = piece_labels(tokens, spec.costs.loss_tokens(row))
+        ranges = TokenRanges(first, epoch, loss_tokens)
+    else:
+        is_tail = spec.evens_tail and task.step == spec.last_step(task.epoch, task.begin)
+        if repeats := is_tail and len(row) % spec.num_ranks > 0:
+            size = -(-len(row) // spec.num_ranks) * spec.num_ranks
+            source, row, stream = np.resize(source, size), np.resize(row, size), np.zeros(size, np.int64)
+        costs = {phase: spec.costs.costs(phase, row) for phase in spec.costs.phases}
+        loss_tokens = spec.costs.loss_tokens(row)
+        positions = {phase: spec.costs.positions(phase, row) for phase in dict.fromkeys(("llm", *spec.balance.caps))}
+
+    # The rank and microbatch of each sample, and per phase the rank of each part.
+    stream_rank = stream_ranks(stream, spec.num_ranks)
+    batch = GlobalBatch(spec, row, costs, positions, stream_rank)
+    parts, rounds = dict[str, Parts](), None
+    if repeats:
+        shares = one_microbatch(stream_rank)
+    elif spec.balance.assignment == "joint":
+        shares = batch.share_out()
+    else:
+        shares, on_gpus, rounds = batch.share_out_per_phase()
+        parts = {phase: spec.encoders.named(of) for phase, of in on_gpus.items()}
+    sources, of_sources = spec.order.sources, None
+    if sources:
+        of_sources = np.zeros(len(sources), np.int64)
+        np.add.at(of_sources, source, loss_tokens)
+    return Plan(
+        epoch=task.epoch,
+        step=task.step,
+        num_ranks=spec.num_ranks,
+        num_microbatches=shares.num_microbatches,
+        source=source,
+        row=row,
+        rank=shares.rank,
+        microbatch=shares.microbatch,
+        costs=costs,
+        llm_positions=positions["llm"],
+        padded=padded,
+        loss_tokens=int(loss_tokens.sum()),
+        stream_rank=stream_rank,
+        group_size=spec.balance.group_size,
+        ranks_per_node=spec.ranks_per_node,
+        num_peers=spec.num_peers,
+        parts=parts,
+        rounds=rounds,
+        ranges=ranges,
+        teams=shares.teams,
+        sources=tuple(each.name for each in sources),
+        passes=passes if sources else None,
+        source_loss_tokens=of_sources,
+        # Losses of tokens are multiplied by float32 weights: sums and denominators agree.
+        loss_weights=tuple(float(np.float32(each.loss_weight)) for each in sources),
+    )

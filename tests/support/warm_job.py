@@ -19,7 +19,7 @@ from orchdata.engines.warm import warm
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance, Teams
-from orchdata.planning.make_plan import PlanSpec, make_plan
+from orchdata.planning.plan import PlanSpec, make_plan
 
 BALANCES = {
     "joint": Balance(),

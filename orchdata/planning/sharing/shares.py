@@ -31,9 +31,8 @@ from orchdata.balancers.assignment import (
     lower_bound,
     search_pairs,
 )
-from orchdata.balancers.grid import balance_grid, balance_grouped
 from orchdata.balancers.microbatches import split_microbatches
-from orchdata.balancers.moves import balance_from
+from orchdata.balancers.moves import balance_from, balance_grid, balance_grouped
 from orchdata.native.assign.phase_refine import phase_peaks
 from orchdata.native.assign.phases import above_caps, sum_of_peaks
 from orchdata.native.microbatches.within_caps import fits_alone

@@ -19,7 +19,7 @@ import orchdata as od
 from orchdata.building.collate import takes_step
 from orchdata.building.step import BufferPool, Returns, step_figures
 from orchdata.order.steps import StepTask
-from orchdata.planning.make_plan import make_plan
+from orchdata.planning.plan import make_plan
 from orchdata.planning.sharing.packed import NoPadding
 
 TEXTS = {f"k{number}": b"sample"[: 3 + number] for number in range(3)}

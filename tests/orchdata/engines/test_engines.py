@@ -28,7 +28,7 @@ from orchdata.loaders.watch import Watch
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
-from orchdata.planning.make_plan import ArrayCosts, PlanSpec
+from orchdata.planning.plan import ArrayCosts, PlanSpec
 
 ENGINES: dict[str, Callable[[Builder], Engine]] = {
     "inline": InlineEngine,

@@ -14,8 +14,7 @@ from orchdata.native.costs import sequence_costs
 from orchdata.order.order import Order
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance, Teams
-from orchdata.planning.make_plan import PlanSpec, make_plan
-from orchdata.planning.plan import Plan
+from orchdata.planning.plan import Plan, PlanSpec, make_plan
 from orchdata.planning.sharing.packed import NO_PADDING
 
 Ints = NDArray[np.int64]

@@ -23,7 +23,7 @@ import orchdata as od
 from orchdata.loaders.errors import StateError, StepError
 from orchdata.order.order import Order
 from orchdata.order.steps import GlobalBatches, StepTask
-from orchdata.planning.make_plan import PlanSpec, make_plan
+from orchdata.planning.plan import PlanSpec, make_plan
 from orchdata.post_balancing.loader import post_balance
 from orchdata.post_balancing.step import MoveRule, PostPlan, make_post_plan
 
