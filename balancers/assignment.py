@@ -340,7 +340,7 @@ def assign_jointly(
     if len(costs) > 1 or len(caps):
         # (Part above the bounds at which peaks are good enough, pairs to look at) of a joint search.
         good, pairs = (GOOD_OF_MANY, PAIRS_OF_MANY) if num_samples > _MANY_SAMPLES else (GOOD, PAIRS)
-        limits = max(1, round(min(good * effort, MAX_TOTAL))), pairs * effort
+        reach = max(1, round(min(good * effort, MAX_TOTAL))), pairs * effort
         free_counts = max_samples is None and not equal_count
         # Next to few pinned samples that nearly fill ranks, what ignores the caps cannot be brought within them.
         is_tight = len(caps) > 0 and free_counts and num_samples <= FEW * num_ranks
@@ -349,9 +349,9 @@ def assign_jointly(
             start, is_within = start_within(by_sample, weights, caps, num_ranks, primary, budget, pinned)
             kept = start if is_within else kept
         if (within is not None or len(kept)) and free_counts:
-            own = solve_within(by_sample, weights, caps, own, kept, offsets, group_sizes, primary, *limits, pinned)
+            own = solve_within(by_sample, weights, caps, own, kept, offsets, group_sizes, primary, *reach, pinned)
         else:
-            search = (offsets, group_sizes, primary, most, equal_count, *limits, pinned)
+            search = (offsets, group_sizes, primary, most, equal_count, *reach, pinned)
             start, own = own, solve_joint(by_sample, weights, caps, own, kept, *search)
             if within is None and len(caps) and above_caps(weights, caps, first + own, num_ranks):
                 # Spreading sizes evenly keeps the caps in most cases.

@@ -33,7 +33,7 @@ from orchdata.notices import progress_bar, warn_once
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.sampler import AllRanksSampler, SamplerOrder, SamplerSteps, Source, TorchSampler
 from orchdata.order.steps import GlobalBatches, OrderedSteps, Steps, StreamSteps
-from orchdata.planning.plan import ArrayCosts, EqualCosts
+from orchdata.planning.parts import ArrayCosts, EqualCosts
 from orchdata.ranks.parallel import Rank
 
 Ints = NDArray[np.int64]

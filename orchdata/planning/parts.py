@@ -13,9 +13,9 @@ end, shares out the samples of a step, and its parts.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,13 +23,14 @@ from numpy.typing import NDArray
 from orchdata.balancers.assignment import loads_by_rank_and_microbatch
 from orchdata.balancers.packed import balance as balance_packed
 from orchdata.balancers.placement import renamed
+from orchdata.loaders.storage.cache import MappedArray
 from orchdata.native.assign.packed import longest_first_in_groups
 from orchdata.native.minimal_move import relabel
 from orchdata.native.sorting import descending_order
 from orchdata.planning.balance import Balance
-from orchdata.planning.sharing.accumulated import share_out_in
-from orchdata.planning.sharing.shares import Shares, StepSamples, assign
-from orchdata.planning.sharing.teams import share_in_teams, without_teams
+from orchdata.planning.sharing.packed import NO_PADDING
+from orchdata.planning.sharing.shares import Padding, Shares, assign
+from orchdata.planning.sharing.teams import without_teams
 
 if TYPE_CHECKING:
     from orchdata.planning.plan import PlanSpec
@@ -71,6 +72,83 @@ class Parts:
         columns: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
         taken: dict[str, Any] = {name: of if of is None else of[index] for name, of in columns.items()}
         return Parts(**taken)
+
+
+class SampleCosts(Protocol):
+    """What a plan needs to know of samples, none of which is decoded.
+
+    All methods take `row` int64 (n,), rows of the index, and return int64 (n,).
+    """
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Phases with reported loads."""
+
+    @property
+    def balanced(self) -> tuple[str, ...]:
+        """Those of them that are balanced, a subset."""
+
+    @property
+    def padded(self) -> Padding:
+        """How `llm` microbatches are padded, and what that costs."""
+
+    @property
+    def exponent(self) -> int:
+        """Costs are in the unit of the cost model times 2**exponent."""
+
+    def costs(self, phase: str, row: Ints) -> Ints: ...
+
+    def positions(self, phase: str, row: Ints) -> Ints: ...
+
+    def loss_tokens(self, row: Ints) -> Ints: ...
+
+    def parts(self, phase: str, row: Ints) -> Parts:
+        """Return the parts of an encoder phase, each with the index of its sample in `row`, and rank -1."""
+
+
+class _SampleCosts:
+    """Samples with one cost each, in the single phase `llm`."""
+
+    phases: ClassVar[tuple[str, ...]] = ("llm",)
+    balanced: ClassVar[tuple[str, ...]] = ("llm",)
+    padded: ClassVar[Padding] = NO_PADDING
+    exponent: ClassVar[int] = 0
+
+    def loss_tokens(self, row: Ints) -> Ints:
+        return np.zeros(len(row), np.int64)
+
+    def parts(self, phase: str, row: Ints) -> Parts:
+        raise ValueError(f"costs per sample do not give the parts of phase {phase!r}: use assignment='joint'")
+
+
+@dataclass(frozen=True)
+class EqualCosts(_SampleCosts):
+    """Every sample costs 1, for any number of samples."""
+
+    def costs(self, phase: str, row: Ints) -> Ints:
+        return np.ones(len(row), np.int64)
+
+    positions = costs
+
+
+@dataclass(frozen=True)
+class ArrayCosts(_SampleCosts):
+    """One cost a sample, int64 (num_samples,)."""
+
+    values: Ints
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _array_costs, (MappedArray(self.values),)
+
+    def costs(self, phase: str, row: Ints) -> Ints:
+        return np.maximum(self.values[row], 1)
+
+    def positions(self, phase: str, row: Ints) -> Ints:
+        return self.values[row]
+
+
+def _array_costs(values: MappedArray) -> ArrayCosts:
+    return ArrayCosts(values.array)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,35 +343,10 @@ class GlobalBatch:
     row: Ints
     costs: Mapping[str, Ints]
     positions: Mapping[str, Ints]
-    stream_rank: NDArray[np.int32]
+    stream_rank: Ranks
 
-    def share_out(
-        self,
-        phases: Sequence[str] | None = None,
-        caps: Sequence[str] | None = None,
-        num_microbatches: int | None = None,
-    ) -> Shares:
-        """Return ranks and microbatches of whole samples, by all balanced phases and within all caps, or by some of
-        them; in the fewest microbatches, or `PlanSpec.accumulate` of them.
-        """
-        spec, balance = self.spec, self.spec.balance
-        costs = {phase: self.costs[phase] for phase in phases or spec.costs.balanced}
-        sizes = {phase: self.positions[phase] for phase in (balance.caps if caps is None else caps)}
-        step = StepSamples(costs, sizes, self.positions["llm"], spec.num_ranks, balance, self.stream_rank)
-        if spec.balance.teams is not None:
-            # A model that encodes a whole sample has it whole.
-            is_text = np.all([column == 0 for phase, column in self.costs.items() if phase != "llm"], axis=0)
-            may_share = np.broadcast_to(is_text | (spec.balance.assignment == "per_phase"), len(self.row))
-            given = spec.costs.exponent, spec.accumulate, may_share, self._multiple_of
-            return share_in_teams(step, spec.balance.teams, *given)
-        if spec.accumulate > 1:
-            return share_out_in(step, spec.costs.padded, spec.accumulate)
-        return spec.costs.padded.share_out(step, num_microbatches)
-
-    @property
-    def _multiple_of(self) -> int:
-        """Of which the length of joined sequences is a multiple."""
-        return getattr(self.spec.costs.padded, "joined_to", None) or 1
+    def _share_out(self, *given: Any) -> Shares:
+        return self.spec.share_out(self.costs, self.positions, self.stream_rank, *given)
 
     def share_out_per_phase(self) -> tuple[Shares, dict[str, Parts], NDArray[np.int32] | None]:
         """Return the same, in the fewest microbatches in which encoders keep their caps; the GPU of each part; and
@@ -309,11 +362,11 @@ class GlobalBatch:
         if shares.teams is not None:
             return shares, *self._in_rounds(shares, parts)
         if spec.balance.teams is not None:
-            alone = replace(spec, balance=without_teams(spec.balance, self._multiple_of))
+            alone = replace(spec, balance=without_teams(spec.balance, self.spec.multiple_of))
             return replace(self, spec=alone).share_out_per_phase()
         spread = self._in_rounds(shares, parts)
         if len(spec.costs.balanced) > 1:
-            whole = self.share_out()
+            whole = self._share_out()
             if whole.num_microbatches < shares.num_microbatches:
                 shares = whole
                 spread = self._in_rounds(whole, self._fit(unassigned, whole, or_home=True))
@@ -340,17 +393,17 @@ class GlobalBatch:
         capped = {phase: cap for phase, cap in self.spec.balance.caps.items() if phase in unassigned}
         llm = [phase for phase in self.spec.balance.caps if phase == "llm"]
         if capped and (self.spec.accumulate > 1 or self.spec.balance.teams is not None):
-            spread = self.share_out(["llm"], llm)
+            spread = self._share_out(["llm"], llm)
             fitted = self._fit(unassigned, spread)
             if len(fitted) == len(unassigned):
                 return spread, fitted
-        shares = self.share_out(["llm"])
+        shares = self._share_out(["llm"])
         if capped and shares.num_microbatches > 1 and self.spec.accumulate == 1 and self.spec.balance.teams is None:
             sums = {phase: int(unassigned[phase].positions.sum()) for phase in capped}
             room = [-(-sums[phase] // (cap * self.spec.encoders.num_gpus)) for phase, cap in capped.items()]
-            fewest = max(self.share_out(["llm"], llm).num_microbatches, *room)
+            fewest = max(self._share_out(["llm"], llm).num_microbatches, *room)
             for number in range(fewest, min(fewest + _TRIES, shares.num_microbatches)):
-                candidate = self.share_out(["llm"], llm, number)
+                candidate = self._share_out(["llm"], llm, number)
                 fitted = self._fit(unassigned, candidate)
                 if len(fitted) == len(unassigned):
                     return candidate, fitted

@@ -19,7 +19,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,14 +28,15 @@ import orchdata
 from orchdata.balancers.assignment import checked_max_samples, loads_by_rank_and_microbatch, lower_bound
 from orchdata.balancers.microbatches import order_microbatches
 from orchdata.loaders.generators import Pass
-from orchdata.loaders.storage.cache import MappedArray
 from orchdata.order.order import SampleOrder, Samples
 from orchdata.order.steps import Batches, Begin, GlobalBatches, OrderedSteps, StepTask
 from orchdata.planning.balance import Balance, StepPrice, StepTeams
-from orchdata.planning.parts import Encoders, GlobalBatch, Parts, by_rounds, own_parts
+from orchdata.planning.parts import Encoders, GlobalBatch, Parts, SampleCosts, by_rounds, own_parts
 from orchdata.planning.route import Route, grouped_route, in_segments
+from orchdata.planning.sharing.accumulated import share_out_in
 from orchdata.planning.sharing.packed import NO_PADDING, NoPadding
-from orchdata.planning.sharing.shares import Padding, Shares, one_microbatch, stream_ranks
+from orchdata.planning.sharing.shares import Padding, Shares, StepSamples, one_microbatch, stream_ranks
+from orchdata.planning.sharing.teams import share_in_teams
 from orchdata.planning.windows import TokenRanges, WindowCost, piece_labels
 
 if TYPE_CHECKING:
@@ -452,83 +453,6 @@ class Plan:
         return digest.hexdigest()
 
 
-class SampleCosts(Protocol):
-    """What a plan needs to know of samples, none of which is decoded.
-
-    All methods take `row` int64 (n,), rows of the index, and return int64 (n,).
-    """
-
-    @property
-    def phases(self) -> tuple[str, ...]:
-        """Phases with reported loads."""
-
-    @property
-    def balanced(self) -> tuple[str, ...]:
-        """Those of them that are balanced, a subset."""
-
-    @property
-    def padded(self) -> Padding:
-        """How `llm` microbatches are padded, and what that costs."""
-
-    @property
-    def exponent(self) -> int:
-        """Costs are in the unit of the cost model times 2**exponent."""
-
-    def costs(self, phase: str, row: Ints) -> Ints: ...
-
-    def positions(self, phase: str, row: Ints) -> Ints: ...
-
-    def loss_tokens(self, row: Ints) -> Ints: ...
-
-    def parts(self, phase: str, row: Ints) -> Parts:
-        """Return the parts of an encoder phase, each with the index of its sample in `row`, and rank -1."""
-
-
-class _SampleCosts:
-    """Samples with one cost each, in the single phase `llm`."""
-
-    phases: ClassVar[tuple[str, ...]] = ("llm",)
-    balanced: ClassVar[tuple[str, ...]] = ("llm",)
-    padded: ClassVar[Padding] = NO_PADDING
-    exponent: ClassVar[int] = 0
-
-    def loss_tokens(self, row: Ints) -> Ints:
-        return np.zeros(len(row), np.int64)
-
-    def parts(self, phase: str, row: Ints) -> Parts:
-        raise ValueError(f"costs per sample do not give the parts of phase {phase!r}: use assignment='joint'")
-
-
-@dataclass(frozen=True)
-class EqualCosts(_SampleCosts):
-    """Every sample costs 1, for any number of samples."""
-
-    def costs(self, phase: str, row: Ints) -> Ints:
-        return np.ones(len(row), np.int64)
-
-    positions = costs
-
-
-@dataclass(frozen=True)
-class ArrayCosts(_SampleCosts):
-    """One cost a sample, int64 (num_samples,)."""
-
-    values: Ints
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _array_costs, (MappedArray(self.values),)
-
-    def costs(self, phase: str, row: Ints) -> Ints:
-        return np.maximum(self.values[row], 1)
-
-    def positions(self, phase: str, row: Ints) -> Ints:
-        return self.values[row]
-
-
-def _array_costs(values: MappedArray) -> ArrayCosts:
-    return ArrayCosts(values.array)
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlanSpec:
     """Everything that a plan depends on, except its `StepTask`: a value that pickles."""
@@ -572,6 +496,37 @@ class PlanSpec:
         """Optimizer steps of the first epoch."""
         return self.steps.count(0)
 
+    @property
+    def multiple_of(self) -> int:
+        """Of which the length of joined sequences is a multiple."""
+        return getattr(self.costs.padded, "joined_to", None) or 1
+
+    def share_out(
+        self,
+        costs: Mapping[str, Ints],
+        positions: Mapping[str, Ints],
+        stream_rank: NDArray[np.int32],
+        phases: Sequence[str] | None = None,
+        caps: Sequence[str] | None = None,
+        num_microbatches: int | None = None,
+    ) -> Shares:
+        """Return ranks and microbatches of whole samples, by all balanced phases and within all caps, or by some of
+        them; in the fewest microbatches, or `accumulate` of them. `costs` are those of every phase.
+        """
+        balance, padded = self.balance, self.costs.padded
+        balanced = {phase: costs[phase] for phase in phases or self.costs.balanced}
+        sizes = {phase: positions[phase] for phase in (balance.caps if caps is None else caps)}
+        step = StepSamples(balanced, sizes, positions["llm"], self.num_ranks, balance, stream_rank)
+        if balance.teams is not None:
+            # A model that encodes a whole sample has it whole.
+            is_text = np.all([column == 0 for phase, column in costs.items() if phase != "llm"], axis=0)
+            may_share = np.broadcast_to(is_text | (balance.assignment == "per_phase"), len(stream_rank))
+            given = self.costs.exponent, self.accumulate, may_share, self.multiple_of
+            return share_in_teams(step, balance.teams, *given)
+        if self.accumulate > 1:
+            return share_out_in(step, padded, self.accumulate)
+        return padded.share_out(step, num_microbatches)
+
     def last_step(self, epoch: int, begin: Begin | None) -> int:
         """Return the last step of an epoch that is cut in the present way from `begin` on."""
         return self.batches.count(self.order.length(epoch), epoch, begin) - 1
@@ -604,13 +559,13 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
 
     # The rank and microbatch of each sample, and per phase the rank of each part.
     stream_rank = stream_ranks(stream, spec.num_ranks)
-    batch = GlobalBatch(spec, row, costs, positions, stream_rank)
     parts, rounds = dict[str, Parts](), None
     if repeats:
         shares = one_microbatch(stream_rank)
     elif spec.balance.assignment == "joint":
-        shares = batch.share_out()
+        shares = spec.share_out(costs, positions, stream_rank)
     else:
+        batch = GlobalBatch(spec, row, costs, positions, stream_rank)
         shares, on_gpus, rounds = batch.share_out_per_phase()
         parts = {phase: spec.encoders.named(of) for phase, of in on_gpus.items()}
     sources, of_sources = spec.order.sources, None

@@ -28,7 +28,8 @@ from orchdata.loaders.watch import Watch
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
-from orchdata.planning.plan import ArrayCosts, PlanSpec
+from orchdata.planning.parts import ArrayCosts
+from orchdata.planning.plan import PlanSpec
 
 ENGINES: dict[str, Callable[[Builder], Engine]] = {
     "inline": InlineEngine,

@@ -19,7 +19,8 @@ from orchdata.balancers import balance_phases
 from orchdata.balancers.assignment import loads_of
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
-from orchdata.planning.plan import ArrayCosts, PlanSpec, make_plan
+from orchdata.planning.parts import ArrayCosts
+from orchdata.planning.plan import PlanSpec, make_plan
 from orchdata.planning.sharing.shares import assign, stream_ranks
 
 
