@@ -111,7 +111,7 @@ class Media:
 
     def _rows_of(self, part: int) -> dict[str, NDArray[Any]]:
         """Return the rows of one part in each array. What follows them, up to the next part, becomes zero."""
-        rows = {}
+        rows: dict[str, NDArray[Any]] = {}
         for array, spec in self._specs.items():
             start, stop = self._starts[spec.per][part : part + 2].tolist()
             end = start + self._sizes[part].num_rows if spec.per == "row" else stop

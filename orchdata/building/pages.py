@@ -547,12 +547,13 @@ class Pages:
 
     def _teams(self) -> tuple[Team, ...]:
         """Return the teams of the samples, which come by size."""
-        share, starts, sizes, teams = self._share, self._starts, self._share.plan.team_size[self._samples], []
+        share, starts, sizes = self._share, self._starts, self._share.plan.team_size[self._samples]
         # Of each team its size, its sequences, which are consecutive, and borders of whole sequences.
         found = [(of.size, of.at, np.append(of.borders, of.size * of.tokens)) for of in self._joined]
         for size in () if self._joined else np.unique(sizes[sizes > 1])[::-1].tolist():
             at = np.flatnonzero(sizes == size)
             found.append((size, at, starts[at[0] : at[-1] + 2] - starts[at[0]]))
+        teams: list[Team] = []
         for size, at, borders in found:
             place, samples = share.rank % size, slice(int(at[0]), min(int(at[-1]) + 1, len(self._rows)))
             is_full = self._joined and borders[-1] == borders[-2]  # no sequence of padding

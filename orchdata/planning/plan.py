@@ -559,7 +559,8 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
 
     # The rank and microbatch of each sample, and per phase the rank of each part.
     stream_rank = stream_ranks(stream, spec.num_ranks)
-    parts, rounds = dict[str, Parts](), None
+    parts: Mapping[str, Parts] = {}
+    rounds: NDArray[np.int32] | None = None
     if repeats:
         shares = one_microbatch(stream_rank)
     elif spec.balance.assignment == "joint":
@@ -568,8 +569,8 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
         batch = GlobalBatch(spec, row, costs, positions, stream_rank)
         shares, on_gpus, rounds = batch.share_out_per_phase()
         parts = {phase: spec.encoders.named(of) for phase, of in on_gpus.items()}
-    sources, of_sources = spec.order.sources, None
-    if sources:
+    of_sources: Ints | None = None
+    if sources := spec.order.sources:
         of_sources = np.zeros(len(sources), np.int64)
         np.add.at(of_sources, source, loss_tokens)
     return Plan(
