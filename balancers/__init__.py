@@ -7,9 +7,16 @@ from orchdata.balancers.bins import bin_bound, deal_bins, pack_bins
 from orchdata.balancers.costs.families import MoE
 from orchdata.balancers.costs.model import CostModel, FittedCost, FittedCosts, fit_phase_cost, fit_phase_costs
 from orchdata.balancers.costs.phase import PhaseCost, TransformerCost
-from orchdata.balancers.grid import GridAssignment, GridPhases, balance_grid, balance_grouped, grid_round
 from orchdata.balancers.microbatches import MicrobatchOrder, order_microbatches, simulate_1f1b, split_microbatches
-from orchdata.balancers.moves import MovedPhases, balance_from
+from orchdata.balancers.moves import (
+    GridAssignment,
+    GridPhases,
+    MovedPhases,
+    balance_from,
+    balance_grid,
+    balance_grouped,
+    grid_round,
+)
 from orchdata.balancers.packed import TeamAssignment, balance, balance_padded, balance_teams
 from orchdata.balancers.phases import PhaseAssignment, balance_phases
 from orchdata.balancers.placement import NodePlacement, place_on_nodes, traffic_between

@@ -16,28 +16,21 @@ from numpy.typing import ArrayLike, NDArray
 
 from orchdata.balancers.assignment import (
     MAX_TOTAL,
+    Limits,
+    assign_jointly,
     checked_caps,
     checked_costs,
     checked_effort,
     checked_flag,
-    checked_max_samples,
     checked_pins,
     checked_ranks_count,
     checked_sizes,
 )
 from orchdata.balancers.packed import balance
 from orchdata.native.assign.bounds import phase_bounds
-from orchdata.native.assign.few import FEW_FREE, search_few
-from orchdata.native.assign.packed import solve
 from orchdata.native.assign.phase_refine import phase_loads
-from orchdata.native.assign.phases import above_caps, solve_joint
-from orchdata.native.jit import Ints, Ints32
-from orchdata.native.microbatches.within_caps import FEW, solve_within, start_within
-
-_FEW_SAMPLES = 2048  # Up to this number, the primary phase alone is balanced as a start, although another is known.
-PAIRS, PAIRS_OF_MANY = 8, 3  # The joint search looks at this many pairs for each pair of samples that share a rank.
-GOOD, GOOD_OF_MANY = 1000, 200  # The search ends when peaks are at most this part above their bounds.
-_MANY_SAMPLES = 16_384
+from orchdata.native.assign.phases import above_caps
+from orchdata.native.jit import Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,13 +136,11 @@ def balance_phases(
         rank = assign_jointly(
             costs if apart else costs.sum(axis=0)[None, :],
             np.array([num_ranks]),
+            names.index(primary) if apart else 0,
+            Limits(columns, caps, None, pins),
             equal_count=equal_count,
             max_samples=max_samples,
-            primary=names.index(primary) if apart else 0,
-            sizes=columns,
-            caps=caps,
             effort=effort,
-            pinned=pins,
         )
         if above_caps(columns, caps, rank, num_ranks):
             raise ValueError(
@@ -178,94 +169,3 @@ def checked_phases(costs_by_phase: Mapping[str, ArrayLike], primary: str) -> tup
     if total > MAX_TOTAL:
         raise ValueError(f"costs of all phases sum to {total}, above the limit of 2**62: scale them down")
     return names, np.stack(rows)
-
-
-def assign_jointly(
-    costs: Ints,
-    group_sizes: Ints,
-    *,
-    group: Ints | None = None,
-    equal_count: bool,
-    max_samples: int | None,
-    primary: int,
-    sizes: Ints,
-    caps: Ints,
-    within: Ints32 | None = None,
-    effort: float,
-    pinned: Ints32 | None = None,
-) -> Ints32:
-    """Return one rank for each sample, int32 (num_samples,): `balance_phases` of checked arguments, costs (num_phases,
-    num_samples), in groups of so many consecutive ranks; `group` is that of each sample, None for a single one. The
-    result keeps the caps if `within` does, else if the search finds a way.
-    """
-    together = costs.sum(axis=0)
-    if not together.all():
-        raise ValueError(
-            f"sample {int((together == 0).argmax())} costs 0 in every phase: leave it out, or give it a cost of 1"
-        )
-    num_samples, num_ranks = len(together), int(group_sizes.sum())
-    order, offsets, first = _grouped(group, group_sizes, num_samples, max_samples)
-    by_sample, weights = np.ascontiguousarray(costs.T[order]), np.ascontiguousarray(sizes[order])
-    most = max_samples or max(1, num_samples)
-    kept = np.empty(0, np.int32) if within is None else within[order] - first
-    own = kept
-    if within is None or num_samples <= _FEW_SAMPLES * len(group_sizes):
-        own = _alone(np.maximum(by_sample[:, primary], 1), offsets, group_sizes, most, equal_count, pinned)
-    if len(costs) > 1 or len(caps):
-        # (Part above the bounds at which peaks are good enough, pairs to look at) of a joint search.
-        good, pairs = (GOOD_OF_MANY, PAIRS_OF_MANY) if num_samples > _MANY_SAMPLES else (GOOD, PAIRS)
-        limits = max(1, round(min(good * effort, MAX_TOTAL))), pairs * effort
-        free_counts = max_samples is None and not equal_count
-        # Next to few pinned samples that nearly fill ranks, what ignores the caps cannot be brought within them.
-        is_tight = len(caps) > 0 and free_counts and num_samples <= FEW * num_ranks
-        if pinned is not None and within is None and is_tight:
-            budget = search_pairs(num_samples, num_ranks, effort)
-            start, is_within = start_within(by_sample, weights, caps, num_ranks, primary, budget, pinned)
-            kept = start if is_within else kept
-        if (within is not None or len(kept)) and free_counts:
-            own = solve_within(by_sample, weights, caps, own, kept, offsets, group_sizes, primary, *limits, pinned)
-        else:
-            search = (offsets, group_sizes, primary, most, equal_count, *limits, pinned)
-            start, own = own, solve_joint(by_sample, weights, caps, own, kept, *search)
-            if within is None and len(caps) and above_caps(weights, caps, first + own, num_ranks):
-                # Spreading sizes evenly keeps the caps in most cases.
-                spread = _alone(np.maximum(weights[:, 0], 1), offsets, group_sizes, most, equal_count, pinned)
-                own = solve_joint(by_sample, weights, caps, start, spread, *search)
-    if pinned is not None and np.count_nonzero(pinned < 0) <= FEW_FREE:
-        bounds = phase_bounds(by_sample, num_ranks, pinned)
-        limit, extras = divmod(num_samples, num_ranks) if equal_count else (most, 0)
-        search_few(by_sample, weights, caps, own, pinned, num_ranks, bounds, limit, extras)
-    rank = np.empty(num_samples, np.int32)
-    rank[order] = first + own
-    return rank
-
-
-def _grouped(
-    group: Ints | None, group_sizes: Ints, num_samples: int, max_samples: int | None
-) -> tuple[NDArray[np.intp] | slice, Ints, Ints32]:
-    """Return (order of the samples by group, offsets int64 (num_groups + 1,), first rank of each one's group). Raises
-    ValueError if `max_samples` is too small.
-    """
-    order = slice(None) if group is None else np.argsort(group, kind="stable")
-    counts = np.array([num_samples]) if group is None else np.bincount(group, minlength=len(group_sizes))
-    if max_samples is not None:
-        for count, ranks in zip(counts.tolist(), group_sizes.tolist(), strict=True):
-            checked_max_samples(max_samples, count, ranks)
-    first = np.repeat(np.cumsum(group_sizes) - group_sizes, counts).astype(np.int32)
-    return order, np.concatenate([[0], np.cumsum(counts)]), first
-
-
-def _alone(
-    costs: Ints, offsets: Ints, group_sizes: Ints, max_samples: int, equal_count: bool, pinned: Ints32 | None
-) -> Ints32:
-    """Balance each group's samples by one cost: int32 (num_samples,), ranks from 0 in each group."""
-    parts = [
-        solve(costs[start:stop], ranks, max_samples, 0, equal_count, 1e-3, pinned)[0]
-        for start, stop, ranks in zip(offsets[:-1].tolist(), offsets[1:].tolist(), group_sizes.tolist(), strict=True)
-    ]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def search_pairs(num_samples: int, num_ranks: int, effort: float = 1.0) -> int:
-    """Return the number of pairs of samples that a search may look at: the same on every machine."""
-    return int(min(PAIRS * effort * (num_samples * num_samples // num_ranks), MAX_TOTAL))

@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.command import run_command
 from benchmarks.made_clips import make_video
 from orchdata.bench import Result, WideTable, interleave
-from orchdata.engines.threads import use_one_thread
+from orchdata.engines.engine import use_one_thread
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.modality import read_header, stored_dtype
 from orchdata.loaders.modalities.video.decode import open_video

@@ -30,7 +30,7 @@ from PIL import Image
 from benchmarks.command import run_command
 from benchmarks.loading.corpus import Corpus
 from orchdata.bench import Result, WideTable, interleave
-from orchdata.engines.threads import use_one_thread
+from orchdata.engines.engine import use_one_thread
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio import AudioPreprocessor, mel_bands
 from orchdata.loaders.modalities.audio_decode import decode_wave

@@ -22,7 +22,7 @@ from PIL import Image, ImageOps
 
 from benchmarks.command import run_command
 from orchdata.bench import Result, WideTable, interleave
-from orchdata.engines.threads import use_one_thread
+from orchdata.engines.engine import use_one_thread
 from orchdata.hf.images import HFImages, image_modality
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.modality import read_header, stored_dtype

@@ -20,7 +20,7 @@ from benchmarks.indexed_shards import IndexedShards
 from orchdata.bench import Result, synthetic_index, work_folder
 from orchdata.loop.loop import Position
 from orchdata.order.steps import StepTask
-from orchdata.planning.make_plan import make_plan
+from orchdata.planning.plan import make_plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -45,7 +45,7 @@ from orchdata.planners import Assumed, Cluster, Columns, Layout, Module, Placeme
 from orchdata.planners.layout import Kind
 from orchdata.planners.simulation import balance_of
 from orchdata.planners.workload import WorkloadCosts
-from orchdata.planning.make_plan import PlanSpec, make_plan
+from orchdata.planning.plan import PlanSpec, make_plan
 
 HEAD, MERGED, VOCAB, MAX_TOKENS = 64, 4, 1024, 512  # Width of an attention head; patches of a row of features.
 COSTS = {

@@ -31,7 +31,7 @@ def main(path: Path, num_ranks: int, batch_size: int) -> dict[str, float]:
     from orchdata.loop.loop import Position
     from orchdata.loop.state import State
     from orchdata.order.steps import StepTask
-    from orchdata.planning.make_plan import make_plan
+    from orchdata.planning.plan import make_plan
 
     opened = time.perf_counter()
     Index(path)

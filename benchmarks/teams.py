@@ -27,10 +27,9 @@ from benchmarks.distributions import Distribution
 from orchdata.balancers import TeamAssignment, balance, balance_teams
 from orchdata.bench import Result, WideTable
 from orchdata.native.jit import kernel
-from orchdata.planning.balance import Balance, Objective
+from orchdata.planning.balance import Balance, Objective, StepTeams, Teams
 from orchdata.planning.sharing.shares import StepSamples
 from orchdata.planning.sharing.teams import share_in_teams
-from orchdata.planning.teams import StepTeams, Teams
 
 Ints = NDArray[np.int64]
 

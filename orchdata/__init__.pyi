@@ -59,10 +59,10 @@ from .order.order import shuffle_quality as shuffle_quality
 from .planning.balance import Balance as Balance
 from .planning.balance import Packed as Packed
 from .planning.balance import Padded as Padded
+from .planning.balance import Teams as Teams
 from .planning.plan import Plan as Plan
 from .planning.route import Route as Route
 from .planning.route import make_route as make_route
-from .planning.teams import Teams as Teams
 from .post_balancing.loader import post_balance as post_balance
 from .post_balancing.step import Part as Part
 from .post_balancing.step import PostBatch as PostBatch

@@ -31,7 +31,7 @@ from orchdata.dataloader import DataLoader
 from orchdata.dataset.index_costs import IndexCosts
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.delivery.policy import ErrorPolicy
-from orchdata.engines.threads import use_one_thread
+from orchdata.engines.engine import use_one_thread
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.index import Index, digest
 from orchdata.loaders.index.index_file import merge_tables
@@ -47,10 +47,8 @@ from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.remote.urls import without_secrets
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
-from orchdata.planning.balance import Balance
-from orchdata.planning.make_plan import PlanSpec, make_plan
-from orchdata.planning.plan import Plan
-from orchdata.planning.teams import Teams
+from orchdata.planning.balance import Balance, Teams
+from orchdata.planning.plan import Plan, PlanSpec, make_plan
 from orchdata.synth import synthesize
 
 if TYPE_CHECKING:

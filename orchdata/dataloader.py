@@ -36,8 +36,7 @@ from orchdata.loop.loop import LoaderIterator, Position, Progress, TrainerEpochs
 from orchdata.order.order import Shuffle
 from orchdata.order.steps import StepTask
 from orchdata.planning.balance import Balance
-from orchdata.planning.make_plan import make_plan
-from orchdata.planning.plan import Plan
+from orchdata.planning.plan import Plan, make_plan
 from orchdata.ranks.agreement import Agreement
 from orchdata.ranks.parallel import check_still_alone, resolve_rank
 from orchdata.runtime import Runtime

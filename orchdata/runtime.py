@@ -32,16 +32,15 @@ from orchdata.dataset.map_style import prepare_iterable, prepare_map_style
 from orchdata.dataset.prepared import PreparedDataset, check_allowed, restore, state_of
 from orchdata.delivery.delivery import Delivery
 from orchdata.delivery.policy import FailureBudget, Stats
+from orchdata.engines.engine import WorkerSeeds, can_pin
 from orchdata.engines.processes.engine import start_server
-from orchdata.engines.threads import can_pin
-from orchdata.engines.torch_workers import IterableContent, set_epoch, torch_loader
 from orchdata.engines.warm import Warming
-from orchdata.engines.work import WorkerSeeds
 from orchdata.finalizers import Ending, wait_for_finalizers
 from orchdata.loop.loop import EpochLoop, Position, Progress, Stream, place_of
 from orchdata.loop.planned import LoopContext, PlannedSource
 from orchdata.loop.state import State
 from orchdata.loop.torch_stream import IterableSource, MapSource
+from orchdata.loop.torch_workers import IterableContent, set_epoch, torch_loader
 from orchdata.notices import warn_once, warn_user
 from orchdata.order.sampler import SamplerSteps
 from orchdata.order.steps import OrderedSteps, StreamSteps, begin_of, is_stateful

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import orchdata
-from orchdata.building.contents import IndexedShards
+from orchdata.building.pages import IndexedShards
 from orchdata.dataset.mixed import index_of
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset

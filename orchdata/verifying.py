@@ -22,16 +22,13 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.building.contents import IndexedShards, sample_bytes
-from orchdata.building.memory import Memory
-from orchdata.building.pages import ShardContent
-from orchdata.building.step import Assembled, BuildSpec, BuiltStep, Share, Task
+from orchdata.building.pages import IndexedShards, ShardContent, sample_bytes
+from orchdata.building.step import Assembled, BuildSpec, BuiltStep, Memory, Share, Task
 from orchdata.dataset.index_costs import IndexCosts
-from orchdata.engines.engine import Workers
+from orchdata.engines.engine import Workers, passed_on
 from orchdata.engines.on_ray import RayEngine
 from orchdata.engines.processes.engine import ProcessEngine
 from orchdata.engines.supervisor import WorkerEngine
-from orchdata.engines.threads import passed_on
 from orchdata.engines.warm import Warming, kernel_families
 from orchdata.loaders.child_process import lower_limit, taken_bytes
 from orchdata.loaders.errors import DataError, StaleIndexError, as_field_error
@@ -46,7 +43,7 @@ from orchdata.loaders.watch import Watch
 from orchdata.order.order import Order
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance, Packed
-from orchdata.planning.make_plan import PlanSpec
+from orchdata.planning.plan import PlanSpec
 
 _ROWS_AT_ONCE = 64
 _QUEUED = 2

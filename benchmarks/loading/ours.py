@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from benchmarks.loading.job import Job
-from orchdata.engines.threads import use_one_thread
+from orchdata.engines.engine import use_one_thread
 
 
 def threads(job: Job) -> Iterator[int]:

@@ -116,7 +116,7 @@ class MediaColumns:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Samples:
-    """Made-up samples as `orchdata.planning.make_plan.SampleCosts`.
+    """Made-up samples as `orchdata.planning.parts.SampleCosts`.
 
     Attributes:
         llm: int64 (num_samples,), tokens.

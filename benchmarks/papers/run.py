@@ -20,7 +20,7 @@ from orchdata.bench import WideTable
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
-from orchdata.planning.make_plan import PlanSpec, make_plan
+from orchdata.planning.plan import PlanSpec, make_plan
 
 METHODS = ("none", "LLM only", "joint", "per phase", "grouped", "grid", "perfect")
 SMALL_RANKS = 16

@@ -24,8 +24,7 @@ from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import MixedSource, Order, Shuffle, TokenSums
 from orchdata.order.steps import GlobalBatches, StepTask, TokenBatches
 from orchdata.planning.balance import Balance
-from orchdata.planning.make_plan import PlanSpec, make_plan
-from orchdata.planning.plan import Plan
+from orchdata.planning.plan import Plan, PlanSpec, make_plan
 from orchdata.planning.sharing.accumulated import FixedCost
 
 Ints = NDArray[np.int64]

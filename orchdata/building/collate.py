@@ -15,8 +15,7 @@ from typing import Any
 
 from torch.utils.data import default_collate, default_convert
 
-from orchdata.building.memory import Memory
-from orchdata.building.step import Assembled, Assembler, Share, Task, kept
+from orchdata.building.step import Assembled, Assembler, Memory, Share, Task, kept
 from orchdata.loaders.errors import NOT_DATA, DataError, pass_broken_package
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.locks import lock_of

@@ -16,10 +16,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from math import prod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -27,26 +27,117 @@ from numpy.typing import NDArray
 
 from orchdata.batch.batch import Batch, SampleId
 from orchdata.batch.tensors import IGNORE, LLMBatch, Team, TextBatch, counted_labels
-from orchdata.building.contents import IndexedShards, out_of_memory, shard_loader, shard_refusal
-from orchdata.building.media_pages import Arrays, Media, check_written, cu_seqlens, rope_of, row_mask, starts_of
-from orchdata.building.memory import Memory
-from orchdata.building.step import Assembled, Share, Task, kept
-from orchdata.loaders.errors import DataError, FieldError, as_field_error
+from orchdata.building.arrays import (
+    Arrays,
+    Media,
+    SequenceArrays,
+    SequenceWriter,
+    check_written,
+    cu_seqlens,
+    rope_of,
+    row_mask,
+    starts_of,
+)
+from orchdata.building.collate import SampleAssembler
+from orchdata.building.step import Assembled, Assembler, Memory, Share, Task, kept
+from orchdata.loaders.errors import DataError, FieldError, StaleIndexError, as_field_error
 from orchdata.loaders.generators import Pass
+from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample, Wanted, read_ahead
 from orchdata.loaders.modalities.modality import PartSize
-from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.recipe import Recipe, load_required
+from orchdata.loaders.samples.measure import MeasuredPart, decoded_bytes
 from orchdata.loaders.samples.members import KeptValue
+from orchdata.loaders.samples.sample import Sample
 from orchdata.loaders.samples.spans import MediaSlot
+from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.open import OpenShards
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.files import PLAIN_FILES, Files
+from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.storage import ReadBytes
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
 from orchdata.loaders.watch import Watch
-from orchdata.planning.balance import Layout, Padded, row_lengths
-from orchdata.planning.teams import JoinedSequences, joined_sequences
+from orchdata.planning.balance import JoinedSequences, Layout, Padded, joined_sequences, row_lengths
 
 Ints = NDArray[np.int64]
 Payloads = Mapping[int, bytes | memoryview]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexedShards:
+    """Shards as an index describes them."""
+
+    index: Index  # pickles as its path
+    build_id: str  # of the index when the spec was created: a rebuilt one would result in other batches
+    recipes: tuple[Recipe, ...]  # of each source; the first defines the tensors
+    seed: int = 0  # of the generators that decoding draws from
+    containers: Mapping[str, Container] = field(default_factory=dict)  # of the user's, by identity, of all sources
+    files: Files = PLAIN_FILES  # where the shards are
+    blank: frozenset[int] = frozenset()  # rows that are delivered as failed, and never read
+
+    @cached_property
+    def any_remote(self) -> bool:
+        """Whether any shard, or its media, is in object storage."""
+        return any(is_remote(shard.url) or is_remote(shard.media_root) for shard in self.index.shards)
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.recipes[0]
+
+    def recipe_of(self, row: int) -> Recipe:
+        """Return the recipe of a sample."""
+        return self.recipes[self.index.source_of(row)]
+
+    def open(self) -> OpenShards:
+        """Return the shards; each one is opened later. Raises StaleIndexError, and as `load_required`."""
+        if self.index.build_id != self.build_id:
+            raise StaleIndexError(
+                str(self.index.path), "the index was rebuilt after this loader was created: create the loader again"
+            )
+        for recipe in self.recipes:
+            load_required(recipe)
+        return OpenShards(
+            limits=self.recipe.limits,
+            cache=CacheFolder(),
+            containers=self.containers,
+            files=self.files,
+            any_remote=self.any_remote,
+            blank=self.blank,
+        )
+
+    def name_of(self, row: int) -> str:
+        return f"{self.index.called(row)} of {self.index.shard_of(row).url}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleContent:
+    """Batches of a user's `collate_fn` from decoded samples of shards."""
+
+    shards: IndexedShards
+    collate_fn: Callable[..., Any]
+    preloads: ClassVar = ("orchdata.dataset.preload",)
+
+    def open(self, watch: Watch) -> Assembler:
+        shards = self.shards.open()
+        load = shard_loader(self.shards.index, shards, self.shards.recipe_of)
+
+        def ahead(rows: Iterable[int]) -> object:
+            wanted = (Wanted(row, kept=True) for row in rows)
+            return read_ahead(self.shards.index, shards, self.shards.recipe_of, wanted)
+
+        return SampleAssembler(
+            loader=load,
+            watch=watch,
+            refuse=shard_refusal(self.shards.index),
+            collate_fn=self.collate_fn,
+            reads=shards.reads,
+            seed=self.shards.seed,
+            ahead=ahead,
+        )
+
+    def name_of(self, row: int) -> str:
+        return self.shards.name_of(row)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,10 +218,10 @@ class Pages:
         ranges, length = plan.ranges, layout.length
         self._lengths = index.llm_tokens[rows].astype(np.int64) if ranges is None else plan.llm_positions[samples]
         if layout.empty == "dummy" and (self._dummies or (not len(rows) and length is None)):
-            last = sum(size.tokens for size in self._dummies.values())
-            self._lengths = np.append(self._lengths, max(1, last))
+            self._lengths = np.append(self._lengths, max(1, sum(size.tokens for size in self._dummies.values())))
         self._first = np.zeros_like(self._lengths) if ranges is None else ranges.first[samples]
         self._held, self._counts_from = self._lengths, self._first  # of positions, those of the first token
+        taken = row_lengths(layout, self._lengths) if ranges is None else self._lengths
         self._joined: list[JoinedSequences] = []
         if plan.joined_to is not None:
             # Which tokens of each sequence this rank has; that of dummies is whole. What pads a slice ends its last.
@@ -141,11 +232,8 @@ class Pages:
                 self._first[team.at], stops = team.held(share.rank % team.size)
                 self._held[team.at] = taken[team.at] = stops - self._first[team.at]
                 taken[team.at[-1]] += team.tokens - self._held[team.at].sum()
-            self._starts = starts_of(taken)
-        elif ranges is None:
-            self._starts = starts_of(row_lengths(layout, self._lengths))
-        else:
-            self._starts = starts_of(self._lengths)
+        self._starts = starts_of(taken)
+        if ranges is not None:
             self._counts_from = self._starts[:-1] if layout.attention == "window" else np.zeros_like(self._lengths)
         if length is not None and length > self._starts[-1]:
             self._starts = np.append(self._starts, length)
@@ -155,22 +243,19 @@ class Pages:
         text_lengths = self._lengths[: len(rows)].copy()
         for media in self._media.values():
             np.subtract.at(text_lengths, media.owner, media.slot_tokens)
-        if len(rows) and text_lengths.min() < 0:
-            raise index.damaged(f"{index.called(int(rows[text_lengths.argmin()]))} has fewer tokens than its parts")
+        if (text_lengths < 0).any():
+            raise index.damaged("a sample has fewer tokens than its parts")
         self._text_lengths = np.minimum(text_lengths, self._held[: len(rows)])
         self._text_starts = starts_of(self._text_lengths)
 
         # Memory of the sequences. The first row of positions restarts at each sample; under "mrope" rows of time,
         # height and width follow.
-        total = int(self._starts[-1])
-        rows_of_positions, num_text = 4 if layout.positions == "mrope" else 1, int(self._text_starts[-1])
-        shapes = {"input_ids": (total,), "labels": (total,), "position_ids": (rows_of_positions, total)}
-        shapes["text_ids"] = (num_text,)
-        arrays |= {each: (shape, np.dtype(np.int64)) for each, shape in shapes.items()}
+        total, num_positions = int(self._starts[-1]), 4 if layout.positions == "mrope" else 1
+        shapes = (total,), (total,), (num_positions, total), (int(self._text_starts[-1]),)
+        arrays |= dict(zip(SequenceArrays._fields, [(shape, np.dtype(np.int64)) for shape in shapes], strict=True))
         self._arrays_of = arrays
         self.num_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in arrays.values())
-        self._written = np.zeros(len(rows), np.bool_)
-        self._valid = np.ones(len(rows), np.bool_)
+        self._written, self._valid = np.zeros(len(rows), np.bool_), np.ones(len(rows), np.bool_)
 
         # What each stored sample gives, by its index in the global batch: parts may be of samples of other ranks.
         self._stored = {at: _Stored(int(plan.row[at]), number) for number, at in enumerate(samples.tolist())}
@@ -242,26 +327,42 @@ class Pages:
 
     def _fill(self, at: int, stored: _Stored) -> None:
         """Read a stored sample, write its sequence, and decode its parts. The memory of what fails is blank."""
-        watch, started = self._assembler.watch, time.perf_counter()
-        known_crash = watch.begin(stored.row)
+        of, plan, number, started = self._assembler, self._share.plan, stored.number, time.perf_counter()
+        known_crash, recipe = of.watch.begin(stored.row), self._shards.recipe_of(stored.row)
+        failures: list[DataError] = []
         try:
-            recipe = self._shards.recipe_of(stored.row)
-            sample = stored.sample or StoredSample(self._shards.index, self._assembler.opened, stored.row)
+            sample = stored.sample or StoredSample(self._shards.index, of.opened, stored.row)
             stored.sample = None
+            blanks = [] if number is None else [partial(self.blank, number, sample)]
+            blanks += [partial(media.blank, item) for media, item, _ in stored.parts]
             try:
                 if known_crash is not None:
                     raise DataError(sample.shard, sample.key, "*", f"its worker {known_crash}")
                 needs, name, ids = self._needs(stored, recipe)
                 payloads = {} if ids is not None and not needs["kept"] else sample.read(recipe, **needs)
             except DataError as failure:
-                failures = [kept(failure)]
-                if stored.number is not None:
-                    self.blank(stored.number, sample)
-                for media, item, _ in stored.parts:
-                    media.blank(item)
+                failures.append(kept(failure))
+                for blank in blanks:
+                    blank()
             else:
                 read = time.perf_counter()
-                failures = self._decode(at, stored, sample, recipe, payloads, (name, ids))
+                works = [] if number is None else [partial(self._sequence, at, number, sample, payloads, name, ids)]
+                in_pass = plan.pass_of(at, self._shards.seed) if stored.parts else Pass()
+                for media, item, part in stored.parts:
+                    member = sample.member_of(part)
+                    generator = partial(sample.generator, in_pass, part - sample.parts.start)
+                    member_field = sample.members[member].field
+                    works.append(partial(media.decode, item, payloads[member], member_field, recipe, generator))
+                for work, blank in zip(works, blanks, strict=True):
+                    if failures and not self._is_awaited:
+                        break  # The whole sample is left out.
+                    try:
+                        work()
+                    except Exception as error:  # noqa: BLE001 - decoders raise anything, and it fails the sample
+                        failures.append(kept(located(error, sample)))
+                        blank()
+                if failures and number is not None and not plan.parts:
+                    self.blank(number, sample)  # It may stay, with a failed part, in a step that shares samples.
         except MemoryError as error:
             raise out_of_memory(error, self._shards.index, self._shards.recipe, self._rows, stored.row) from error
         with self._lock:
@@ -270,54 +371,28 @@ class Pages:
             else:
                 self._seconds["reading"] += read - started
                 self._seconds["decoding"] += time.perf_counter() - read
-        watch.end()
+        of.watch.end()
 
-    def _decode(
-        self, at: int, stored: _Stored, sample: StoredSample, recipe: Recipe, payloads: Payloads, named_ids: Any
-    ) -> list[DataError]:
-        """Write what was read into the pages, and return what failed."""
-        failures: list[DataError] = []
-        plan, number, index = self._share.plan, stored.number, self._shards.index
+    def _sequence(
+        self, at: int, number: int, sample: StoredSample, payloads: Payloads, name: Any, ids: NDArray[np.int32] | None
+    ) -> None:
+        """Write the sequence of a sample, or of a piece of a document, and keep fields. `name`, `ids`: as `_needs`."""
+        plan, recipe = self._share.plan, self._shards.recipe_of(sample.row)
+        if plan.ranges is None:
+            self.write(number, sample, payloads)
+        else:
 
-        def attempt(work: Callable[[], None], undo: Callable[[], None]) -> None:
-            if failures and not self._is_awaited:
-                return  # The whole sample is left out.
-            try:
-                work()
-            except Exception as error:  # noqa: BLE001 - decoders raise anything, and it fails the sample
-                failures.append(kept(located(error, sample)))
-                undo()
+            def tokenized() -> tuple[NDArray[np.int32], int]:
+                made = sample.token_ids(recipe, payloads)
+                return made, made.nbytes
 
-        def write() -> None:
-            assert number is not None
-            if plan.ranges is None:
-                self.write(number, sample, payloads)
-            else:
-                name, ids = named_ids
-                if ids is None:
-                    ids = sample.token_ids(recipe, payloads) if name is None else texts.made(name, tokenized)
-                first, count = int(plan.ranges.first[at]), int(plan.llm_positions[at])
-                has_labels = int(index.loss_tokens[stored.row]) > 0
-                self._write_piece(number, ids[first : first + count], has_labels=has_labels)
-            if recipe.keep:
-                self._kept[at] = sample.kept_values(recipe, payloads)
-
-        def tokenized() -> tuple[NDArray[np.int32], int]:
-            made = sample.token_ids(recipe, payloads)
-            return made, made.nbytes
-
-        texts = self._assembler.opened.texts
-        if number is not None:
-            attempt(write, partial(self.blank, number, sample))
-        of = plan.pass_of(at, self._shards.seed) if stored.parts else Pass()
-        for media, item, part in stored.parts:
-            member = sample.member_of(part)
-            generator = partial(sample.generator, of, part - sample.parts.start)
-            decode = partial(media.decode, item, payloads[member], sample.members[member].field, recipe, generator)
-            attempt(decode, partial(media.blank, item))
-        if failures and number is not None and not plan.parts:
-            self.blank(number, sample)  # It may stay, with a failed part, in a step that shares samples.
-        return failures
+            if ids is None:
+                ids = tokenized()[0] if name is None else self._assembler.opened.texts.made(name, tokenized)
+            first, count = int(plan.ranges.first[at]), int(plan.llm_positions[at])
+            has_labels = int(self._shards.index.loss_tokens[sample.row]) > 0
+            self._write_piece(number, ids[first : first + count], has_labels=has_labels)
+        if recipe.keep:
+            self._kept[at] = sample.kept_values(recipe, payloads)
 
     def write(self, number: int, sample: StoredSample, payloads: Payloads) -> None:
         """Write one sample's sequence into its slices. Raises FieldError if the index has another number of tokens."""
@@ -326,10 +401,9 @@ class Pages:
         sized, slots = ({name: media.slots_of(number) for name, media in self._media.items()} for _ in range(2))
 
         def size_of(modality: str, _member: int) -> PartSize:
-            slot = next(sized[modality], None)
-            if slot is None:
-                raise FieldError(field, f"the text yields more {modality} parts than indexed: {WHY_COUNTS_DIFFER}")
-            return self._media[modality].sizes[slot]
+            for slot in sized[modality]:
+                return self._media[modality].sizes[slot]
+            raise FieldError(field, f"the text yields more {modality} parts than indexed: {WHY_COUNTS_DIFFER}")
 
         if not self._has_tokens(number):
             self._hold_none(number)
@@ -433,18 +507,12 @@ class Pages:
             rest = again.finish()
             return Assembled(rest.batch, [*failures, *rest.failures], rest.seconds)
         started = time.perf_counter()
-        batch = self._batch()
-        return Assembled(batch, failures, {**self._seconds, "packing": time.perf_counter() - started})
-
-    def _batch(self) -> Batch:
         media = {name: of.batch() for name, of in self._media.items()}
         check_written(self._written, "samples")
         share, plan, samples, arrays = self._share, self._share.plan, self._samples, self._arrays
-        positions, routes = {}, {}
-        for name, of in self._media.items():
-            positions[name], route = of.positions()
-            if route is not None:
-                routes[name] = route
+        placed = {name: of.positions() for name, of in self._media.items()}
+        llm = self._llm({name: positions for name, (positions, _) in placed.items()})
+        teams, index = self._teams(), self._shards.index
         # The text that is here, without what slices were given room for.
         lengths, ids = self._text_lengths, arrays.text_ids
         if lengths.sum() < len(ids):
@@ -452,11 +520,10 @@ class Pages:
             ids = np.concatenate([ids[at : at + count] for at, count in zip(begins, lengths, strict=True)])
         # The kept fields: for each name a value of each sample, None for a sample that failed.
         of_samples = [self._kept.get(at, {}) if at not in self._failures else {} for at in samples.tolist()]
-        llm, teams, index = self._llm(positions), self._teams(), self._shards.index
         ranges = zip(self._first.tolist(), (self._first + self._held).tolist(), strict=True)
         rows: list[int] = self._rows.tolist()
         sample_ids: tuple[SampleId, ...] = tuple((index.shard_of(row).url, index.key(row)) for row in rows)
-        return Batch(
+        batch = Batch(
             text=TextBatch(input_ids=torch.from_numpy(ids), cu_seqlens=cu_seqlens(starts_of(lengths))),
             media=media,
             llm=llm,
@@ -470,38 +537,33 @@ class Pages:
             dp_size=plan.num_ranks,
             loss_tokens=counted_labels(llm, teams),
             global_loss_tokens=plan.global_loss_tokens,
-            routes=routes,
+            routes={name: route for name, (_, route) in placed.items() if route is not None},
             teams=teams,
             sources=torch.from_numpy(plan.source[samples]) if plan.sources else None,
             fields={name: [kept.get(name) for kept in of_samples] for name in self._assembler.kept},
             peer=share.peer,
         )
+        return Assembled(batch, failures, {**self._seconds, "packing": time.perf_counter() - started})
 
     def _teams(self) -> tuple[Team, ...]:
         """Return the teams of the samples, which come by size."""
-        if self._share.plan.teams is None and not self._joined:
-            return ()
         share, starts, sizes = self._share, self._starts, self._share.plan.team_size[self._samples]
-        # Of each team its size, its first sequence and the one after the last, and borders of whole sequences.
-        found = []
-        for of in self._joined:
-            whole = of.size * of.tokens
-            borders = of.borders if of.borders[-1] == whole else np.append(of.borders, whole)
-            found.append((of.size, int(of.at[0]), int(of.at[-1]) + 1, borders))
-        if share.plan.joined_to is None:
-            for size in np.unique(sizes[sizes > 1])[::-1].tolist():
-                first, stop = np.searchsorted(-sizes, [-size, 1 - size]).tolist()
-                found.append((size, first, stop, starts[first : stop + 1] - starts[first]))
-        teams = []
-        for size, first, stop, borders in found:
-            place, samples = share.rank % size, slice(first, min(stop, len(self._rows)))
+        # Of each team its size, its sequences, which are consecutive, and borders of whole sequences.
+        found = [(of.size, of.at, np.append(of.borders, of.size * of.tokens)) for of in self._joined]
+        for size in () if self._joined else np.unique(sizes[sizes > 1])[::-1].tolist():
+            at = np.flatnonzero(sizes == size)
+            found.append((size, at, starts[at[0] : at[-1] + 2] - starts[at[0]]))
+        teams: list[Team] = []
+        for size, at, borders in found:
+            place, samples = share.rank % size, slice(int(at[0]), min(int(at[-1]) + 1, len(self._rows)))
+            is_full = self._joined and borders[-1] == borders[-2]  # no sequence of padding
             teams.append(
                 Team(
                     size=size,
                     place=place,
                     ranks=tuple(range(share.rank - place, share.rank - place + size)),
-                    rows=slice(int(starts[first]), int(starts[stop])),
-                    cu_seqlens=cu_seqlens(borders),
+                    rows=slice(int(starts[at[0]]), int(starts[at[-1] + 1])),
+                    cu_seqlens=cu_seqlens(borders[:-1] if is_full else borders),
                     samples=samples,
                     valid=torch.from_numpy(self._valid[samples]),
                 )
@@ -540,63 +602,6 @@ class Pages:
         )
 
 
-class SequenceArrays(NamedTuple):
-    """The sequences of a microbatch, one after another, int64 (T,). Positions are (1, T), restarting at each sample;
-    under "mrope" (4, T), also time, height, width. `text_ids` are the tokens of text alone.
-    """
-
-    input_ids: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    position_ids: NDArray[np.int64]
-    text_ids: NDArray[np.int64]
-
-    def like(self, length: int) -> SequenceArrays:
-        """Return arrays for a sequence of so many tokens of text."""
-        return SequenceArrays(*(np.empty((*array.shape[:-1], length), np.int64) for array in self))
-
-    def blank(self, start: int, stop: int, first: int = 0, first_mrope: int = 0) -> None:
-        """Write padding or a dummy sequence: id 0, no loss, positions that count from `first` and `first_mrope`."""
-        self.input_ids[start:stop] = 0
-        self.labels[start:stop] = IGNORE
-        self.position_ids[0, start:stop] = np.arange(first, first + stop - start)
-        self.position_ids[1:, start:stop] = np.arange(first_mrope, first_mrope + stop - start)
-
-
-class SequenceWriter:
-    """Writes one sequence from `start` to `end`, span by span. `field` is the one in errors."""
-
-    def __init__(self, arrays: SequenceArrays, start: int, end: int, field: str) -> None:
-        self._arrays, self._start, self._field = arrays, start, field
-        self.end, self.cursor = end, start
-        self.position = 0  # under "mrope", of time, height and width
-        arrays.position_ids[0, start:end] = np.arange(end - start)
-
-    def put(self, ids: Any, tokens: int, labels: Any, rope: Ints | None = None, rope_span: int | None = None) -> int:
-        """Write the tokens of a text, or of a part, whose ids and labels are equal. Return the position of the first.
-        Raises FieldError. Under "mrope" `rope` has positions of its tokens from 0, (3, tokens), None continues to
-        count; `rope_span` those from its first token to what follows it, None for one more than the largest.
-        """
-        arrays, start = self._arrays, self.cursor
-        stop = self.cursor = start + tokens
-        if stop > self.end:
-            raise self.disagreement()
-        arrays.input_ids[start:stop] = ids
-        arrays.labels[start:stop] = labels
-        if rope is not None:
-            arrays.position_ids[1:, start:stop] = self.position + rope
-            self.position += int(rope.max()) + 1 if rope_span is None else rope_span
-        else:
-            if len(arrays.position_ids) > 1:
-                arrays.position_ids[1:, start:stop] = np.arange(self.position, self.position + tokens)
-            self.position += tokens
-        return start
-
-    def disagreement(self) -> FieldError:
-        planned = self.end - self._start
-        reason = f"the index says {planned} tokens, the text yields another number: {WHY_COUNTS_DIFFER}"
-        return FieldError(self._field, reason)
-
-
 def located(error: Exception, sample: StoredSample) -> DataError:
     """Return the failure of a sample that an exception is, its cause. Raises as `StoredSample.refuse_moved`."""
     known = isinstance(error, FieldError)
@@ -605,3 +610,60 @@ def located(error: Exception, sample: StoredSample) -> DataError:
     failure = as_field_error(error, "decoded").at(sample.shard, sample.key)
     failure.__cause__ = error.__cause__ if known else error
     return failure
+
+
+TOKEN_BYTES = 48
+"""A token of text: its id twice, its label, and three positions, int64 each."""
+
+_NAMED = 3
+
+
+def shard_loader(index: Index, shards: OpenShards, recipe_of: Callable[[int], Recipe]) -> Callable[..., Sample]:
+    """Return (row, of: Pass) -> decoded `Sample` of an index; `recipe_of` returns the recipe for a row."""
+
+    def load(row: int, of: Pass = Pass()) -> Sample:  # noqa: B008 - a frozen value
+        stored, recipe = StoredSample(index, shards, row), recipe_of(row)
+        try:
+            return stored.decode(recipe, of)
+        except FieldError as error:
+            stored.refuse_moved(error)
+            raise error.at(stored.shard, stored.key) from error.__cause__
+        except MemoryError as error:
+            raise out_of_memory(error, index, recipe, np.array([row]), row) from error
+        except DataError:
+            raise
+        except Exception as error:  # any exception of a decoder fails the sample
+            raise as_field_error(error, "decoded").at(stored.shard, stored.key) from error
+
+    return load
+
+
+def shard_refusal(index: Index) -> Callable[[int, str], Exception]:
+    """Return (row of an index, reason) -> the failure of that sample."""
+    return lambda row, reason: DataError(index.shard_of(row).url, index.key(row), "*", f"its worker {reason}")
+
+
+def sample_bytes(index: Index, recipe: Recipe, row: int) -> int:
+    """Return the bytes that one sample takes in a batch and while it is decoded."""
+    numbers = index.part_range(row)
+    members = index.members(row)
+    parts = [
+        MeasuredPart(index.modality_of(part), index.member_of(part, len(members)), size)
+        for part, size in zip(numbers, index.sizes(numbers, recipe), strict=True)
+    ]
+    return decoded_bytes(parts, members, recipe) + TOKEN_BYTES * int(index.llm_tokens[row])
+
+
+def out_of_memory(
+    error: MemoryError, index: Index, recipe: Recipe, rows: NDArray[np.int64], row: int | None = None
+) -> MemoryError:
+    """Return an error with the largest samples of a microbatch, and the one that was being decoded."""
+    sizes = {int(each): sample_bytes(index, recipe, int(each)) for each in rows}
+    largest = sorted(sizes, key=lambda each: (-sizes[each], each))[:_NAMED]
+    named = "; ".join(f"{index.shard_of(each).url}: {index.called(each)}, {sizes[each]} bytes" for each in largest)
+    where = "" if row is None else f" at {index.called(row)} of {index.shard_of(row).url}"
+    return MemoryError(
+        f"not enough memory{where} for a microbatch of {len(sizes)} samples, {sum(sizes.values())} bytes by the index "
+        f"({error}); the largest: {named}. Lower batch_size, cap Balance(max_tokens=...), or leave such samples out "
+        "with Limits.sample_decoded_bytes or quarantine="
+    )

@@ -6,35 +6,135 @@ A spec is a value: everything that the steps of a rank depend on. Open resources
 in a Builder. `Builder.build` is a pure function, which everything else uses. An engine runs the same tasks on other
 threads: a started step is a set of tasks that may run on any thread in any order, then one `finish`. The data of
 batches are anything with the protocols here: `Content` opens an `Assembler`, which begins an `Assembly` for each
-microbatch. The figures of a step, which `stats()` adds up, are at the end.
+microbatch. The memory of batches, which is used again, comes first; the figures of a step, which `stats()` adds up,
+are at the end.
 """
 
 from __future__ import annotations
 
+import mmap
 import operator
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Final, Protocol
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers.assignment import MAX_TOTAL
-from orchdata.building.memory import BufferPool, Memory
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.first_calls import settle_first_calls
 from orchdata.loaders.storage.storage import ReadBytes
 from orchdata.loaders.watch import Watch
 from orchdata.order.steps import StepTask
 from orchdata.planning.balance import Layout
-from orchdata.planning.make_plan import PlanSpec, make_plan
-from orchdata.planning.plan import Plan
+from orchdata.planning.plan import Plan, PlanSpec, make_plan
 
 Task = Callable[[], None]
+T = TypeVar("T")
 _SHOWN_FRAMES: Final = 8
+_SMALL_BYTES: Final = 1 << 16  # malloc serves these from memory it already has
+_MOST_FREE_BYTES: Final = 1 << 30
+
+
+class Memory(Protocol):
+    """The memory of the arrays of batches: a pool, or another allocator."""
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Allocate uninitialised bytes, (num_bytes,). Raises MemoryError."""
+
+    def reserve(self, num_bytes: int) -> None:
+        """Prepare to allocate about this number of bytes. Raises MemoryError."""
+
+
+class Returns(Generic[T]):
+    """Values that return when arrays are collected.
+
+    The callback is no Python function: the collector calls them anywhere, where locks hang and a Ctrl-C is lost.
+    """
+
+    def __init__(self) -> None:
+        self._out: dict[int, tuple[Any, T]] = {}  # by the id of the reference to an array in use
+        self._back: deque[weakref.ref[NDArray[np.uint8]]] = deque()
+
+    def __len__(self) -> int:
+        """The number of arrays in use."""
+        return len(self._out) - len(self._back)
+
+    def expect(self, array: NDArray[np.uint8], value: T) -> None:
+        """Return `value` later, when no array or tensor over this one is left."""
+        used = weakref.ref(array, self._back.append)
+        self._out[id(used)] = used, value
+
+    def take(self) -> Iterator[T]:
+        """Yield what has returned since the last call; any thread may call it."""
+        with suppress(IndexError):
+            while True:
+                yield self._out.pop(id(self._back.popleft()))[1]
+
+
+class BufferPool:
+    """Allocates anonymous memory, and takes it back when the last array or tensor over it is collected: a caller that
+    keeps a batch keeps its memory, and nothing waits for that. Page faults of fresh memory cost more than decoding into
+    it. Above `_MOST_FREE_BYTES` of it are released at the next allocation.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, deque[mmap.mmap]] = {}
+        self._returns = Returns[mmap.mmap]()
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Allocate uninitialised bytes, (num_bytes,). Raises MemoryError."""
+        if num_bytes < _SMALL_BYTES:
+            return np.empty(num_bytes, np.uint8)
+        self.free_bytes()
+        # The smallest free memory that is large enough, and at most twice as large as needed.
+        capacity = size_class(num_bytes)
+        memory = self._popped([size for size in sorted(self._free) if capacity <= size <= 2 * capacity])
+        if memory is None:
+            # Release the largest free memory of at least half the size: the new mapping serves its sizes too. Otherwise
+            # each size that batches ever had would keep its own memory.
+            self._popped([size for size in sorted(self._free, reverse=True) if capacity <= 2 * size < 2 * capacity])
+            try:
+                memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            except (OSError, ValueError, OverflowError) as error:  # ENOMEM, or above the address space
+                raise MemoryError(f"cannot map {capacity} bytes: {error}") from error
+            with suppress(OSError):  # a kernel without them; a quarter of the time to write 20 MiB first, and less then
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        base = np.frombuffer(memory, np.uint8)
+        self._returns.expect(base, memory)
+        return base[:num_bytes]
+
+    def _popped(self, sizes: Iterable[int]) -> mmap.mmap | None:
+        """Take free memory of the first of these sizes that has some."""
+        for size in sizes:
+            with suppress(IndexError):
+                return self._free[size].pop()
+        return None
+
+    def reserve(self, num_bytes: int) -> None:
+        """Do nothing: each piece is mapped separately."""
+
+    def free_bytes(self) -> int:
+        """Take back what has returned, and return the bytes of unused memory."""
+        free = sum(capacity * len(memories) for capacity, memories in list(self._free.items()))
+        for memory in self._returns.take():
+            if free + len(memory) <= _MOST_FREE_BYTES:
+                free += len(memory)
+                self._free.setdefault(len(memory), deque()).append(memory)
+        return free
+
+
+def size_class(num_bytes: int) -> int:
+    """Round up to one of four sizes per power of two, so that batches of similar size share memory."""
+    step = 1 << max(12, num_bytes.bit_length() - 3)
+    return -(-num_bytes // step) * step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -255,31 +355,25 @@ def step_figures(spec: PlanSpec, plan: Plan, rank: int, num_failures: int) -> di
 
     # Of each phase six loads of ranks, and the price of the step: as planned, dealt out in turn, and even.
     totals = {phase: int(costs.sum()) for phase, costs in plan.costs.items()}
-    balanced = spec.costs.balanced
-    even = price.of_even([totals[phase] / plan.num_ranks for phase in balanced], number)
+    even = price.of_even([totals[phase] / plan.num_ranks for phase in spec.costs.balanced], number)
     planned = in_turn = even
     phases = {phase: (float(total),) * 6 for phase, total in totals.items()}
     if not is_alone:
         cells = {phase: plan.cells(phase) for phase in plan.phases}
         dealt = {phase: plan.cells_unbalanced(phase) for phase in plan.phases}
         planned, in_turn = (
-            float(price.of([of[phase] * plan.peers_of(phase) for phase in balanced])) for of in (cells, dealt)
+            float(price.of([of[phase] * plan.peers_of(phase) for phase in spec.costs.balanced]))
+            for of in (cells, dealt)
         )
         for phase, own in cells.items():
-            phases[phase] = (
-                float(dealt[phase].sum(axis=1).max()),
-                float(own.sum(axis=1).max()),
-                float(plan.lower_bound(phase)),
-                totals[phase] / plan.gpus(phase),
-                float(own.max(axis=0).sum()),
-                float(dealt[phase].max(axis=0).sum()),
-            )
+            total, step, unbalanced = own.sum(axis=1), own.max(axis=0), dealt[phase]
+            in_all = float(unbalanced.sum(axis=1).max()), float(total.max()), float(plan.lower_bound(phase))
+            in_micro_steps = float(step.sum()), float(unbalanced.max(axis=0).sum())
+            phases[phase] = *in_all, totals[phase] / plan.gpus(phase), *in_micro_steps
 
     # Tokens, and those of microbatches as long as their longest sample.
     own_lengths = lengths[mine]
-    groups, microbatch = [own_lengths], plan.microbatch[mine]
-    if number > 1:
-        groups = [own_lengths[microbatch == each] for each in range(number)]
+    groups = [own_lengths[plan.microbatch[mine] == each] for each in range(number)]
     padded = sum(int(inside.max(initial=0)) * len(inside) for inside in groups)
 
     # Tokens in teams by size, and samples of which a rank has more than its cap.
@@ -292,15 +386,14 @@ def step_figures(spec: PlanSpec, plan: Plan, rank: int, num_failures: int) -> di
     # Samples, tokens, loss tokens and started passes of each source of a mixture.
     sources: dict[str, dict[str, int]] = {}
     if plan.passes is not None and plan.source_loss_tokens is not None:
-        counts = np.zeros((len(plan.sources), 4), np.int64)
-        np.add.at(counts[:, 0], plan.source, 1)
-        np.add.at(counts[:, 1], plan.source, lengths)
-        counts[:, 2] = plan.source_loss_tokens
-        np.maximum.at(counts[:, 3], plan.source, plan.passes + 1)
+        counts = np.zeros((4, len(plan.sources)), np.int64)
+        np.add.at(counts[0], plan.source, 1)
+        np.add.at(counts[1], plan.source, lengths)
+        counts[2] = plan.source_loss_tokens
+        np.maximum.at(counts[3], plan.source, plan.passes + 1)
         keys = "samples", "tokens", "loss_tokens", "passes"
-        sources = {
-            name: dict(zip(keys, of, strict=True)) for name, of in zip(plan.sources, counts.tolist(), strict=True)
-        }
+        figures = [dict(zip(keys, each, strict=True)) for each in counts.T.tolist()]
+        sources = dict(zip(plan.sources, figures, strict=True))
     return {
         "samples": num_samples,
         "loss_tokens": plan.loss_tokens,

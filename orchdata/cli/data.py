@@ -120,7 +120,7 @@ def index(
         named.write(built, share or "")
         where["out"] = named.url
     if not dataset.recipe.text.learns_end:
-        from orchdata.building.contents import IndexedShards
+        from orchdata.building.pages import IndexedShards
         from orchdata.dataset.advice import warn_of_unended
         from orchdata.loaders.shards.open import by_identity
 
@@ -226,8 +226,7 @@ def profile(
     rank_counts, caps = None if ranks is None else _ranks_list(ranks), _caps_of(max_tokens or ())
     from orchdata.balancers import CostModel
     from orchdata.cli.dataset import indexed
-    from orchdata.planning.balance import Balance, Packed, Padded
-    from orchdata.planning.teams import Teams
+    from orchdata.planning.balance import Balance, Packed, Padded, Teams
     from orchdata.profiling.profile import profile as make_profile
 
     if html is not None:

@@ -35,7 +35,7 @@ from orchdata.planning.windows import WindowBatches
 from orchdata.ranks.parallel import Rank
 
 if TYPE_CHECKING:
-    from orchdata.building.contents import IndexedShards
+    from orchdata.building.pages import IndexedShards
     from orchdata.dataset.mixture import Mixture
     from orchdata.dataset.shard_dataset import ShardDataset
 

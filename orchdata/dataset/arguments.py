@@ -29,7 +29,8 @@ from orchdata.loaders.storage.node import Cache, cache_of_environment
 from orchdata.order.order import SampleOrder, Shuffle
 from orchdata.order.steps import Batches, GlobalBatches, is_stateful
 from orchdata.planning.balance import Balance, Packed, Padded, as_balance, layout_of
-from orchdata.planning.make_plan import PlanSpec, SampleCosts
+from orchdata.planning.parts import SampleCosts
+from orchdata.planning.plan import PlanSpec
 from orchdata.ranks.parallel import DataParallel, Rank
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.native.costs import COST_SHIFT, Coefficients, part_costs, sequence_costs
 from orchdata.order.order import TokenCounts
 from orchdata.planning.balance import Attention, Balance, Layout, Padded
-from orchdata.planning.make_plan import Ints
 from orchdata.planning.parts import Parts
+from orchdata.planning.plan import Ints
 from orchdata.planning.sharing.accumulated import FixedCost
 from orchdata.planning.sharing.packed import NO_PADDING, NoPadding, PaddedCost
 from orchdata.planning.sharing.shares import Padding

@@ -27,13 +27,13 @@ from orchdata.dataset.item_costs import ItemCosts, costs_of_items
 from orchdata.dataset.prepared import PreparedDataset
 from orchdata.dataset.sharded import is_sharded
 from orchdata.delivery.policy import Unusable, refuse_above_budget
-from orchdata.engines.torch_workers import IterableContent
 from orchdata.loaders.errors import DataError
+from orchdata.loop.torch_workers import IterableContent
 from orchdata.notices import progress_bar, warn_once
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.sampler import AllRanksSampler, SamplerOrder, SamplerSteps, Source, TorchSampler
 from orchdata.order.steps import GlobalBatches, OrderedSteps, Steps, StreamSteps
-from orchdata.planning.make_plan import ArrayCosts, EqualCosts
+from orchdata.planning.parts import ArrayCosts, EqualCosts
 from orchdata.ranks.parallel import Rank
 
 Ints = NDArray[np.int64]

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from orchdata.balancers.costs.model import CostModel
 from orchdata.batch.batch import ModelInputs
-from orchdata.building.contents import IndexedShards, SampleContent
-from orchdata.building.pages import ShardContent
+from orchdata.building.pages import IndexedShards, SampleContent, ShardContent
 from orchdata.caching import filler_of
 from orchdata.dataset.advice import (
     warn_of_costs,
@@ -63,7 +62,7 @@ from orchdata.order.mixture import AnyOrder
 from orchdata.order.order import ListedOrder, TokenCounts
 from orchdata.order.steps import Batches, StepTask, TokenBatches
 from orchdata.planning.balance import Packed, Padded, layout_of
-from orchdata.planning.make_plan import make_plan
+from orchdata.planning.plan import make_plan
 from orchdata.planning.windows import WindowBatches
 from orchdata.quarantine import checked_names, read_quarantine
 from orchdata.ranks.first_comer import is_first

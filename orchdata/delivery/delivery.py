@@ -31,8 +31,7 @@ from torch import Tensor
 
 from orchdata.batch.batch import Batch, ModelInputs
 from orchdata.batch.tensors import IGNORE, TeamUse, counted_labels
-from orchdata.building.memory import BufferPool
-from orchdata.building.step import BuildSpec, BuiltStep, step_figures
+from orchdata.building.step import BufferPool, BuildSpec, BuiltStep, step_figures
 from orchdata.delivery.policy import FailureBudget
 from orchdata.engines.engine import Engine
 from orchdata.engines.processes.message import plain, revive
@@ -40,8 +39,7 @@ from orchdata.loaders.errors import BLANK, DataError, TooManyFailures
 from orchdata.notices import warn_once, warn_user
 from orchdata.order.steps import StepTask
 from orchdata.planning.balance import Padded
-from orchdata.planning.make_plan import make_plan
-from orchdata.planning.plan import Plan
+from orchdata.planning.plan import Plan, make_plan
 from orchdata.ranks.agreement import gather, small_device
 from orchdata.ranks.parallel import Rank, group_timeout
 from orchdata.ranks.wire import Message, WireError, describe, read

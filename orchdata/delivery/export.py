@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from orchdata.balancers.assignment import checked_epoch
 from orchdata.building.step import BuildSpec
 from orchdata.order.steps import Steps
-from orchdata.planning.make_plan import make_plan
-from orchdata.planning.plan import Plan
+from orchdata.planning.plan import Plan, make_plan
 from orchdata.planning.windows import WindowBatches
 
 _PART = {

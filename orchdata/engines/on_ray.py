@@ -26,19 +26,17 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.building.memory import BufferPool
-from orchdata.building.step import BuildSpec, BuiltStep
-from orchdata.engines.engine import Engine, Workers
+from orchdata.building.step import BufferPool, BuildSpec, BuiltStep
+from orchdata.engines.engine import Engine, Workers, passed_on
 from orchdata.engines.parcel import check_same, expected_by, make_parcel, open_parcel
 from orchdata.engines.processes.message import Bytes, Unit, describe_step, describe_value
+from orchdata.engines.processes.worker import Work, WorkerSpec, alone_of, error_of, sendable
 from orchdata.engines.supervisor import WorkerEngine
-from orchdata.engines.threads import passed_on
-from orchdata.engines.work import Work, WorkerSpec, alone_of, error_of, sendable
 from orchdata.loaders.errors import PackageError, one_line
 from orchdata.loaders.watch import IDLE, Watch, all_wait
 from orchdata.notices import warn_once, warn_user
 from orchdata.order.steps import StepTask
-from orchdata.planning.make_plan import make_plan
+from orchdata.planning.plan import make_plan
 
 OPENING_SECONDS: Final = 600.0
 _ASK_SECONDS: Final = 1.0

@@ -27,9 +27,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from orchdata.building.contents import IndexedShards, shard_loader
+from orchdata.building.pages import IndexedShards, shard_loader
 from orchdata.engines.engine import explain_pickling, pickles
-from orchdata.engines.work import WorkerSpec
+from orchdata.engines.processes.worker import WorkerSpec
 from orchdata.loaders.environment import OWN, distribution_of
 from orchdata.loaders.errors import DataError, OrchdataError, ShardError, StaleIndexError, StorageError, one_line
 from orchdata.loaders.generators import Pass

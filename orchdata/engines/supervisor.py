@@ -29,7 +29,7 @@ from typing import Any, Protocol
 from orchdata.building.step import BuiltStep
 from orchdata.engines.engine import Workers
 from orchdata.engines.processes.message import read_value
-from orchdata.engines.work import add_reads
+from orchdata.engines.processes.worker import add_reads
 from orchdata.finalizers import Ending
 from orchdata.order.steps import StepTask
 

@@ -34,7 +34,7 @@ from orchdata.notices import in_words, progress_bar
 if TYPE_CHECKING:
     from orchdata.building.step import BuildSpec
     from orchdata.planning.balance import Balance
-    from orchdata.planning.make_plan import PlanSpec
+    from orchdata.planning.plan import PlanSpec
 
 _COMPILING = "compiling kernels, once on this machine"
 _PATIENCE_SECONDS = 600.0
@@ -57,17 +57,14 @@ class Warming:
         self._children: list[subprocess.Popen[bytes]] = []
         self._is_done = False
         if missing and os.environ.get("LOCAL_RANK", "0") == "0":
-            seconds = _FAMILY_SECONDS * -(-len(missing) // num_children)
-            sys.stderr.write(f"{_COMPILING}: about {in_words(seconds)} (`orchdata warm` does it ahead)\n")
+            seconds = in_words(_FAMILY_SECONDS * -(-len(missing) // num_children))
+            sys.stderr.write(f"{_COMPILING}: about {seconds} (`orchdata warm` does it ahead)\n")
             sys.stderr.flush()
         for number in range(num_children):
             command = [sys.executable, "-P", "-m", "orchdata.engines.warm", *missing[number::num_children]]
+            streams: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             with contextlib.suppress(OSError):  # then this process compiles them, when it needs them
-                self._children.append(
-                    subprocess.Popen(
-                        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-                    )
-                )
+                self._children.append(subprocess.Popen(command, **streams))
         self._ending = Ending(self, partial(_end, self._children)) if self._children else None
         self.is_over = not self._children
 
@@ -102,37 +99,29 @@ def _end(children: list[subprocess.Popen[bytes]]) -> None:
 def _is_stored(family: str) -> bool:
     """Return whether the family's head was compiled after the last change of any kernel's source, by numba's index."""
     head = _head(family)
-    # This process may not need numba: it imports numba only if the kernel is not where it usually is.
-    usual = _usual_folder(Path(head.py_func.__code__.co_filename))
-    if os.access(usual, os.W_OK) and _is_in(usual, head):
+    source, written = Path(head.py_func.__code__.co_filename), max(changed for _, _, changed in sources_stamp())
+
+    def is_in(folder: Path) -> bool:
+        indexes = folder.glob(f"{source.stem}.{head.py_func.__name__}-*.nbi")
+        return any(index.stat().st_mtime_ns >= written for index in indexes)
+
+    # This process may not need numba, which is imported only if the kernel is not where numba usually stores those of a
+    # file, if it can write there. See UserProvidedCacheLocator and InTreeCacheLocator in numba.
+    usual = source.parent / "__pycache__"
+    if chosen := os.environ.get("NUMBA_CACHE_DIR"):
+        folder = os.path.dirname(os.path.abspath(source))
+        # The hash names a folder, and protects nothing.
+        hashed = hashlib.sha1(folder.encode(), usedforsecurity=False).hexdigest()
+        usual = Path(chosen, f"{os.path.basename(folder)}_{hashed}")
+    if os.access(usual, os.W_OK) and is_in(usual):
         return True
-    folder = _cache_folder(head)
-    return folder is None or _is_in(folder, head)  # without a folder no process can compile for another
-
-
-def _is_in(folder: Path, head: Any) -> bool:
-    source = Path(head.py_func.__code__.co_filename)
-    written = max(changed for _, _, changed in sources_stamp())
-    indexes = folder.glob(f"{source.stem}.{head.py_func.__name__}-*.nbi")
-    return any(index.stat().st_mtime_ns >= written for index in indexes)
+    found = _cache_folder(head)
+    return found is None or is_in(found)  # without a folder no process can compile for another
 
 
 def _head(family: str) -> Any:
     module, _, name = FAMILIES[family].head.partition(":")
     return getattr(import_module(f"orchdata.native.{module}"), name)
-
-
-def _usual_folder(source: Path) -> Path:
-    """Return where numba stores compiled kernels of a file, if it can write there.
-
-    See UserProvidedCacheLocator and InTreeCacheLocator in numba.
-    """
-    if not (chosen := os.environ.get("NUMBA_CACHE_DIR")):
-        return source.parent / "__pycache__"
-    folder = os.path.dirname(os.path.abspath(source))
-    # The hash names a folder, and protects nothing.
-    hashed = hashlib.sha1(folder.encode(), usedforsecurity=False).hexdigest()
-    return Path(chosen, f"{os.path.basename(folder)}_{hashed}")
 
 
 def stored_in() -> list[str]:
@@ -236,7 +225,7 @@ def _warm_plans(spec: PlanSpec) -> None:
     """
     from orchdata.order.order import Order, Shuffle
     from orchdata.order.steps import GlobalBatches, StepTask
-    from orchdata.planning.make_plan import make_plan
+    from orchdata.planning.plan import make_plan
 
     samples = Order(len(_COSTS), shuffle=Shuffle(), seed=0)
     if spec.order.num_samples:
@@ -323,10 +312,9 @@ def _phases() -> None:
 
 def _teams() -> None:
     """Share two long texts, next to samples of two phases, in each way."""
-    from orchdata.planning.balance import Balance
+    from orchdata.planning.balance import Balance, Teams
     from orchdata.planning.sharing.shares import StepSamples
     from orchdata.planning.sharing.teams import share_in_teams
-    from orchdata.planning.teams import Teams
 
     is_long = np.arange(len(_COSTS)) % 16 == 0
     tokens, encoder = np.where(is_long, 90, _COSTS), np.where(is_long, 0, _COSTS)
@@ -339,8 +327,7 @@ def _teams() -> None:
 
 def _moves() -> None:
     from orchdata.balancers.assignment import loads_by_rank_and_microbatch
-    from orchdata.balancers.grid import balance_grid, balance_grouped
-    from orchdata.balancers.moves import balance_from
+    from orchdata.balancers.moves import balance_from, balance_grid, balance_grouped
 
     owner = np.arange(len(_COSTS), dtype=np.int32) % _RANKS
     loads_by_rank_and_microbatch(_COSTS, owner, owner, _RANKS, _RANKS)

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 from orchdata.building.collate import STOP_ITERATION
 from orchdata.building.step import Builder, BuildSpec, BuiltStep
 from orchdata.delivery.delivery import Delivery
-from orchdata.engines.engine import Engine, Workers
+from orchdata.engines.engine import Engine, InlineEngine, PinningEngine, ThreadEngine, Workers
 from orchdata.engines.processes.engine import ProcessEngine
-from orchdata.engines.threads import InlineEngine, PinningEngine, ThreadEngine
 from orchdata.engines.warm import Warming
 from orchdata.finalizers import Ending
 from orchdata.loop.loop import EpochLoop, Position

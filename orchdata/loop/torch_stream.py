@@ -20,7 +20,10 @@ from orchdata.building.step import BuildSpec
 from orchdata.delivery.policy import TorchCounts
 from orchdata.engines.engine import Workers
 from orchdata.engines.processes.message import Failed, unpacked
-from orchdata.engines.torch_workers import (
+from orchdata.finalizers import Ending
+from orchdata.loop.loop import EpochLoop, Position
+from orchdata.loop.planned import Interrupted, LoopContext, draw_tasks
+from orchdata.loop.torch_workers import (
     Asked,
     Batches,
     BatchStream,
@@ -31,12 +34,9 @@ from orchdata.engines.torch_workers import (
     has_own_state,
     iterate,
 )
-from orchdata.finalizers import Ending
-from orchdata.loop.loop import EpochLoop, Position
-from orchdata.loop.planned import Interrupted, LoopContext, draw_tasks
 from orchdata.notices import warn_once, warn_user
 from orchdata.order.steps import OrderedSteps, StateGetter, StepTask, StreamSteps, states_of
-from orchdata.planning.make_plan import PlanSpec, make_plan
+from orchdata.planning.plan import PlanSpec, make_plan
 
 _BLOCK_STEPS = 64  # steps of an order with rows that are computed together
 

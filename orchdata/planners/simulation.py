@@ -36,8 +36,7 @@ from orchdata.planners.layout import LLM, Layout, checked_modules
 from orchdata.planners.values import Value
 from orchdata.planners.workload import Workload, WorkloadCosts
 from orchdata.planning.balance import Balance
-from orchdata.planning.make_plan import PlanSpec, make_plan
-from orchdata.planning.plan import Plan
+from orchdata.planning.plan import Plan, PlanSpec, make_plan
 
 Ints = NDArray[np.int64]
 

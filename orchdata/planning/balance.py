@@ -1,29 +1,46 @@
-"""What to balance and how: the frozen value for `DataLoader(balance=...)`; and the price of a step.
-The layouts of a batch, `Packed` and `Padded`, are the frozen values for `collate_fn=`.
+"""What to balance and how: the frozen value for `DataLoader(balance=...)`; the price of a step; and teams of ranks that
+share long sequences. The layouts of a batch, `Packed` and `Padded`, are the frozen values for `collate_fn=`.
 
     Balance --price--> StepPrice; loads (num_ranks, num_microbatches) of each phase --StepPrice.of--> cost
+    costs of whole sequences --Teams.member_costs--> costs of a member at each size --sharing--> StepTeams of a Plan
 
 Plans, `stats()`, profiles and benchmarks use the same value, so figures measure what the plan minimises.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, TypeAlias, get_args
+from functools import cached_property
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers.assignment import MAX_TOTAL, checked_count, checked_effort, lower_bound
+from orchdata.balancers.costs.model import coefficients_of
+from orchdata.balancers.costs.phase import PhaseCost, checked_coefficient
+from orchdata.native.assign.teams import NEVER, least_works, teams_bound
+from orchdata.native.costs import COST_SHIFT, sequence_costs
 from orchdata.native.microbatches.pipeline import slowest
-from orchdata.planning.teams import Teams
 
 Scope = Literal["none", "grouped", "grid", "global"]
 AssignmentKind = Literal["joint", "per_phase"]
 Objective = Literal["barrier", "sum"]
 Oversize = Literal["error", "own", "drop"]
+Flag = Literal[True, False]
 Ints = NDArray[np.int64]
+Ranks = NDArray[np.int32]
+
+
+def checked_choices(value: object, **kinds: Any) -> None:
+    """Raise ValueError for a field whose value is not one of its Literal's."""
+    for name, kind in kinds.items():
+        given = getattr(value, name)
+        if not any(isinstance(given, type(each)) and given == each for each in get_args(kind)):
+            choices = ", ".join(map(str, get_args(kind)))
+            raise ValueError(f"{type(value).__name__}.{name} must be one of {choices}, got {given!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,15 +95,8 @@ class Balance:
     teams: Teams | None = None
 
     def __post_init__(self) -> None:
-        kinds = {"scope": Scope, "assignment": AssignmentKind, "objective": Objective, "oversize": Oversize}
-        for name, kind in kinds.items():
-            value = getattr(self, name)
-            if value not in get_args(kind):
-                raise ValueError(f"Balance.{name} must be one of {', '.join(get_args(kind))}, got {value!r}")
-        if self.order not in (None, "1f1b"):
-            raise ValueError(f"Balance.order must be None or '1f1b', got {self.order!r}")
-        if not isinstance(self.equal_count, bool):
-            raise ValueError(f"Balance.equal_count must be True or False, got {self.equal_count!r}")
+        checked_choices(self, scope=Scope, assignment=AssignmentKind, objective=Objective, oversize=Oversize)
+        checked_choices(self, order=Literal[None, "1f1b"], equal_count=Flag)
         if self.encode != "micro_step" and self.encode != "step":
             number = checked_count(self.encode, "Balance.encode, if not 'micro_step' or 'step',")
             object.__setattr__(self, "encode", number if number > 1 else "micro_step")
@@ -97,45 +107,32 @@ class Balance:
         object.__setattr__(self, "effort", checked_effort(self.effort, "Balance.effort"))
         for phase, cap in self._named_caps.items():
             checked_count(cap, f"Balance.max_tokens of phase {phase!r}")
-        self._check_combinations()
-
-    def _check_combinations(self) -> None:
+        # What goes together.
         if self.group_size is not None and self.scope not in ("grouped", "grid"):
             raise ValueError(f"Balance.group_size is for scope 'grouped' or 'grid', got scope={self.scope!r}")
-        if self.scope == "grid" and (self.equal_count or self.max_samples is not None):
-            raise ValueError(
-                "Balance.scope='grid' moves samples by cost alone, without limits on counts: use 'grouped' or 'global'"
-            )
         if (self.order is None) != (self.num_stages is None):
-            raise ValueError(
-                f"Balance.order and num_stages go together, got order={self.order!r}, num_stages={self.num_stages}"
-            )
-
-        if self.encode != "micro_step" and (self.assignment, self.order) != ("per_phase", None):
-            raise ValueError(
-                f"Balance.encode={self.encode!r} encodes consecutive micro-steps together: it needs "
-                f"assignment='per_phase', and order=None, which keeps them consecutive; got "
-                f"assignment={self.assignment!r}, order={self.order!r}"
-            )
-        if self.teams is not None:
-            if not isinstance(self.teams, Teams):
-                raise ValueError(f"Balance.teams must be an od.Teams or None, got {self.teams!r}")
-            only = {"scope": "global", "order": None, "equal_count": False, "max_samples": None}
-            for name, value in only.items():
-                if (given := getattr(self, name)) != value:
-                    why = f"Balance.teams shares sequences under {name}={value!r} alone, got {given!r}"
-                    raise ValueError(f"{why}: leave {name} out, or teams")
+            given = f"order={self.order!r}, num_stages={self.num_stages}"
+            raise ValueError(f"Balance.order and num_stages go together, got {given}")
+        if not isinstance(self.teams, Teams | None):
+            raise ValueError(f"Balance.teams must be an od.Teams or None, got {self.teams!r}")
+        counts = {"equal_count": False, "max_samples": None}
+        apart, whole = {"assignment": "per_phase", "order": None}, {"scope": "global", "order": None, **counts}
+        rules: list[tuple[bool, str, dict[str, Any]]] = [
+            (self.scope == "grid", "scope='grid', which moves samples by cost alone,", counts),
+            (self.encode != "micro_step", f"encode={self.encode!r}, of consecutive micro-steps,", apart),
+            (self.teams is not None, "teams, which shares sequences,", whole),
+        ]
+        for name, value, what in [(name, only[name], what) for is_so, what, only in rules if is_so for name in only]:
+            if (own := getattr(self, name)) != value:
+                raise ValueError(f"Balance.{what} goes with {name}={value!r} alone, got {own!r}: leave one of them out")
 
     @property
     def price(self) -> StepPrice:
         """What a step costs, as ranks wait for each other. Per phase they meet in every exchange."""
         each_phase = self.assignment == "per_phase" or self.objective == "barrier"
         meets = self.assignment == "per_phase" or (each_phase and self.order is None)
-        return StepPrice(
-            levels_each_phase=each_phase,
-            meets_in_micro_steps=meets,
-            num_stages=None if meets else self.num_stages,
-        )
+        num_stages = None if meets else self.num_stages
+        return StepPrice(levels_each_phase=each_phase, meets_in_micro_steps=meets, num_stages=num_stages)
 
     @property
     def caps(self) -> dict[str, int]:
@@ -259,26 +256,37 @@ class Packed:
     encoders: ClassVar[Encoders] = "packed"
 
     def __post_init__(self) -> None:
-        _check(self)
-        if self.length is not None:
-            checked_count(self.length, "Packed.length")
-            if self.length % self.multiple_of:
-                raise ValueError(
-                    f"Packed.length={self.length} is no multiple of multiple_of={self.multiple_of}, to which sequences "
-                    f"are padded: use {max(1, self.length // self.multiple_of) * self.multiple_of}"
-                )
+        checked_choices(self, positions=Positions, empty=Empty, concatenate=Flag, attention=Attention)
+        checked_count(self.multiple_of, "Packed.multiple_of")
+        if self.length is not None and checked_count(self.length, "Packed.length") % self.multiple_of:
+            raise ValueError(
+                f"Packed.length={self.length} is no multiple of multiple_of={self.multiple_of}, to which sequences "
+                f"are padded: use {max(1, self.length // self.multiple_of) * self.multiple_of}"
+            )
         if not isinstance(self.encoder_lengths, Mapping):
             raise ValueError(f"Packed.encoder_lengths is modality -> positions, got {self.encoder_lengths!r}")
+        plain = {}
         for name, lengths in self.encoder_lengths.items():
-            if not isinstance(lengths, Iterable):
-                raise ValueError(f"Packed.encoder_lengths of {name} must be ascending positions, got {lengths!r}")
-            checked = tuple(checked_count(length, f"Packed.encoder_lengths of {name}") for length in lengths)
-            if not checked or list(checked) != sorted(set(checked)):
-                raise ValueError(f"Packed.encoder_lengths of {name} must be ascending positions, got {lengths!r}")
-        # Ranks compare it: a plain dict of tuples.
-        plain = {name: tuple(lengths) for name, lengths in self.encoder_lengths.items()}
-        object.__setattr__(self, "encoder_lengths", plain)
-        _check_windows(self)
+            what, given = f"Packed.encoder_lengths of {name}", lengths if isinstance(lengths, Iterable) else ()
+            plain[name] = tuple(checked_count(length, what) for length in given)
+            if not plain[name] or list(plain[name]) != sorted(set(plain[name])):
+                raise ValueError(f"{what} must be ascending positions, got {lengths!r}")
+        object.__setattr__(self, "encoder_lengths", plain)  # a plain dict of tuples: ranks compare it
+        if not self.concatenate and self.attention != "document":
+            raise ValueError(
+                f"Packed.attention={self.attention!r} is of windows of concatenated documents: pass length= and "
+                "concatenate=True too"
+            )
+        if self.concatenate and (self.length is None or self.length < 2 or plain):
+            raise ValueError(
+                "Packed(concatenate=True) cuts documents of text into windows: pass length=, the tokens of a window, "
+                f"at least 2, as the first has no label, and no encoder_lengths=; got length={self.length}, {plain}"
+            )
+        if self.concatenate and self.multiple_of > 1 and self.attention == "document":
+            raise ValueError(
+                f"Packed.multiple_of={self.multiple_of} pads each document, and windows of concatenated documents have "
+                "no padding: leave it out, or use attention='window', with one sequence a window"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -308,9 +316,8 @@ class Padded:
     attention: ClassVar[Attention] = "document"
 
     def __post_init__(self) -> None:
-        _check(self)
-        if self.encoders not in get_args(Encoders):
-            raise ValueError(f"Padded.encoders must be 'packed' or 'padded', got {self.encoders!r}")
+        checked_choices(self, positions=Positions, empty=Empty, encoders=Encoders)
+        checked_count(self.multiple_of, "Padded.multiple_of")
 
 
 Layout: TypeAlias = Packed | Padded
@@ -330,38 +337,154 @@ def row_lengths(layout: Layout, lengths: NDArray[np.int64]) -> NDArray[np.int64]
     return np.full_like(aligned, aligned.max(initial=0))
 
 
-def _check(layout: Layout) -> None:
-    name = type(layout).__name__
-    if layout.positions not in get_args(Positions):
-        raise ValueError(f"{name}.positions must be 'restart' or 'mrope', got {layout.positions!r}")
-    if layout.empty not in get_args(Empty):
-        raise ValueError(f"{name}.empty must be 'dummy' or 'zero', got {layout.empty!r}")
-    checked_count(layout.multiple_of, f"{name}.multiple_of")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Teams:
+    """Ranks share long sequences: a team of 2, 4, 8, ... ranks attends to a sequence together, chosen in each step.
 
+    A member of a team of g pays the sequence's `llm` cost / g, rounded up, and `per_token` for each of its tokens / g;
+    or what `cost` says. Samples with media are shared under `assignment="per_phase"` alone.
 
-def _check_windows(layout: Packed) -> None:
-    if not isinstance(layout.concatenate, bool):
-        raise ValueError(f"Packed.concatenate must be True or False, got {layout.concatenate!r}")
-    if layout.attention not in get_args(Attention):
-        raise ValueError(f"Packed.attention must be 'document' or 'window', got {layout.attention!r}")
-    if not layout.concatenate:
-        if layout.attention != "document":
+    Attributes:
+        largest: the most ranks of a team, a power of two. Which samples are usable depends on it, as it does on
+            `Balance.max_tokens`.
+        cut: who cuts sequences into slices. "loader": a member gets its slice of the team's sequences, which
+            `od.TeamAttention` computes with. "trainer": every member gets the whole sequences.
+        gain: a step shares only if its `Balance.price` falls by this part.
+        per_token: cost of a shared token for the exchange between members, in the unit of the cost model's `llm`; one
+            number, or one for each size. With 0 sharing costs nothing but the rounding.
+        cost: of a member, by the tokens of the whole sequence, as measured for each size; in place of the above. A size
+            that it lacks is not taken.
+        mixed: whether one microbatch may have teams of several sizes, and whole samples next to teams.
+    """
+
+    largest: int
+    cut: Literal["loader", "trainer"] = "loader"
+    gain: float = 0.02
+    per_token: float | Mapping[int, float] = 0.0
+    cost: Mapping[int, PhaseCost] | None = None
+    mixed: bool = True
+
+    def __post_init__(self) -> None:
+        checked_choices(self, cut=Literal["loader", "trainer"], mixed=Flag)
+        largest = checked_count(self.largest, "Teams.largest", 2)
+        if largest & (largest - 1):
+            raise ValueError(f"Teams.largest must be a power of two, got {largest}")
+        gain = checked_coefficient(self.gain, "Teams.gain")
+        if gain >= 1:
+            raise ValueError(f"Teams.gain is a part of the price of a step, below 1, got {gain}")
+        object.__setattr__(self, "gain", gain)
+        allowed = {1 << power for power in range(1, largest.bit_length())}
+        if isinstance(self.per_token, Mapping):
+            rates: Any = {size: checked_coefficient(each, "Teams.per_token") for size, each in self.per_token.items()}
+            if set(rates) != allowed:
+                raise ValueError(f"Teams.per_token must name each of the sizes {sorted(allowed)}, got {sorted(rates)}")
+        else:
+            rates = checked_coefficient(self.per_token, "Teams.per_token")
+        object.__setattr__(self, "per_token", rates)
+        cost = {largest: None} if self.cost is None else self.cost
+        if not set(cost) <= allowed or largest not in cost:
             raise ValueError(
-                f"Packed.attention={layout.attention!r} is of windows of concatenated documents: pass length= and "
-                "concatenate=True too"
+                f"Teams.cost must name sizes among {sorted(allowed)}, also largest={largest}, on which usable samples "
+                f"depend, got {sorted(cost)}; or lower largest"
             )
-        return
-    if layout.length is None:
-        raise ValueError("Packed(concatenate=True) cuts documents into windows: pass length=, the tokens of a window")
-    if layout.length < 2:
-        raise ValueError(
-            f"Packed(length={layout.length}, concatenate=True): the first token of a window has no label, so a window "
-            "needs at least 2 tokens"
-        )
-    if layout.encoder_lengths:
-        raise ValueError("Packed(concatenate=True) is for text alone, so encoder_lengths= has no meaning: leave it out")
-    if layout.multiple_of > 1 and layout.attention == "document":
-        raise ValueError(
-            f"Packed.multiple_of={layout.multiple_of} pads each document, and windows of concatenated documents have "
-            "no padding: leave it out, or use attention='window', with one sequence a window"
-        )
+        if self.cost is not None and not all(isinstance(each, PhaseCost) for each in self.cost.values()):
+            raise ValueError(f"Teams.cost must map sizes of teams to od.PhaseCost, got {self.cost!r}")
+
+    def sizes(self, num_ranks: int) -> Ints:
+        """Return the sizes of teams on so many ranks, ascending from 1: int64 (num_sizes,)."""
+        sizes = [1 << power for power in range(min(self.largest, num_ranks).bit_length())]
+        return np.array([size for size in sizes if self.cost is None or size in (1, *self.cost)], np.int64)
+
+    def member_costs(self, costs: Ints, tokens: Ints, sizes: Ints, exponent: int) -> Ints:
+        """Return what a member pays for each sequence at each size, int64 (n, num_sizes), in the unit of `costs`: that
+        of the model times 2**exponent.
+        """
+        table = np.empty((len(costs), len(sizes)), np.int64)
+        for column, size in enumerate(sizes.tolist()):
+            if size == 1:
+                table[:, 0] = costs
+            elif self.cost is None:
+                rate = self.per_token[size] if isinstance(self.per_token, Mapping) else self.per_token
+                table[:, column] = -(-costs // size)
+                if rate:
+                    fixed = round(math.ldexp(rate, exponent + COST_SHIFT))
+                    table[:, column] += sequence_costs(-(-tokens // size), fixed, 0, 0, np.empty((0, 2), np.int64))
+            else:
+                table[:, column] = sequence_costs(tokens, *coefficients_of(self.cost[size], exponent))
+        return table
+
+
+@dataclass(frozen=True, eq=False)
+class StepTeams:
+    """The teams of one step: `size`, int32 (n,), the ranks that share each sample, from `Plan.rank` on; the possible
+    `sizes`; and `table`, int64 (n, num_sizes), the cost of a member in `llm` at each; `NEVER` where a sample cannot
+    take it.
+    """
+
+    size: Ranks
+    sizes: Ints
+    table: Ints
+
+    @cached_property
+    def member_costs(self) -> Ints:
+        """What each member of a sample's team pays in `llm`, int64 (n,)."""
+        return self.own(self.table)
+
+    def own(self, table: Ints) -> Ints:
+        """Return the entry of each sample at its size, int64 (n,), of a table like `table`."""
+        found: Ints = table[np.arange(len(self.size)), np.searchsorted(self.sizes, self.size)]
+        return found
+
+    def members(self, rank: Ranks) -> tuple[NDArray[np.intp], Ranks]:
+        """Return the sample and the rank of each member, by their first members: (num_members,) each."""
+        sample = np.repeat(np.arange(len(self.size)), self.size)
+        place = np.arange(len(sample)) - np.repeat(np.cumsum(self.size) - self.size, self.size)
+        return sample, (rank[sample] + place).astype(np.int32)
+
+    def lower_bound(self, num_ranks: int, encoders: Sequence[Ints] = ()) -> int:
+        """Return a bound: no choice of teams has a smaller largest load. Costs of `encoders` add up with `llm` on whole
+        samples.
+        """
+        table = self.table
+        if encoders:
+            others = np.sum(encoders, axis=0)
+            table = np.where(table == NEVER, NEVER, table + np.where(self.sizes == 1, others[:, None], 0))
+            table[others > 0, 1:] = NEVER
+        return int(teams_bound(table, self.sizes, num_ranks, least_works(table, self.sizes)))
+
+    def cost_bound(self, num_ranks: int, encoders: Sequence[Ints], *, meets: bool) -> int:
+        """Return a bound of what a step costs, `encoders` as above; `meets`: ranks do so after each phase."""
+        if not meets:
+            return self.lower_bound(num_ranks, encoders)
+        return self.lower_bound(num_ranks) + sum(int(lower_bound(costs, num_ranks)) for costs in encoders)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JoinedSequences:
+    """The sequences of one team of `size` ranks in a microbatch, joined and padded once: `at`, consecutive, which they
+    are in it; `borders`, int64 (num_sequences + 1,), of whole sequences, before padding; `tokens` of each member's
+    slice.
+    """
+
+    size: int
+    at: NDArray[np.intp]
+    borders: Ints
+    tokens: int
+
+    def held(self, place: int) -> tuple[Ints, Ints]:
+        """Return the first token, and the one after the last, that a member has of each sequence: (num_sequences,)."""
+        first, lengths = place * self.tokens - self.borders[:-1], np.diff(self.borders)
+        return np.clip(first, 0, lengths), np.clip(first + self.tokens, 0, lengths)
+
+
+def joined_sequences(sizes: Ranks, lengths: Ints, multiple_of: int) -> list[JoinedSequences]:
+    """Return the sequences of one rank's microbatch by their teams, the largest first. `sizes` are those of their
+    teams, descending; the length of a slice is a multiple of `multiple_of`.
+    """
+    joined = []
+    for size in np.unique(sizes)[::-1].tolist():
+        at = np.flatnonzero(sizes == size)
+        borders = np.concatenate([[0], np.cumsum(lengths[at])])
+        tokens = -(-int(borders[-1]) // (size * multiple_of)) * multiple_of
+        joined.append(JoinedSequences(size, at, borders, tokens))
+    return joined

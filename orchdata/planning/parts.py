@@ -6,7 +6,8 @@
 A micro-step is the m-th microbatch of all ranks. Its parts are those of its samples, and any rank in the scope may
 encode them. A part stays with its sample where that costs nothing. Under `Balance(encode=...)` the same holds in
 rounds, each some consecutive micro-steps. Where the peers of a rank encode too, parts are balanced over all GPUs,
-those that stay with their samples over the peers of their rank. Every rank computes the same.
+those that stay with their samples over the peers of their rank. Every rank computes the same. `GlobalBatch`, at the
+end, shares out the samples of a step, and its parts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +23,23 @@ from numpy.typing import NDArray
 from orchdata.balancers.assignment import loads_by_rank_and_microbatch
 from orchdata.balancers.packed import balance as balance_packed
 from orchdata.balancers.placement import renamed
+from orchdata.loaders.storage.cache import MappedArray
 from orchdata.native.assign.packed import longest_first_in_groups
 from orchdata.native.minimal_move import relabel
 from orchdata.native.sorting import descending_order
 from orchdata.planning.balance import Balance
-from orchdata.planning.sharing.shares import Shares, assign
+from orchdata.planning.sharing.packed import NO_PADDING
+from orchdata.planning.sharing.shares import Padding, Shares, assign
+from orchdata.planning.sharing.teams import without_teams
+
+if TYPE_CHECKING:
+    from orchdata.planning.plan import PlanSpec
 
 Ints = NDArray[np.int64]
 Ranks = NDArray[np.int32]
+
+_TRIES = 8  # Numbers of micro-steps tried before parts stay with their samples.
+_STAY = 200  # Parts stay with their samples where that costs at most this part more.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -62,6 +72,83 @@ class Parts:
         columns: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
         taken: dict[str, Any] = {name: of if of is None else of[index] for name, of in columns.items()}
         return Parts(**taken)
+
+
+class SampleCosts(Protocol):
+    """What a plan needs to know of samples, none of which is decoded.
+
+    All methods take `row` int64 (n,), rows of the index, and return int64 (n,).
+    """
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Phases with reported loads."""
+
+    @property
+    def balanced(self) -> tuple[str, ...]:
+        """Those of them that are balanced, a subset."""
+
+    @property
+    def padded(self) -> Padding:
+        """How `llm` microbatches are padded, and what that costs."""
+
+    @property
+    def exponent(self) -> int:
+        """Costs are in the unit of the cost model times 2**exponent."""
+
+    def costs(self, phase: str, row: Ints) -> Ints: ...
+
+    def positions(self, phase: str, row: Ints) -> Ints: ...
+
+    def loss_tokens(self, row: Ints) -> Ints: ...
+
+    def parts(self, phase: str, row: Ints) -> Parts:
+        """Return the parts of an encoder phase, each with the index of its sample in `row`, and rank -1."""
+
+
+class _SampleCosts:
+    """Samples with one cost each, in the single phase `llm`."""
+
+    phases: ClassVar[tuple[str, ...]] = ("llm",)
+    balanced: ClassVar[tuple[str, ...]] = ("llm",)
+    padded: ClassVar[Padding] = NO_PADDING
+    exponent: ClassVar[int] = 0
+
+    def loss_tokens(self, row: Ints) -> Ints:
+        return np.zeros(len(row), np.int64)
+
+    def parts(self, phase: str, row: Ints) -> Parts:
+        raise ValueError(f"costs per sample do not give the parts of phase {phase!r}: use assignment='joint'")
+
+
+@dataclass(frozen=True)
+class EqualCosts(_SampleCosts):
+    """Every sample costs 1, for any number of samples."""
+
+    def costs(self, phase: str, row: Ints) -> Ints:
+        return np.ones(len(row), np.int64)
+
+    positions = costs
+
+
+@dataclass(frozen=True)
+class ArrayCosts(_SampleCosts):
+    """One cost a sample, int64 (num_samples,)."""
+
+    values: Ints
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _array_costs, (MappedArray(self.values),)
+
+    def costs(self, phase: str, row: Ints) -> Ints:
+        return np.maximum(self.values[row], 1)
+
+    def positions(self, phase: str, row: Ints) -> Ints:
+        return self.values[row]
+
+
+def _array_costs(values: MappedArray) -> ArrayCosts:
+    return ArrayCosts(values.array)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,3 +333,104 @@ def _overfull(parts: Parts, step: Ranks, cap: int, num_gpus: int) -> Ints:
     positions = loads_by_rank_and_microbatch(parts.positions, parts.rank, step, num_gpus, num_steps)
     counts = loads_by_rank_and_microbatch(np.ones_like(parts.positions), parts.rank, step, num_gpus, num_steps)
     return np.nonzero((positions > cap) & (counts > 1))[1]
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """The samples of one step, their costs in every phase, and their positions in `llm` and capped phases."""
+
+    spec: PlanSpec
+    row: Ints
+    costs: Mapping[str, Ints]
+    positions: Mapping[str, Ints]
+    stream_rank: Ranks
+
+    def _share_out(self, *given: Any) -> Shares:
+        return self.spec.share_out(self.costs, self.positions, self.stream_rank, *given)
+
+    def share_out_per_phase(self) -> tuple[Shares, dict[str, Parts], NDArray[np.int32] | None]:
+        """Return the same, in the fewest microbatches in which encoders keep their caps; the GPU of each part; and
+        `Plan.rounds`.
+
+        Parts are spread over ranks, so larger micro-steps fit than with parts on the ranks of their samples. The plan
+        of whole samples is compared: it is taken with spread parts if it has fewer micro-steps, and unchanged, so that
+        no part moves, if it costs about the same. Teams are chosen by `llm` alone.
+        """
+        spec = self.spec
+        unassigned = {phase: spec.costs.parts(phase, self.row) for phase in spec.costs.phases[:-1]}
+        shares, parts = self._spread(unassigned)
+        if shares.teams is not None:
+            return shares, *self._in_rounds(shares, parts)
+        if spec.balance.teams is not None:
+            alone = replace(spec, balance=without_teams(spec.balance, self.spec.multiple_of))
+            return replace(self, spec=alone).share_out_per_phase()
+        spread = self._in_rounds(shares, parts)
+        if len(spec.costs.balanced) > 1:
+            whole = self._share_out()
+            if whole.num_microbatches < shares.num_microbatches:
+                shares = whole
+                spread = self._in_rounds(whole, self._fit(unassigned, whole, or_home=True))
+            if whole.num_microbatches == shares.num_microbatches:
+                home = spec.encoders.home
+                at_home = {phase: replace(of, rank=home(of, whole)) for phase, of in unassigned.items()}
+                stay = self._in_rounds(whole, at_home, stays=True)
+                if self._price(whole, *stay) * _STAY <= self._price(shares, *spread) * (_STAY + 1):
+                    return whole, *stay
+        return shares, *spread
+
+    def _in_rounds(
+        self, shares: Shares, parts: dict[str, Parts], *, stays: bool = False
+    ) -> tuple[dict[str, Parts], NDArray[np.int32] | None]:
+        """Return parts balanced in rounds, and `Plan.rounds`."""
+        spec = self.spec
+        if spec.balance.encode == "micro_step" or not parts:
+            return parts, None
+        rounds, parts = share_out_in_rounds(parts, shares, spec.encoders, stays=stays)
+        return parts, rounds if int(rounds[-1]) + 1 < shares.num_microbatches else None
+
+    def _spread(self, unassigned: Mapping[str, Parts]) -> tuple[Shares, dict[str, Parts]]:
+        """Balance `llm` by itself, and each encoder over the ranks of each micro-step."""
+        capped = {phase: cap for phase, cap in self.spec.balance.caps.items() if phase in unassigned}
+        llm = [phase for phase in self.spec.balance.caps if phase == "llm"]
+        if capped and (self.spec.accumulate > 1 or self.spec.balance.teams is not None):
+            spread = self._share_out(["llm"], llm)
+            fitted = self._fit(unassigned, spread)
+            if len(fitted) == len(unassigned):
+                return spread, fitted
+        shares = self._share_out(["llm"])
+        if capped and shares.num_microbatches > 1 and self.spec.accumulate == 1 and self.spec.balance.teams is None:
+            sums = {phase: int(unassigned[phase].positions.sum()) for phase in capped}
+            room = [-(-sums[phase] // (cap * self.spec.encoders.num_gpus)) for phase, cap in capped.items()]
+            fewest = max(self._share_out(["llm"], llm).num_microbatches, *room)
+            for number in range(fewest, min(fewest + _TRIES, shares.num_microbatches)):
+                candidate = self._share_out(["llm"], llm, number)
+                fitted = self._fit(unassigned, candidate)
+                if len(fitted) == len(unassigned):
+                    return candidate, fitted
+        return shares, self._fit(unassigned, shares, or_home=True)
+
+    def _price(self, shares: Shares, parts: Mapping[str, Parts], rounds: NDArray[np.int32] | None) -> int:
+        """Return what ranks wait for in the phases that are balanced: `Plan.cost`."""
+        spec = self.spec
+        met = shares if rounds is None else by_rounds(shares, rounds)
+        where = (spec.encoders.num_gpus, met.num_microbatches)
+        encoders = [
+            spec.num_peers * loads_by_rank_and_microbatch(of.costs, of.rank, met.microbatch[of.sample], *where)
+            for phase, of in parts.items()
+            if phase in spec.costs.balanced
+        ]
+        llm = spec.costs.padded.loads(self.costs["llm"], self.positions["llm"], shares, spec.num_ranks)
+        return spec.balance.price.of([*encoders, llm])
+
+    def _fit(self, unassigned: Mapping[str, Parts], shares: Shares, *, or_home: bool = False) -> dict[str, Parts]:
+        """Assign parts to GPUs in each micro-step; those of phases without a cap not yet, if they are balanced in
+        rounds. A phase is left out if its cap cannot be kept and parts may not stay at home.
+        """
+        balance, encoders = self.spec.balance, self.spec.encoders
+        fitted: dict[str, Parts | None] = dict(unassigned)
+        for phase, parts in unassigned.items():
+            if (cap := balance.caps.get(phase)) is not None:
+                fitted[phase] = fit_parts(parts, cap, shares, encoders, or_home=or_home)
+            elif balance.encode == "micro_step":
+                fitted[phase] = share_out_parts(parts, shares, encoders)
+        return {phase: parts for phase, parts in fitted.items() if parts is not None}

@@ -1,4 +1,8 @@
-"""The plan of a step: the rank of each sample of a global batch, and the rank that encodes each part.
+"""The plan of a step: the rank of each sample of a global batch, and the rank that encodes each part; and `make_plan`,
+which is pure and does not communicate: every rank computes the same plan, to the bit.
+
+    order --positions--> rows --costs--> share out --rank, microbatch--> Plan
+                                             +--parts--> balance --encoder rank--+   (per_phase)
 
 Segments: rows of parts -> the members of a team that may have their tokens, where ranks share samples with media.
 
@@ -21,16 +25,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 import orchdata
-from orchdata.balancers.assignment import loads_by_rank_and_microbatch, lower_bound
+from orchdata.balancers.assignment import checked_max_samples, loads_by_rank_and_microbatch, lower_bound
 from orchdata.balancers.microbatches import order_microbatches
 from orchdata.loaders.generators import Pass
-from orchdata.planning.balance import StepPrice
-from orchdata.planning.parts import Parts, by_rounds, own_parts
+from orchdata.order.order import SampleOrder, Samples
+from orchdata.order.steps import Batches, Begin, GlobalBatches, OrderedSteps, StepTask
+from orchdata.planning.balance import Balance, StepPrice, StepTeams
+from orchdata.planning.parts import Encoders, GlobalBatch, Parts, SampleCosts, by_rounds, own_parts
 from orchdata.planning.route import Route, grouped_route, in_segments
+from orchdata.planning.sharing.accumulated import share_out_in
 from orchdata.planning.sharing.packed import NO_PADDING, NoPadding
-from orchdata.planning.sharing.shares import Padding, Shares
-from orchdata.planning.teams import StepTeams
-from orchdata.planning.windows import TokenRanges
+from orchdata.planning.sharing.shares import Padding, Shares, StepSamples, one_microbatch, stream_ranks
+from orchdata.planning.sharing.teams import share_in_teams
+from orchdata.planning.windows import TokenRanges, WindowCost, piece_labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -444,3 +451,152 @@ class Plan:
         for column in columns:
             digest.update(column.astype(column.dtype.newbyteorder("<"), copy=False).tobytes())
         return digest.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSpec:
+    """Everything that a plan depends on, except its `StepTask`: a value that pickles."""
+
+    costs: SampleCosts
+    order: SampleOrder
+    batches: Batches
+    balance: Balance
+    num_ranks: int
+    # Of parts that are assigned separately: samples do not depend on these two.
+    ranks_per_node: int | None = None  # consecutive ranks, in which features travel if possible; None: not known
+    num_peers: int = 1  # GPUs of a rank that encode
+    accumulate: int = 1  # micro-steps of every step; 1: as many as the caps need
+    evens_tail: bool = False  # of map-style data: the last step has as many samples on each rank, by repeats
+
+    def __post_init__(self) -> None:
+        if self.balance.scope in ("grouped", "grid") and self.balance.group_size is None:
+            raise ValueError(f"Balance.scope={self.balance.scope!r} needs group_size, the ranks of a group")
+        if (cap := self.balance.max_samples) is None:
+            return
+        if not isinstance(self.batches, GlobalBatches):
+            raise ValueError(
+                "Balance.max_samples caps samples, and a step of global_batch_tokens has as many as fit: cap tokens by "
+                "Balance.max_tokens, or give global_batch_size"
+            )
+        most = min(self.batches.size, max(self.order.num_samples, self.order.length(0)))
+        checked_max_samples(cap, most, self.num_ranks)
+
+    @property
+    def steps(self) -> OrderedSteps:
+        """The steps of each epoch, if the order knows its samples before they are drawn."""
+        return OrderedSteps(batches=self.batches, order=self.order)
+
+    @property
+    def encoders(self) -> Encoders:
+        """What encodes, where parts are assigned separately."""
+        return Encoders(self.balance, self.num_ranks, self.num_peers, self.ranks_per_node)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the first epoch."""
+        return self.steps.count(0)
+
+    @property
+    def multiple_of(self) -> int:
+        """Of which the length of joined sequences is a multiple."""
+        return getattr(self.costs.padded, "joined_to", None) or 1
+
+    def share_out(
+        self,
+        costs: Mapping[str, Ints],
+        positions: Mapping[str, Ints],
+        stream_rank: NDArray[np.int32],
+        phases: Sequence[str] | None = None,
+        caps: Sequence[str] | None = None,
+        num_microbatches: int | None = None,
+    ) -> Shares:
+        """Return ranks and microbatches of whole samples, by all balanced phases and within all caps, or by some of
+        them; in the fewest microbatches, or `accumulate` of them. `costs` are those of every phase.
+        """
+        balance, padded = self.balance, self.costs.padded
+        balanced = {phase: costs[phase] for phase in phases or self.costs.balanced}
+        sizes = {phase: positions[phase] for phase in (balance.caps if caps is None else caps)}
+        step = StepSamples(balanced, sizes, positions["llm"], self.num_ranks, balance, stream_rank)
+        if balance.teams is not None:
+            # A model that encodes a whole sample has it whole.
+            is_text = np.all([column == 0 for phase, column in costs.items() if phase != "llm"], axis=0)
+            may_share = np.broadcast_to(is_text | (balance.assignment == "per_phase"), len(stream_rank))
+            given = self.costs.exponent, self.accumulate, may_share, self.multiple_of
+            return share_in_teams(step, balance.teams, *given)
+        if self.accumulate > 1:
+            return share_out_in(step, padded, self.accumulate)
+        return padded.share_out(step, num_microbatches)
+
+    def last_step(self, epoch: int, begin: Begin | None) -> int:
+        """Return the last step of an epoch that is cut in the present way from `begin` on."""
+        return self.batches.count(self.order.length(epoch), epoch, begin) - 1
+
+
+def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
+    """Return the plan of one step. Raises IndexError for a step outside the epoch."""
+    ranges, repeats, padded = None, False, spec.costs.padded
+
+    # The samples: a torch sampler drew them, the task carries them, or the order computes them.
+    if task.rows is None:
+        samples = task.samples or spec.batches.samples(spec.order, task)
+    else:
+        samples = Samples(np.zeros(len(task.rows), np.int32), task.rows, np.zeros(len(task.rows), np.int64))
+    source, row, stream, passes, tokens, first, epoch = samples
+
+    if isinstance(padded, WindowCost):
+        # Pieces of documents, which fill windows.
+        costs, positions = {"llm": padded.of_pieces(tokens)}, {"llm": tokens}
+        loss_tokens = piece_labels(tokens, spec.costs.loss_tokens(row))
+        ranges = TokenRanges(first, epoch, loss_tokens)
+    else:
+        is_tail = spec.evens_tail and task.step == spec.last_step(task.epoch, task.begin)
+        if repeats := is_tail and len(row) % spec.num_ranks > 0:
+            size = -(-len(row) // spec.num_ranks) * spec.num_ranks
+            source, row, stream = np.resize(source, size), np.resize(row, size), np.zeros(size, np.int64)
+        costs = {phase: spec.costs.costs(phase, row) for phase in spec.costs.phases}
+        loss_tokens = spec.costs.loss_tokens(row)
+        positions = {phase: spec.costs.positions(phase, row) for phase in dict.fromkeys(("llm", *spec.balance.caps))}
+
+    # The rank and microbatch of each sample, and per phase the rank of each part.
+    stream_rank = stream_ranks(stream, spec.num_ranks)
+    parts: Mapping[str, Parts] = {}
+    rounds: NDArray[np.int32] | None = None
+    if repeats:
+        shares = one_microbatch(stream_rank)
+    elif spec.balance.assignment == "joint":
+        shares = spec.share_out(costs, positions, stream_rank)
+    else:
+        batch = GlobalBatch(spec, row, costs, positions, stream_rank)
+        shares, on_gpus, rounds = batch.share_out_per_phase()
+        parts = {phase: spec.encoders.named(of) for phase, of in on_gpus.items()}
+    of_sources: Ints | None = None
+    if sources := spec.order.sources:
+        of_sources = np.zeros(len(sources), np.int64)
+        np.add.at(of_sources, source, loss_tokens)
+    return Plan(
+        epoch=task.epoch,
+        step=task.step,
+        num_ranks=spec.num_ranks,
+        num_microbatches=shares.num_microbatches,
+        source=source,
+        row=row,
+        rank=shares.rank,
+        microbatch=shares.microbatch,
+        costs=costs,
+        llm_positions=positions["llm"],
+        padded=padded,
+        loss_tokens=int(loss_tokens.sum()),
+        stream_rank=stream_rank,
+        group_size=spec.balance.group_size,
+        ranks_per_node=spec.ranks_per_node,
+        num_peers=spec.num_peers,
+        parts=parts,
+        rounds=rounds,
+        ranges=ranges,
+        teams=shares.teams,
+        sources=spec.order.names,
+        passes=passes if sources else None,
+        source_loss_tokens=of_sources,
+        # Losses of tokens are multiplied by float32 weights: sums and denominators agree.
+        loss_weights=spec.order.loss_weights,
+    )

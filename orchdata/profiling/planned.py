@@ -21,8 +21,8 @@ from orchdata.order.mixture import AnyOrder
 from orchdata.order.order import MixedSource, SampleOrder, TokenCounts
 from orchdata.order.steps import Batches, GlobalBatches, StepTask, TokenBatches
 from orchdata.planning.balance import AssignmentKind, Balance, Layout, Packed, Padded, Scope, row_lengths
-from orchdata.planning.make_plan import PlanSpec, SampleCosts, make_plan
-from orchdata.planning.plan import Plan
+from orchdata.planning.parts import SampleCosts
+from orchdata.planning.plan import Plan, PlanSpec, make_plan
 from orchdata.profiling.content import Figures
 
 Key = TypeVar("Key")

@@ -47,8 +47,7 @@ from orchdata.loaders.storage.paths import PARQUET_SUFFIXES, RECORD_SUFFIXES, su
 from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.order.mixture import AnyOrder
 from orchdata.order.order import Shuffle
-from orchdata.planning.balance import Balance, Layout, Packed, Padded
-from orchdata.planning.teams import Teams
+from orchdata.planning.balance import Balance, Layout, Packed, Padded, Teams
 from orchdata.profiling.content import (
     Figures,
     chosen_totals,

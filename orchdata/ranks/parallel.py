@@ -116,12 +116,6 @@ class Rank:
     num_peers: int = 1
     peer_groups: tuple[Any, ...] = ()  # process groups that together reach the peers
 
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"dp size must be at least 1, got {self.size}")
-        if not 0 <= self.rank < self.size:
-            raise ValueError(f"dp rank must be in 0..{self.size - 1}, got {self.rank}")
-
 
 def resolve_rank(dp: Any = None) -> Rank:
     """Return the rank that `dp` means: None (torch.distributed's world, else a single rank), (rank, size), a process
@@ -137,19 +131,14 @@ def resolve_rank(dp: Any = None) -> Rank:
         if len(dp) != 2:
             raise ValueError(f"dp as a tuple is (rank, size), got {dp!r}")
         rank, size = checked_count(dp[0], "dp rank", 0), checked_count(dp[1], "dp size")
+        if rank >= size:
+            raise ValueError(f"dp rank must be in 0..{size - 1}, got {rank}")
         return Rank(rank, size, ranks_per_node=ranks_per_node())
     if dp is None:
         if not (dist.is_available() and dist.is_initialized()):
             _warn_of_a_launcher()
             return Rank(ranks_per_node=ranks_per_node())
-        world = dist.group.WORLD
-        ranks = tuple(range(dist.get_world_size()))
-        return Rank(
-            *(dist.get_rank(), len(ranks), world, (), (), ranks_per_node()),
-            dp_groups=(world,),
-            ranks=ranks,
-            column=ranks,
-        )
+        return replace(_of_group(dist.group.WORLD), groups=())
     if isinstance(dp, DataParallel):
         resolved = _of_mesh(dp) if _is_mesh(dp.mesh) else _of_group(dp.mesh)
         per_node = dp.ranks_per_node or resolved.ranks_per_node

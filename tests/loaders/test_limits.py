@@ -18,7 +18,7 @@ import pytest
 from shard_factory import audio, jpeg
 
 import orchdata as od
-import orchdata.building.memory
+import orchdata.building.step
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.limits import Limits

@@ -14,9 +14,8 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import orchdata as od
-from orchdata.engines.engine import Engine
+from orchdata.engines.engine import Engine, InlineEngine, ThreadPool
 from orchdata.engines.supervisor import Supervisor
-from orchdata.engines.threads import InlineEngine, ThreadPool
 from orchdata.finalizers import wait_for_finalizers
 
 OURS = "orchdata finalizers"

@@ -32,7 +32,6 @@ balancers: costs
 balancers: packed placement microbatches bins
 balancers: phases
 balancers: moves
-balancers: grid
 balancers: __init__
 loaders: environment
 loaders: child_process

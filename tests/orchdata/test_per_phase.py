@@ -14,8 +14,7 @@ import orchdata as od
 from orchdata.balancers import lower_bound
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
-from orchdata.planning.make_plan import PlanSpec, make_plan
-from orchdata.planning.plan import Plan
+from orchdata.planning.plan import Plan, PlanSpec, make_plan
 from orchdata.ranks.agreement import Agreement
 
 PER_PHASE = od.Balance(assignment="per_phase")

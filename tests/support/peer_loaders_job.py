@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import orchdata as od
 from examples.model import ModelOutput, make_cost
-from orchdata.building import media_pages
+from orchdata.building import arrays
 
 MAX_TOKENS = 480  # of all ranks' microbatches
 
@@ -146,13 +146,13 @@ def trained(shards: str, recipe: str) -> dict[str, float]:
 def epoch(loader: od.DataLoader) -> dict[str, Any]:
     """What this process decoded and delivered in an epoch."""
     decoded: list[str] = []
-    decode = media_pages.decode_part
+    decode = arrays.decode_part
 
     def counted(name: str, *arguments: Any) -> None:
         decoded.append(name)
         decode(name, *arguments)
 
-    with mock.patch.object(media_pages, "decode_part", counted):
+    with mock.patch.object(arrays, "decode_part", counted):
         batches = list(loader)
     return {
         "place": [batches[0].plan.num_ranks, batches[0].route("image").rank, batches[0].peer],

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from orchdata.engines.threads import ThreadPool
+from orchdata.engines.engine import ThreadPool
 from orchdata.ranks.agreement import JobStore
 
 

@@ -18,9 +18,8 @@ from orchdata.dataset.index_costs import IndexCosts
 from orchdata.engines.warm import warm
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
-from orchdata.planning.balance import Balance
-from orchdata.planning.make_plan import PlanSpec, make_plan
-from orchdata.planning.teams import Teams
+from orchdata.planning.balance import Balance, Teams
+from orchdata.planning.plan import PlanSpec, make_plan
 
 BALANCES = {
     "joint": Balance(),

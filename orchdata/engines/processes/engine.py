@@ -28,9 +28,16 @@ import numpy as np
 from orchdata.engines.engine import Workers, explain_pickling
 from orchdata.engines.processes.message import Unit, packed, unpacked
 from orchdata.engines.processes.slabs import MappedSlabs
-from orchdata.engines.processes.worker import OUT_OF_MEMORY, UNGUARDED, PickledWorkerSpec, run_worker
+from orchdata.engines.processes.worker import (
+    OUT_OF_MEMORY,
+    UNGUARDED,
+    PickledWorkerSpec,
+    WorkerSpec,
+    alone_of,
+    error_of,
+    run_worker,
+)
 from orchdata.engines.supervisor import WorkerEngine
-from orchdata.engines.work import WorkerSpec, alone_of, error_of
 from orchdata.loaders.child_process import Child
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.watch import IDLE, WAITING, all_wait

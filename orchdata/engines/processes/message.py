@@ -22,9 +22,9 @@ from orchdata.batch.batch import Batch
 from orchdata.batch.tensors import LLMBatch, MediaBatch, Team, TextBatch
 from orchdata.building.step import BuiltStep
 from orchdata.engines.engine import described, pickles, what_does_not_pickle
+from orchdata.planning.balance import StepTeams
 from orchdata.planning.plan import Plan
 from orchdata.planning.route import Route
-from orchdata.planning.teams import StepTeams
 from orchdata.ranks.wire import WireError
 
 Bytes = NDArray[np.uint8]

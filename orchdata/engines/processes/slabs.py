@@ -21,7 +21,7 @@ from contextlib import suppress
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.building.memory import Returns, size_class
+from orchdata.building.step import Returns, size_class
 
 Bytes = NDArray[np.uint8]
 Location = tuple[int, int, int]
@@ -133,7 +133,7 @@ class Slabs:
 
 
 class StepMemory:
-    """Memory of one step, in slabs; see `building.memory.Memory`."""
+    """Memory of one step, in slabs; see `building.step.Memory`."""
 
     def __init__(self, slabs: Slabs) -> None:
         self.slabs: list[_Slab] = []

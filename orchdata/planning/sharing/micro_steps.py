@@ -17,15 +17,14 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers.assignment import MAX_TOTAL
+from orchdata.balancers.assignment import MAX_TOTAL, Limits, assign_jointly
 from orchdata.balancers.bins import LOOK_PAIRS, candidate_packings, some_ranks
-from orchdata.balancers.phases import assign_jointly
 from orchdata.native.assign.phases import above_caps, sum_of_peaks
 from orchdata.native.microbatches.micro_steps import bins_cost, deal_cells
 from orchdata.native.microbatches.within_caps import bin_bound, fits_alone, looked_peaks
 from orchdata.native.sorting import descending_order
 from orchdata.planning.balance import Balance
-from orchdata.planning.sharing.shares import Limits, Shares, StepSamples, assign, counted_groups, stay_near
+from orchdata.planning.sharing.shares import Shares, StepSamples, assign, counted_groups, stay_near
 
 Ints = NDArray[np.int64]
 Ranks = NDArray[np.int32]
@@ -204,15 +203,9 @@ def _balanced_as_phases(step: StepSamples, cut: _Cut, below: int) -> Shares | No
         mine = order[microbatch[order] == number]
         if not len(mine):
             continue
+        phases, limits = np.ascontiguousarray(by_sample[mine].T), Limits(columns[mine], caps)
         rank[mine] = assign_jointly(
-            np.ascontiguousarray(by_sample[mine].T),
-            np.array([step.num_ranks]),
-            equal_count=False,
-            max_samples=None,
-            primary=by_sample.shape[1] - 1,
-            sizes=columns[mine],
-            caps=caps,
-            effort=step.balance.effort,
+            phases, np.array([step.num_ranks]), len(phases) - 1, limits, effort=step.balance.effort
         )
         price += int(sum_of_peaks(by_sample[mine], rank[mine], step.num_ranks)) - bound
         if price >= below or above_caps(columns[mine], caps, rank[mine], step.num_ranks):

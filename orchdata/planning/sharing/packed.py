@@ -70,9 +70,8 @@ class NoPadding(Padding):
             return loads_of(costs, rank, num_ranks)[:, None]
         counts = -(-(len(costs) - np.arange(num_ranks)) // num_ranks)
         turn = np.arange(len(costs)) // num_ranks
-        return loads_of(
-            costs, rank * num_microbatches + turn * num_microbatches // counts[rank], num_ranks * num_microbatches
-        ).reshape(num_ranks, num_microbatches)
+        cell = rank * num_microbatches + turn * num_microbatches // counts[rank]
+        return loads_of(costs, cell, num_ranks * num_microbatches).reshape(num_ranks, num_microbatches)
 
 
 NO_PADDING = NoPadding()
@@ -110,10 +109,9 @@ def _cheapest(step: StepSamples, num_microbatches: int | None) -> Shares:
         return one_microbatch(np.zeros(step.num_samples, np.int32))
     # Very many samples: a split of whole ranks takes too long.
     everywhere = step.over_all_ranks()
-    if num_microbatches is None and step.num_samples > VERY_MANY_SAMPLES and step.meets_in_micro_steps:
-        chosen = _micro_steps_first(everywhere)
-        if chosen is not None:
-            return in_scope(step, chosen)
+    very_many = num_microbatches is None and step.num_samples > VERY_MANY_SAMPLES and step.meets_in_micro_steps
+    if very_many and (chosen := _micro_steps_first(everywhere)) is not None:
+        return in_scope(step, chosen)
     # One microbatch: done where the joint search has considered the backbone alone, as in whole steps of all ranks.
     rank = step.assign()
     considered = balance.scope == "global" and balance.price.levels_each_phase and balance.num_stages is None
@@ -123,11 +121,8 @@ def _cheapest(step: StepSamples, num_microbatches: int | None) -> Shares:
     most = num_microbatches or first.num_microbatches
     # A grid starts from balancing over all ranks.
     if everywhere is not step and step.meets_in_micro_steps and most > 1:
-        try:
+        with suppress(_DoesNotFit):  # the ranks' own samples may
             chosen = NO_PADDING.share_out(everywhere, num_microbatches)
-        except _DoesNotFit:  # the ranks' own samples may
-            chosen = None
-        if chosen is not None:
             return first if chosen.num_microbatches > most else in_scope(step, chosen)
     # Otherwise compare all candidates.
     ways = _Candidates(step)

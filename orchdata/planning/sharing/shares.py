@@ -18,40 +18,33 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers.assignment import MAX_TOTAL, loads_by_rank_and_microbatch, lower_bound
-from orchdata.balancers.grid import balance_grid, balance_grouped
+from orchdata.balancers.assignment import (
+    MAX_TOTAL,
+    Limits,
+    assign_jointly,
+    loads_by_rank_and_microbatch,
+    lower_bound,
+    search_pairs,
+)
 from orchdata.balancers.microbatches import split_microbatches
-from orchdata.balancers.moves import balance_from
-from orchdata.balancers.phases import assign_jointly, search_pairs
+from orchdata.balancers.moves import balance_from, balance_grid, balance_grouped
 from orchdata.native.assign.phase_refine import phase_peaks
 from orchdata.native.assign.phases import above_caps, sum_of_peaks
 from orchdata.native.microbatches.within_caps import fits_alone
 from orchdata.native.minimal_move import relabel
 from orchdata.native.move_phases import move_in_grid
-from orchdata.planning.balance import Balance
-from orchdata.planning.teams import StepTeams
+from orchdata.planning.balance import Balance, StepTeams
 
 Ints = NDArray[np.int64]
 Ranks = NDArray[np.int32]
 
 _NEAR = 100  # A grid keeps samples near home while peaks are at most 1/100 above those of balancing over all ranks.
 _GAIN = 50  # Where the sum of peaks would be more than 1/50 above theirs, it takes the assignment over all ranks.
-
-
-class Limits(NamedTuple):
-    """Caps of a rank: its `sizes`, int64 (num_items, num_caps), sum to at most `caps`, int64 (num_caps,). `within`,
-    int32 (num_items,), keeps the caps and the scope; `pinned` has the rank in it of an item that may not move, or -1.
-    """
-
-    sizes: Ints
-    caps: Ints
-    within: Ranks
-    pinned: Ranks | None = None
 
 
 def stream_ranks(stream: Ints, num_ranks: int) -> NDArray[np.int32]:
@@ -116,21 +109,15 @@ def _from_scratch(
     """Balance each group without regard to where its items are."""
     groups = counted_groups(balance, num_ranks)
     group = None if len(groups) == 1 else owner.astype(np.int64) // len(groups[0])
-    columns, caps, within, pinned = np.empty((len(owner), 0), np.int64), np.empty(0, np.int64), None, None
-    if limits is not None:
-        columns, caps, within, pinned = limits
     return assign_jointly(
         np.stack(list(costs.values())),
         np.array([len(ranks) for ranks in groups]),
+        len(costs) - 1,
+        limits,
         group=group,
         equal_count=balance.equal_count,
         max_samples=balance.max_samples,
-        primary=len(costs) - 1,
-        sizes=columns,
-        caps=caps,
-        within=within,
         effort=balance.effort,
-        pinned=pinned,
     )
 
 
@@ -139,6 +126,7 @@ def _within(costs: Mapping[str, Ints], balance: Balance, num_ranks: int, owner: 
     alone = fits_alone(limits.sizes, limits.caps)
     if balance.equal_count or balance.max_samples is not None or not alone.any():
         return _from_scratch(costs, balance, num_ranks, owner, limits)
+    assert limits.within is not None
     rank, others = limits.within.copy(), np.flatnonzero(~alone)
     if not len(others):
         return rank

@@ -21,12 +21,11 @@ from orchdata.balancers.phases import balance_phases
 from orchdata.native.assign.teams import NEVER, PARTS, fill_micro_steps, least_works, solve_teams
 from orchdata.native.microbatches.micro_steps import bins_cost, deal_cells, packing_orders
 from orchdata.native.sorting import descending_order
-from orchdata.planning.balance import Balance
+from orchdata.planning.balance import Balance, StepTeams, Teams
 from orchdata.planning.sharing.accumulated import SAMPLES, counted, share_out_in
 from orchdata.planning.sharing.micro_steps import MANY_SAMPLES, balanced_inside
 from orchdata.planning.sharing.packed import NO_PADDING
 from orchdata.planning.sharing.shares import Shares, StepSamples, one_microbatch
-from orchdata.planning.teams import StepTeams, Teams
 
 Ints = NDArray[np.int64]
 Ranks = NDArray[np.int32]

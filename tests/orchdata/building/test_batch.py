@@ -17,10 +17,9 @@ from shard_factory import RECIPE, omni_shards, write_shard
 
 import orchdata as od
 from orchdata.building.collate import takes_step
-from orchdata.building.memory import BufferPool, Returns
-from orchdata.building.step import step_figures
+from orchdata.building.step import BufferPool, Returns, step_figures
 from orchdata.order.steps import StepTask
-from orchdata.planning.make_plan import make_plan
+from orchdata.planning.plan import make_plan
 from orchdata.planning.sharing.packed import NoPadding
 
 TEXTS = {f"k{number}": b"sample"[: 3 + number] for number in range(3)}

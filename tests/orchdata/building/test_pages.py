@@ -14,7 +14,7 @@ from shard_factory import RECIPE, omni_shards
 from spec_job import delivered
 
 import orchdata as od
-from orchdata.building.media_pages import Media
+from orchdata.building.arrays import Media
 from orchdata.building.pages import Pages
 from orchdata.building.step import BuildSpec, BuiltStep
 from orchdata.order.order import SampleOrder, Samples

@@ -19,8 +19,7 @@ from orchdata.loaders.index.index import Index
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
-from orchdata.planning.make_plan import PlanSpec, make_plan
-from orchdata.planning.plan import Plan
+from orchdata.planning.plan import Plan, PlanSpec, make_plan
 
 PHASES = ("image", "audio", "llm")
 TOKENS = od.CostModel(llm=od.PhaseCost(1.0))

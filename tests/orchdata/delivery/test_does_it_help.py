@@ -15,7 +15,7 @@ from shard_factory import RECIPE, omni_shards
 import orchdata as od
 from orchdata.building import step as building
 from orchdata.order.steps import StepTask
-from orchdata.planning.make_plan import PlanSpec, make_plan
+from orchdata.planning.plan import PlanSpec, make_plan
 
 pytestmark = pytest.mark.usefixtures("same_cache")
 

@@ -21,15 +21,15 @@ from spec_job import delivered
 
 from orchdata.building.collate import SampleAssembler
 from orchdata.building.step import Builder, BuildSpec
-from orchdata.engines.engine import Engine, Workers
+from orchdata.engines.engine import Engine, InlineEngine, ThreadEngine, Workers
 from orchdata.engines.processes.engine import ProcessEngine
-from orchdata.engines.threads import InlineEngine, ThreadEngine
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.watch import Watch
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
-from orchdata.planning.make_plan import ArrayCosts, PlanSpec
+from orchdata.planning.parts import ArrayCosts
+from orchdata.planning.plan import PlanSpec
 
 ENGINES: dict[str, Callable[[Builder], Engine]] = {
     "inline": InlineEngine,

@@ -40,7 +40,7 @@ from orchdata.engines.parcel import (
     open_index,
     open_parcel,
 )
-from orchdata.engines.work import WorkerSpec
+from orchdata.engines.processes.worker import WorkerSpec
 from orchdata.loaders.index.index import Index
 
 pytestmark = [

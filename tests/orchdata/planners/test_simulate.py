@@ -21,7 +21,7 @@ from orchdata.planners.cluster import Many, Means, activation_bytes, closed_form
 from orchdata.planners.run import candidates
 from orchdata.planners.simulation import balance_of
 from orchdata.planners.workload import WorkloadCosts
-from orchdata.planning.make_plan import PlanSpec, make_plan
+from orchdata.planning.plan import PlanSpec, make_plan
 
 FREE = {"within": 1e30, "between": 1e30, "memory_bandwidth": 1e30}
 

@@ -19,7 +19,8 @@ from orchdata.balancers import balance_phases
 from orchdata.balancers.assignment import loads_of
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
-from orchdata.planning.make_plan import ArrayCosts, PlanSpec, make_plan
+from orchdata.planning.parts import ArrayCosts
+from orchdata.planning.plan import PlanSpec, make_plan
 from orchdata.planning.sharing.shares import assign, stream_ranks
 
 
@@ -183,8 +184,8 @@ def test_a_loader_takes_groups_from_the_launcher(tmp_path: Path, scope: str, mon
         ({"max_samples": 0}, "max_samples must be at least 1"),
         ({"oversize": "shrink"}, "oversize must be one of"),
         ({"scope": "global", "group_size": 8}, "group_size is for scope 'grouped' or 'grid', got scope='global'"),
-        ({"scope": "grid", "equal_count": True}, "scope='grid' moves samples by cost alone"),
-        ({"scope": "grid", "max_samples": 3}, "scope='grid' moves samples by cost alone"),
+        ({"scope": "grid", "equal_count": True}, "scope='grid', which moves samples by cost alone"),
+        ({"scope": "grid", "max_samples": 3}, "scope='grid', which moves samples by cost alone"),
         ({"order": "1f1b"}, "order and num_stages go together, got order='1f1b', num_stages=None"),
         ({"num_stages": 4}, "order and num_stages go together, got order=None, num_stages=4"),
         ({"scope": "grouped", "group_size": 0}, "Balance.group_size must be at least 1, got 0"),

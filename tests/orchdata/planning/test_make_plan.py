@@ -15,8 +15,7 @@ from orchdata.balancers import PhaseCost
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
-from orchdata.planning.make_plan import PlanSpec, make_plan
-from orchdata.planning.plan import Plan
+from orchdata.planning.plan import Plan, PlanSpec, make_plan
 from orchdata.planning.route import make_route
 from orchdata.planning.sharing.packed import NO_PADDING, PaddedCost
 

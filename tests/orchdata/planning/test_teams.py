@@ -13,11 +13,9 @@ from orchdata.balancers import CostModel, PhaseCost
 from orchdata.native.costs import sequence_costs
 from orchdata.order.order import Order
 from orchdata.order.steps import GlobalBatches, StepTask
-from orchdata.planning.balance import Balance
-from orchdata.planning.make_plan import PlanSpec, make_plan
-from orchdata.planning.plan import Plan
+from orchdata.planning.balance import Balance, Teams
+from orchdata.planning.plan import Plan, PlanSpec, make_plan
 from orchdata.planning.sharing.packed import NO_PADDING
-from orchdata.planning.teams import Teams
 
 Ints = NDArray[np.int64]
 
@@ -159,7 +157,7 @@ def test_too_few_ranks_are_named() -> None:
     ("given", "reason"),
     [
         ({"largest": 6}, "power of two"),
-        ({"cut": "model"}, "must be 'loader' or 'trainer'"),
+        ({"cut": "model"}, "must be one of loader, trainer"),
         ({"gain": 1.0}, "below 1"),
         ({"mixed": 1}, "True or False"),
         ({"per_token": {2: 1.0}}, "each of the sizes"),

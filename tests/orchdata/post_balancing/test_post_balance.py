@@ -22,8 +22,8 @@ import orchdata as od
 from orchdata.loaders.errors import StateError, StepError
 from orchdata.order.order import Order
 from orchdata.order.steps import GlobalBatches, StepTask
-from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.parts import Encoders
+from orchdata.planning.plan import PlanSpec, make_plan
 from orchdata.post_balancing.loader import post_balance
 from orchdata.post_balancing.step import PostPlan, make_post_plan, plan_as_drawn
 

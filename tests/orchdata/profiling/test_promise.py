@@ -14,8 +14,7 @@ import orchdata as od
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
 from orchdata.planning.balance import Layout
-from orchdata.planning.make_plan import make_plan
-from orchdata.planning.plan import Plan
+from orchdata.planning.plan import Plan, make_plan
 from orchdata.profiling import planned
 from orchdata.profiling.content import Figures
 from orchdata.profiling.profile import profile

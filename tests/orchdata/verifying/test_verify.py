@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from verified_samples import RECIPE
 
 import orchdata as od
-from orchdata.building.contents import IndexedShards
+from orchdata.building.pages import IndexedShards
 from orchdata.cli import app
 from orchdata.loaders.index.build import build_index
 from orchdata.quarantine import write_quarantine

@@ -18,9 +18,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, default_convert, get_worker_info
 
 from orchdata.building.collate import MapContent, StepInfo, step_info, takes_step
-from orchdata.engines.engine import Workers, explain_pickling
+from orchdata.engines.engine import Workers, explain_pickling, seed_process
 from orchdata.engines.processes.message import Failed, Sent, packed, unpacked
-from orchdata.engines.work import is_lost_by_torch, seed_process, sendable
+from orchdata.engines.processes.worker import is_lost_by_torch, sendable
 from orchdata.order.steps import exhaust, restore_states, states_of
 
 

@@ -1,27 +1,31 @@
-"""The memory of one modality in a microbatch: the parts that the rank encodes, and where the tokens of its samples are.
-
-Where samples are assigned whole, these are the same parts; where phases are assigned separately, features travel.
+"""The arrays of a microbatch: of its sequences, and of one modality, whose parts the rank encodes and whose tokens its
+samples have. Where samples are assigned whole, these are the same parts; where phases are assigned separately, features
+travel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from orchdata.batch.tensors import MediaBatch
-from orchdata.building.contents import IndexedShards
+from orchdata.batch.tensors import IGNORE, MediaBatch
 from orchdata.building.step import Share
+from orchdata.loaders.errors import FieldError
 from orchdata.loaders.generators import GeneratorMaker
 from orchdata.loaders.modalities.modality import PartSize, as_tensor, stored_dtype
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.sample import decode_part
+from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
 from orchdata.planning.balance import Layout
 from orchdata.planning.route import Route
+
+if TYPE_CHECKING:
+    from orchdata.building.pages import IndexedShards
 
 Ints = NDArray[np.int64]
 Arrays = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
@@ -36,76 +40,62 @@ class Media:
     def __init__(
         self, shards: IndexedShards, layout: Layout, name: str, share: Share, samples: Ints, arrays: Arrays
     ) -> None:
-        index, plan = shards.index, share.plan
+        index, plan, where = shards.index, share.plan, (share.rank, share.microbatch)
         self._name, self._layout = name, layout
         modality = self.modality = shards.recipe.modalities[name]
 
         # The parts that are encoded, with the index in the global batch of the sample of each, and those that arrive,
         # with the number of the sample of each among the rank's; of a slice of a sample some rows of each arrive.
+        self.travels = bool(plan.parts)
         self._route: Route | None = None
-        self.travels, first, rows = bool(plan.parts), None, None
         if self.travels:
-            parts, where = plan.parts[name], (share.rank, share.microbatch)
+            parts = plan.parts[name]
             encoded, arrives = plan.encoded(name, *where, share.peer), plan.arriving(name, *where)
-            first, rows = plan.held_rows(name, arrives, share.rank)
-            self.encoded, self.encoded_sample, arriving = (
-                parts.part[encoded],
-                parts.sample[encoded],
-                parts.part[arrives],
-            )
+            self.encoded, self.encoded_sample = parts.part[encoded], parts.sample[encoded]
+            arriving = parts.part[arrives]
             ascending = np.argsort(samples)
             self.owner = ascending[np.searchsorted(samples, parts.sample[arrives], sorter=ascending)]
+            self._rows_first, rows = plan.held_rows(name, arrives, share.rank)
             self._route = plan.route(name, *where, share.peer)
         else:
             self.encoded, self.owner = index.parts_of(plan.row[samples], name)
             self.encoded_sample, arriving = samples[self.owner], self.encoded
+            rows = index.part_tokens[arriving].astype(np.int64)
+            self._rows_first = np.zeros_like(rows)
+        self.slot_tokens, self._rows_starts = index.part_tokens[arriving].astype(np.int64), starts_of(rows)
+        arrays[f"{name} positions"] = (int(self._rows_starts[-1]),), np.dtype(np.int64)
 
         # The slots of a sample are used in the order of its parts, for any order of arrival.
         self._by_sample = np.lexsort((arriving, self.owner))
         self._slots = np.searchsorted(self.owner[self._by_sample], np.arange(len(samples) + 1)).tolist()
         self.sizes = index.sizes(arriving, shards.recipe)
         self.ropes = [rope_of(shards, layout, name, size) for size in self.sizes]
-        self.slot_tokens = index.part_tokens[arriving].astype(np.int64)
-        self._rows_first = np.zeros_like(self.slot_tokens) if first is None else first
-        self._rows_starts = starts_of(self.slot_tokens if rows is None else rows)
         self._placed = np.zeros(len(arriving), np.bool_)
         self.dummy_positions: Ints | None = None
-        arrays[f"{name} positions"] = (int(self._rows_starts[-1]),), np.dtype(np.int64)
 
         # The parts, or a dummy if there is none, then padding to a length of the layout.
         self._sizes = index.sizes(self.encoded, shards.recipe)
-        largest, row_bytes = max((size.num_rows for size in self._sizes), default=0), modality.row_bytes()
-        if largest * row_bytes > max(recipe.limits.sample_decoded_bytes for recipe in shards.recipes):
-            raise index.damaged(f"a part of {name} is said to have {largest} rows of {row_bytes} bytes")
         self._tokens = index.part_tokens[self.encoded].astype(np.int64)
-        self._valid = np.ones(len(self._sizes), np.bool_)
-        self._written = np.zeros(len(self._sizes), np.bool_)
+        self._valid, self._written = np.ones(len(self._sizes), np.bool_), np.zeros(len(self._sizes), np.bool_)
         self._dummy = not self._sizes and layout.empty == "dummy"
         if self._dummy:
             self._sizes = [modality.dummy()]
-            if not self.travels:
-                self._tokens = np.array([self._sizes[0].tokens])
+            self._tokens = self._tokens if self.travels else np.array([self._sizes[0].tokens])
         self._parts = len(self._sizes)
-        used, lengths = sum(size.positions for size in self._sizes), layout.encoder_lengths.get(name, ())
         self._padding: PartSize | None = None
-        if lengths and used not in lengths:
-            length = next((each for each in lengths if each > used), None)
-            self._padding = None if length is None else modality.padding(length - used)
+        used, lengths = sum(size.positions for size in self._sizes), layout.encoder_lengths.get(name, ())
+        if lengths and (length := next((each for each in lengths if each >= used), 0)) != used:
+            self._padding = modality.padding(length - used) if length else None
             if self._padding is None or used + self._padding.positions != length:
-                raise RuntimeError(
-                    f"{used} {name} positions of a microbatch cannot be padded to one of {list(lengths)}"
-                )
+                raise RuntimeError(f"{used} {name} positions of a microbatch cannot be padded to one of {lengths}")
             self._sizes = [*self._sizes, self._padding]
 
         # Where each part is in the arrays of the modality.
         self._num_rows = np.array([size.num_rows for size in self._sizes], np.int64)
-        self._padded = layout.encoders == "padded"
-        self._specs = modality.arrays()
+        self._padded, self._specs = layout.encoders == "padded", modality.arrays()
         longest = np.full_like(self._num_rows, self._num_rows.max(initial=0))
-        self._starts = {
-            "row": starts_of(longest if self._padded else self._num_rows),
-            "part": np.arange(len(self._sizes) + 1),
-        }
+        rows = starts_of(longest if self._padded else self._num_rows)
+        self._starts = {"row": rows, "part": np.arange(len(self._sizes) + 1)}
         for array, spec in self._specs.items():
             shape = (int(self._starts[spec.per][-1]), *spec.row_shape)
             arrays[f"{name}.{array}"] = shape, np.dtype(stored_dtype(spec.dtype))
@@ -115,13 +105,18 @@ class Media:
         self._positions = arrays[f"{self._name} positions"]
         self._arrays = {array: arrays[f"{self._name}.{array}"] for array in self._specs}
         if self._dummy:
-            rows = {array: self._sizes[0].num_rows if spec.per == "row" else 1 for array, spec in self._specs.items()}
-            for array, spec in self._specs.items():
-                self._arrays[array][rows[array] : self._starts[spec.per][1]] = 0
-            filled = {array: self._arrays[array][:count] for array, count in rows.items()}
-            self.modality.fill_dummy(self._sizes[0], filled)
+            self.modality.fill_dummy(self._sizes[0], self._rows_of(0))
         for array, spec in self._specs.items():
             self._arrays[array][self._starts[spec.per][self._parts] :] = 0  # padding
+
+    def _rows_of(self, part: int) -> dict[str, NDArray[Any]]:
+        """Return the rows of one part in each array. What follows them, up to the next part, becomes zero."""
+        rows: dict[str, NDArray[Any]] = {}
+        for array, spec in self._specs.items():
+            start, stop = self._starts[spec.per][part : part + 2].tolist()
+            end = start + self._sizes[part].num_rows if spec.per == "row" else stop
+            rows[array], self._arrays[array][end:stop] = self._arrays[array][start:end], 0
+        return rows
 
     def slots_of(self, number: int) -> Iterator[int]:
         """Return the slots of a sample, in the order of its parts."""
@@ -169,14 +164,7 @@ class Media:
         self, part: int, data: bytes | memoryview, field: str, recipe: Recipe, generator: GeneratorMaker
     ) -> None:
         """Decode one part of a sample of `recipe` into its rows. Raises FieldError."""
-        size, out = self._sizes[part], {}
-        for array, spec in self._specs.items():
-            start, stop = (int(end) for end in self._starts[spec.per][part : part + 2])
-            end = start + size.num_rows if spec.per == "row" else stop
-            out[array] = self._arrays[array][start:end]
-            if stop > end:
-                self._arrays[array][end:stop] = 0  # the memory may have contents of another batch
-        decode_part(self._name, data, size, out, recipe, field, generator)
+        decode_part(self._name, data, self._sizes[part], self._rows_of(part), recipe, field, generator)
         self._written[part] = True
 
     def batch(self) -> MediaBatch:
@@ -205,6 +193,63 @@ class Media:
             part_axes=self.modality.part_axes(self._sizes),
             **masks,
         )
+
+
+class SequenceArrays(NamedTuple):
+    """The sequences of a microbatch, one after another, int64 (T,). Positions are (1, T), restarting at each sample;
+    under "mrope" (4, T), also time, height, width. `text_ids` are the tokens of text alone.
+    """
+
+    input_ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    position_ids: NDArray[np.int64]
+    text_ids: NDArray[np.int64]
+
+    def like(self, length: int) -> SequenceArrays:
+        """Return arrays for a sequence of so many tokens of text."""
+        return SequenceArrays(*(np.empty((*array.shape[:-1], length), np.int64) for array in self))
+
+    def blank(self, start: int, stop: int, first: int = 0, first_mrope: int = 0) -> None:
+        """Write padding or a dummy sequence: id 0, no loss, positions that count from `first` and `first_mrope`."""
+        self.input_ids[start:stop] = 0
+        self.labels[start:stop] = IGNORE
+        self.position_ids[0, start:stop] = np.arange(first, first + stop - start)
+        self.position_ids[1:, start:stop] = np.arange(first_mrope, first_mrope + stop - start)
+
+
+class SequenceWriter:
+    """Writes one sequence from `start` to `end`, span by span. `field` is the one in errors."""
+
+    def __init__(self, arrays: SequenceArrays, start: int, end: int, field: str) -> None:
+        self._arrays, self._start, self._field = arrays, start, field
+        self.end, self.cursor = end, start
+        self.position = 0  # under "mrope", of time, height and width
+        arrays.position_ids[0, start:end] = np.arange(end - start)
+
+    def put(self, ids: Any, tokens: int, labels: Any, rope: Ints | None = None, rope_span: int | None = None) -> int:
+        """Write the tokens of a text, or of a part, whose ids and labels are equal. Return the position of the first.
+        Raises FieldError. Under "mrope" `rope` has positions of its tokens from 0, (3, tokens), None continues to
+        count; `rope_span` those from its first token to what follows it, None for one more than the largest.
+        """
+        arrays, start = self._arrays, self.cursor
+        stop = self.cursor = start + tokens
+        if stop > self.end:
+            raise self.disagreement()
+        arrays.input_ids[start:stop] = ids
+        arrays.labels[start:stop] = labels
+        if rope is not None:
+            arrays.position_ids[1:, start:stop] = self.position + rope
+            self.position += int(rope.max()) + 1 if rope_span is None else rope_span
+        else:
+            if len(arrays.position_ids) > 1:
+                arrays.position_ids[1:, start:stop] = np.arange(self.position, self.position + tokens)
+            self.position += tokens
+        return start
+
+    def disagreement(self) -> FieldError:
+        planned = self.end - self._start
+        reason = f"the index says {planned} tokens, the text yields another number: {WHY_COUNTS_DIFFER}"
+        return FieldError(self._field, reason)
 
 
 def rope_of(shards: IndexedShards, layout: Layout, name: str, size: PartSize) -> Ints | None:
