@@ -26,7 +26,7 @@ from orchdata.building.contents import IndexedShards, sample_bytes
 from orchdata.building.memory import Memory
 from orchdata.building.pages import ShardContent
 from orchdata.building.step import Assembled, BuildSpec, BuiltStep, Share, Task
-from orchdata.dataset.index_costs import IndexCosts
+from orchdata.dataset.indexed import IndexCosts
 from orchdata.engines.engine import Workers
 from orchdata.engines.on_ray import RayEngine
 from orchdata.engines.processes.engine import ProcessEngine

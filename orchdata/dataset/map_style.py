@@ -22,10 +22,8 @@ from torch.utils.data import (
 )
 
 from orchdata.building.collate import MapContent
-from orchdata.dataset.arguments import Arguments
+from orchdata.dataset.arguments import Arguments, PreparedDataset, is_sharded
 from orchdata.dataset.item_costs import ItemCosts, costs_of_items
-from orchdata.dataset.prepared import PreparedDataset
-from orchdata.dataset.sharded import is_sharded
 from orchdata.delivery.policy import Unusable, refuse_above_budget
 from orchdata.engines.torch_workers import IterableContent
 from orchdata.loaders.errors import DataError
