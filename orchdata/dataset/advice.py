@@ -69,7 +69,7 @@ def unread_in_words(dataset: ShardDataset | Mixture, index: Index) -> str:
 
     Named are fields that are below no other, but for harmless ones, and those that the data set ignores.
     """
-    said, more, ways = list[str](), list[str](), list[str]()
+    said, more, ways = list[str](), list[str](), dict[str, str]()
     for (source, one, *_), each, _ in dataset.parts(index):
         # A media_root without media: records probably name them under a key that is not read.
         totals, known = each.totals, one.recipe.modalities
@@ -95,7 +95,7 @@ def unread_in_words(dataset: ShardDataset | Mixture, index: Index) -> str:
             way = f"is of a modality that the recipe lacks: {kind}= of od.Recipe, or od.hf.recipe(processor)"
             if kind in known:
                 way = f"is {kind} in a format or under a name that is not read: convert or rename it"
-            ways.append(f"{name!r} {way}")
+            ways[name] = f"{name!r} {way}"
     if not said:
         return ". ".join(more)
     way_out = (
@@ -103,7 +103,7 @@ def unread_in_words(dataset: ShardDataset | Mixture, index: Index) -> str:
         "no more of it: docs/layouts.md#fields-that-are-not-read"
     )
     found = f"fields that are not read, with the samples that have them: {'; '.join(said)}"
-    return ". ".join([found, *more, *ways[:_MEDIA_SHOWN], way_out])
+    return ". ".join([found, *more, *[*ways.values()][:_MEDIA_SHOWN], way_out])
 
 
 def warn_of_no_loss(dataset: ShardDataset | Mixture, index: Index, unchosen: Ints) -> None:

@@ -145,7 +145,8 @@ class Arguments:
             }
             _refuse(refused)
         else:
-            self._check_items()
+            self._check_items()  # as torch: orders are refused together before their values are
+        self.shuffle = _shuffle(self.shuffle, "shuffle")
         self._check_sizes()
         if self.seed is not None and self.generator is not None:
             raise ValueError("seed and generator both given: the seed comes from one of them")
@@ -254,6 +255,7 @@ class Arguments:
         """
         here, fork = not self.num_workers, ["multiprocessing_context"]
         for_processes = [*fork, "engine", "worker_memory", *(["worker_init_fn"] if self.num_threads else [])]
+        elsewhere = fork if self.engine is not None else []
         unused = {
             "worker processes, and num_workers is 0: pass num_workers": for_processes if here else [],
             "threads or workers, and this loader builds each batch when it is requested: pass num_workers": (
@@ -261,7 +263,7 @@ class Arguments:
             ),
             "steps that this library builds, as with cost= or on_error='skip', and here torch's own DataLoader reads "
             "the data: pass num_workers": ["num_threads", "worker_memory"] if self.by_torch else [],
-            "worker processes of this machine, and engine= has others: leave engine out": fork if self.engine else [],
+            "worker processes of this machine, and engine= has others: leave engine out": elsewhere,
         }
         for what, names in unused.items():
             if given := [name for name in names if getattr(self, name)]:
@@ -405,7 +407,6 @@ def _token_budgets(value: Any, name: str) -> tuple[tuple[int, int], ...] | None:
 
 _CHECKS: Final[dict[str, Callable[[Any, str], Any]]] = {
     "batch_size": lambda value, name: value if value is DEFAULT_BATCH_SIZE else _optional_count(value, name),
-    "shuffle": _shuffle,
     "num_workers": partial(checked_count, least=0),
     "collate_fn": _function,
     "timeout": _valid(

@@ -186,16 +186,11 @@ def prepare_shards(dataset: ShardDataset | Mixture, arguments: Arguments) -> Pre
 
 
 def _open_index(arguments: Arguments, dataset: ShardDataset) -> Index:
-    rank, together = arguments.rank, arguments.index == "build" and dist.is_available() and dist.is_initialized()
+    rank, builds = arguments.rank, arguments.index == "build"
+    together = builds and dist.is_available() and dist.is_initialized()
     with progress_bar("indexing") as bar:
-        progress = bar if rank.rank == 0 else None
-        check, number = arguments.index == "build", rank.rank if together else None
-        index = dataset.index(num_ranks=rank.size, rank=number, check=check, progress=progress)
-        raises = rank.size == 1 and arguments.on_error.action == "raise"
-        if raises and index.totals["bad"] and dataset.index_file is None:
-            # It will raise, unless shards were repaired since: check them again.
-            index = dataset.index(rebuild=True, progress=progress)
-    return index
+        number, progress = rank.rank if together else None, bar if rank.rank == 0 else None
+        return dataset.index(num_ranks=rank.size, rank=number, check=builds, progress=progress)
 
 
 def unchosen_rows(dataset: ShardDataset | Mixture, index: Index) -> Ints:

@@ -18,7 +18,7 @@ import torch
 
 import orchdata as od
 from orchdata.dataset import item_costs as kept
-from orchdata.dataset.item_costs import ItemCosts
+from orchdata.dataset.map_style import ItemCosts
 from orchdata.engines.engine import Workers
 from orchdata.loaders.errors import FunctionError
 
