@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, get_args
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, default_collate, default_convert
 from typing_extensions import TypeIs
 
 from orchdata.balancers.assignment import checked_count
@@ -134,6 +134,12 @@ class Arguments:
             self.collate_fn = self.collate_fn.in_slices()
         self._check_workers()
         if self.in_shards:
+            called: Any = getattr(self.collate_fn, "func", self.collate_fn)  # of functools.partial
+            if called is default_collate or called is default_convert:
+                raise TypeError(
+                    f"collate_fn={called.__name__} takes tensors, and samples of shards are od.Sample objects: leave "
+                    "collate_fn out, pass od.Padded(), or a function of yours that takes a list of od.Sample"
+                )
             sampled = self.sampler is not None or self.batch_sampler is not None
             refused = {
                 _COST_ID: self.cost_id is not None,

@@ -309,7 +309,8 @@ def check_layout(balance: Balance, layout: Layout) -> None:
     length, caps, why = layout.length, balance.caps, ""
     capped = ", ".join(phase for phase in caps if phase != "llm")
     if length is not None and caps.get("llm", length) != length:
-        why = f"max_tokens caps llm at {caps['llm']}, and Packed(length={length}) makes every microbatch that long"
+        long = f"Packed(length={length}) makes every microbatch that long: leave the cap of llm out"
+        why = f"max_tokens caps llm at {caps['llm']}, and {long}"
     elif (length is not None or layout.encoder_lengths) and balance.oversize == "own":
         why = (
             "oversize='own' gives a sample above the caps a separate microbatch, which Packed(length=..., "

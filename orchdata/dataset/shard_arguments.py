@@ -88,13 +88,8 @@ def _checked_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
     for name, value in options.items():
         if not isinstance(value, str | int | float):
             raise TypeError(f"storage_options {name!r} is a string, a number or a bool, got {type(value).__name__}")
-    if "retry_seconds" in options:
-        try:
-            seconds = float(options["retry_seconds"])
-        except ValueError:
-            seconds = -1.0
-        if not 0 <= seconds < float("inf"):
-            raise ValueError(f"storage_options retry_seconds is a number of seconds, got {options['retry_seconds']!r}")
+    if not str(options.get("retry_seconds", 0)).replace(".", "", 1).isdecimal():
+        raise ValueError(f"storage_options retry_seconds is a number of seconds, got {options['retry_seconds']!r}")
     return dict(options)
 
 
@@ -133,9 +128,10 @@ def checked_fields(names: Sequence[str], recipe: Recipe) -> tuple[str, ...]:
     counts = names_of_counts(recipe.modalities)
     for name in names:
         if not name.isidentifier() or keyword.iskeyword(name) or name in counts:
-            why = "every index has such a column of its own" if name in counts else "no filter can have such a name"
+            own, none = f"every index has a column {name!r} of its own", f"{name!r} is no name that a filter can have"
             raise ValueError(
-                f"index_fields: {name!r}: {why}: give the field another name with columns={{{name!r}: 'my_name'}}"
+                f"index_fields: {own if name in counts else none}: give the field another name with "
+                f"columns={{{name!r}: 'my_name'}}"
             )
     return tuple(sorted(set(names)))
 

@@ -64,7 +64,7 @@ class Delivery:
 
     def __post_init__(self) -> None:
         spec, rank, balance = self.spec, self.rank, self.spec.plan.balance
-        self._replication = Replication(rank, spec, self.timeout) if rank.shared else None
+        self.replication = Replication(rank, spec, self.timeout) if rank.shared else None
         self._delivered, self._failed = 0, list[DataError]()
         self._failed_parts: FailedParts | None = None
         self.team_use = TeamUse()  # of the slices that it delivers
@@ -82,16 +82,12 @@ class Delivery:
             groups = (*(rank.dp_groups if rank.size > 1 else ()), *rank.peer_groups)
             self._failed_parts = FailedParts(groups, rank.rank, rank.peer)
         # Whether ranks take part in the delivery of each other's steps.
-        self.is_collective = self._replication is not None or self._failed_parts is not None
+        self.is_collective = self.replication is not None or self._failed_parts is not None
 
     @property
     def receives(self) -> bool:
         """Whether a peer reads for this rank."""
-        return self._replication is not None and not self._replication.is_reader
-
-    def receiving_engine(self) -> Engine | None:
-        """Return the engine that receives this rank's steps, if a peer reads for it; else None."""
-        return ReceivingEngine(self.spec, self._replication) if self._replication and self.receives else None
+        return self.replication is not None and not self.replication.is_reader
 
     def deliver(self, engine: Engine, future: Future[BuiltStep], task: StepTask) -> list[Any]:
         """Return a step's microbatches; if this rank reads for peers, they get them too, or the error.
@@ -101,13 +97,13 @@ class Delivery:
         try:
             built = self._masked(engine, future, task)
         except Exception as error:
-            if self._replication is not None and not self.receives:
-                self._replication.send_error(error)
+            if self.replication is not None and not self.receives:
+                self.replication.send_error(error)
             raise
         finally:
             del future  # it has the error, whose traceback has this frame: a cycle would keep the caller's iteration
-        if self._replication is not None and not self.receives:
-            self._replication.send(built)
+        if self.replication is not None and not self.receives:
+            self.replication.send(built)
         batches, teams = self.named(built.batches), self.spec.plan.balance.teams
         if teams is None or teams.cut == "trainer":
             return batches
@@ -381,14 +377,16 @@ class PlannedSource:
             self.warming.wait()
         spec, builder = context.spec, context.builder
         assert builder is not None
-        engine = context.delivery.receiving_engine()
-        if engine is None and workers.num_workers:
+        engine: Engine
+        if (channel := context.delivery.replication) is not None and not channel.is_reader:
+            engine = ReceivingEngine(spec, channel)
+        elif workers.num_workers:
             known = {"name_of": spec.content.name_of, "known_bad_rows": self._known_bad_rows}
             filled = replace(workers, base_seed=base_seed, reads=builder.reads, **known)
             engine = ProcessEngine(spec, filled) if workers.engine is None else workers.engine.open(spec, filled)
-        elif engine is None and workers.num_threads:
+        elif workers.num_threads:
             engine = ThreadEngine(builder, num_threads=workers.num_threads, depth=workers.prefetch_factor)
-        elif engine is None:
+        else:
             engine = InlineEngine(builder)
         return PinningEngine(engine) if self.pin_memory else engine
 
