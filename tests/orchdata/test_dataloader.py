@@ -262,7 +262,7 @@ def test_quarantine_from_a_file(dataset: od.ShardDataset, tmp_path: Path) -> Non
         ({"batch_size": None, "global_batch_size": None}, "pass batch_size=1, or global_batch_size"),
         ({"worker_init_fn": print}, "worker_init_fn is for worker processes"),
         ({"multiprocessing_context": "spawn"}, "pass num_workers, or leave it out"),
-        ({"num_threads": 0, "timeout": 5}, "timeout needs threads or workers"),
+        ({"num_threads": 0, "timeout": 5}, "timeout is for threads or workers"),
         ({"quarantine": ["s0-0003"]}, r"quarantine is \(shard, key\) pairs of strings, got 's0-0003'"),
         ({"dp": (0, 2), "balance": od.Balance(max_samples=11)}, "raise it to at least 12"),
         ({"balance": od.Balance(max_tokens={"video": 9})}, "max_tokens names phase 'video'"),
