@@ -138,7 +138,7 @@ def warn_of_no_loss(dataset: ShardDataset | Mixture, index: Index, unchosen: Int
 
 def warn_of_missing(dataset: ShardDataset | Mixture, index: Index) -> None:
     """Warn about names of `Recipe.keep` that no sample has; where first samples alone are indexed, others may."""
-    containers, found = by_identity(dataset.containers), []
+    containers, found = by_identity(dataset.containers), list[tuple[Recipe, Any]]()
     for leaf, own, _ in dataset.parts(index):
         if (recipe := leaf.dataset.recipe).keep and not is_partial(own, leaf.dataset.urls):
             found.append((recipe, missing_names(own, recipe, containers, dataset.files)))

@@ -206,7 +206,8 @@ class Arguments:
     @property
     def families(self) -> list[str]:
         """The kernels that steps need, as far as phases are known before the data set is read."""
-        layout, phases = layout_of(self.collate_fn) or Packed(), ("llm",)
+        layout = layout_of(self.collate_fn) or Packed()
+        phases: tuple[str, ...] = ("llm",)
         if isinstance(self.cost, CostModel):
             phases = self.cost.phases
         elif self.in_shards:

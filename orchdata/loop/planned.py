@@ -381,7 +381,7 @@ class PlannedSource:
         if (channel := context.delivery.replication) is not None and not channel.is_reader:
             engine = ReceivingEngine(spec, channel)
         elif workers.num_workers:
-            known = {"name_of": spec.content.name_of, "known_bad_rows": self._known_bad_rows}
+            known: dict[str, Any] = {"name_of": spec.content.name_of, "known_bad_rows": self._known_bad_rows}
             filled = replace(workers, base_seed=base_seed, reads=builder.reads, **known)
             engine = ProcessEngine(spec, filled) if workers.engine is None else workers.engine.open(spec, filled)
         elif workers.num_threads:
