@@ -37,7 +37,8 @@ from orchdata.loaders.modalities.audio_decode import decode_wave
 from orchdata.loaders.modalities.image import ImagePreprocessor
 from orchdata.loaders.modalities.image_decode import decode_jpeg, read_jpeg_header
 from orchdata.loaders.modalities.modality import Modality, PartSize, read_header, stored_dtype
-from orchdata.loaders.recipe import Recipe, TextPreprocessor
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.text.preprocessor import TextPreprocessor
 
 LIMITS = Limits()
 T = TypeVar("T")

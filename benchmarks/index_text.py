@@ -22,8 +22,9 @@ from benchmarks.command import run_command
 from benchmarks.pieces import PiecesBench, made_up, write_texts
 from orchdata.bench import Result, WideTable
 from orchdata.loaders.index.build import build_index
-from orchdata.loaders.recipe import Recipe, TextPreprocessor
+from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.text.preprocessor import TextPreprocessor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,9 +24,10 @@ from orchdata.bench import Result, WideTable
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample
-from orchdata.loaders.recipe import Recipe, TextPreprocessor
+from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.text.preprocessor import TextPreprocessor
 
 _WORDS = 20_000
 _SYLLABLES = "ka lo mi ter an sto re vi ung per ti on al me se cra".split()

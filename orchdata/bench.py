@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from orchdata.balancers import CostModel, TransformerCost, balance_phases
 from orchdata.dataloader import DataLoader
-from orchdata.dataset.index_costs import IndexCosts
+from orchdata.dataset.indexed import IndexCosts
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.engines.engine import use_one_thread

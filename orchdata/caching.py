@@ -249,23 +249,14 @@ def filler_of(
         return None
     own, has_windows = own_streams(rank, plan.balance, order.streams), isinstance(plan.batches, WindowBatches)
     if own is None or (has_windows and len(own) < order.streams):
-        per_node = _ranks_per_node(rank, plan.balance)
-        number = None if per_node is None else -(-rank.size // per_node)
-        nodes = "every node" if number is None else f"each of the {number} nodes"
         way_out = (
-            f'balance="grouped" and shuffle=od.Shuffle(streams={number or "<groups>"}) (or a multiple), with groups '
-            "that are nodes, give each node shards of its own"
+            'balance="grouped" and shuffle=od.Shuffle(streams=...), a multiple of the number of nodes, with groups '
+            "that are nodes, give each node shards of its own; LOCAL_WORLD_SIZE or od.DataParallel(ranks_per_node=...) "
+            "must say which ranks a node has"
         )
-        if number is None:
-            way_out += ", and LOCAL_WORLD_SIZE or od.DataParallel(ranks_per_node=...) must say which ranks a node has"
         if has_windows:
-            way_out = (
-                "windows of concatenated documents take documents of all streams; without concatenate=True, " + way_out
-            )
-        why_none = (
-            f"in this order {nodes} reads from every shard, and a sample that a node reads in one epoch is read by "
-            f"another in the next; {way_out}"
-        )
+            way_out = "windows of concatenated documents take documents of all streams; without them, " + way_out
+        why_none = f"a sample that a node reads in one epoch is read by another in the next: {way_out}"
     elif forks:
         why_none = (
             "workers that are forked from a process that fetches cannot read object storage. Leave "

@@ -25,8 +25,8 @@ from typing_extensions import TypeVar
 import orchdata
 from orchdata.balancers.assignment import checked_count, checked_epoch
 from orchdata.balancers.costs.model import CostModel
-from orchdata.dataset.arguments import DEFAULT_BATCH_SIZE, Arguments, CollateFn, IndexUse, Quarantine
-from orchdata.dataset.sharded import is_sharded
+from orchdata.dataset.arguments import DEFAULT_BATCH_SIZE, Arguments, CollateFn, IndexUse, Quarantine, is_sharded
+from orchdata.dataset.prepared import SIZES
 from orchdata.delivery.export import export_plan
 from orchdata.delivery.policy import ErrorPolicy, flattened
 from orchdata.engines.engine import DEFAULT_PREFETCH, OpensEngine
@@ -232,14 +232,12 @@ class DataLoader(Generic[T_co]):
             self._iterated_at: object = None
             # The attributes that torch's loader has: arguments, with defaults filled in.
             prepared = self._runtime.prepared
-            size = prepared.spec.plan.batches.describe()
             vars(self).update({name: given[name] for name in _ATTRIBUTES})
-            self.batch_size = arguments.batch_size
-            self.global_batch_size = size.get("global_batch_size")
-            self.global_batch_tokens = size.get("global_batch_tokens")
-            sampler, self.batch_sampler = prepared.sampler, prepared.batch_sampler
-            has_sampler = sampler is not None or self.batch_sampler is not None
-            self.sampler = sampler if has_sampler else TrainerEpochs(self._progress)
+            self.batch_size, self.batch_sampler = arguments.batch_size, prepared.batch_sampler
+            size = prepared.spec.plan.batches.describe()
+            self.global_batch_size, self.global_batch_tokens = map(size.get, SIZES)
+            has_sampler = prepared.sampler is not None or prepared.batch_sampler is not None
+            self.sampler = prepared.sampler if has_sampler else TrainerEpochs(self._progress)
             self.collate_fn = collate_fn or prepared.collate_fn
             if num_workers and prefetch_factor is None:
                 self.prefetch_factor = DEFAULT_PREFETCH

@@ -41,26 +41,21 @@ def check_target(path: str | Path) -> None:
         check_given(path)
 
 
-def checked_names(given: Any, argument: str, sizes: Sequence[int] = (2,)) -> list[tuple[str, ...]]:
-    """Return names of samples as tuples. Raises TypeError and ValueError for anything but tuples of so many strings."""
+def sample_names(given: Any, argument: str, most: int = 2) -> list[tuple[str, ...]]:
+    """Return names of samples, as given, or as they are in the list at a path: (shard, key); if `most` is 3 also
+    (source, shard, key). Raises TypeError and ValueError for anything else, and as `_rows`.
+    """
+    if isinstance(given, str | os.PathLike):
+        wanted = ("source", "shard", "key")[-most:]
+        return [tuple(row[name] for name in wanted if name in row) for row in _rows(given)]
     if not isinstance(given, Iterable):
         raise TypeError(f"{argument} is (shard, key) pairs, or the path of a list of them, got {given!r}")
     names = list(given)  # it may be an iterator
     for name in names:
         are_strings = isinstance(name, tuple | list) and all(isinstance(each, str) for each in name)
-        if not are_strings or len(name) not in sizes:
+        if not are_strings or not 2 <= len(name) <= most:
             raise ValueError(f"{argument} is (shard, key) pairs of strings, got {name!r}")
     return [tuple(name) for name in names]
-
-
-def read_quarantine(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
-    """Return the (shard, key) of each sample of a list. Raises as `_rows`."""
-    return [(row["shard"], row["key"]) for row in _rows(path)]
-
-
-def read_blank(path: str | os.PathLike[str]) -> list[tuple[str, ...]]:
-    """Return the (shard, key), or (source, shard, key), of each sample of a list. Raises as `_rows`."""
-    return [(*([row["source"]] if "source" in row else ()), row["shard"], row["key"]) for row in _rows(path)]
 
 
 def _rows(path: str | os.PathLike[str]) -> list[dict[str, str]]:

@@ -27,17 +27,16 @@ from orchdata.balancers.costs.model import CostModel
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.collate import MapContent
 from orchdata.building.step import Builder
-from orchdata.dataset.arguments import Arguments
+from orchdata.dataset.arguments import Arguments, PreparedDataset
 from orchdata.dataset.map_style import prepare_iterable, prepare_map_style
-from orchdata.dataset.prepared import PreparedDataset, check_allowed, restore, state_of
-from orchdata.delivery.delivery import Delivery
+from orchdata.dataset.prepared import check_allowed, restore, state_of
 from orchdata.delivery.policy import FailureBudget, Stats
 from orchdata.engines.engine import WorkerSeeds, can_pin
 from orchdata.engines.processes.engine import start_server
 from orchdata.engines.warm import Warming
 from orchdata.finalizers import Ending, wait_for_finalizers
 from orchdata.loop.loop import EpochLoop, Position, Progress, Stream, place_of
-from orchdata.loop.planned import LoopContext, PlannedSource
+from orchdata.loop.planned import Delivery, LoopContext, PlannedSource
 from orchdata.loop.state import State
 from orchdata.loop.torch_stream import IterableSource, MapSource
 from orchdata.loop.torch_workers import IterableContent, set_epoch, torch_loader
@@ -67,11 +66,11 @@ class Runtime:
         self.keep_dataset_state = not arguments.num_workers or arguments.persistent_workers
 
         # The workers of an engine of the user's may be on other machines.
-        num_workers, cores = arguments.num_workers, len(os.sched_getaffinity(0))
-        if arguments.engine is None and num_workers > cores:
+        cores = len(os.sched_getaffinity(0))
+        if arguments.engine is None and arguments.num_workers > cores:
             warn_user(
-                f"This DataLoader will create {num_workers} worker processes, and this process has {cores} cores: "
-                "excessive worker creation might get DataLoader running slow or even freeze; lower num_workers"
+                f"This DataLoader will create {arguments.num_workers} worker processes on {cores} cores: excessive "
+                "worker creation might get DataLoader running slow or even freeze; lower num_workers"
             )
         # Start what takes a while. A loader that is sent to a new process (mp.spawn) starts the server later.
         if arguments.context is not None and not getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -88,31 +87,31 @@ class Runtime:
                 prepared = prepare_map_style(arguments)
             return prepared, prepared.spec.open()
 
-        self.prepared, builder = agreement.make(build, lambda built: describe_loader(arguments, built[0]))
-        spec = self.prepared.spec
+        prepared, builder = agreement.make(build, lambda built: describe_loader(arguments, built[0]))
+        self.prepared, spec = prepared, prepared.spec
 
         # Create the parts that run once a step is requested.
-        self.seeds = WorkerSeeds(
-            arguments.generator, persistent=arguments.persistent_workers and bool(arguments.num_workers)
-        )
+        keeps_workers = arguments.persistent_workers and bool(arguments.num_workers)
+        self.seeds = WorkerSeeds(arguments.generator, persistent=keeps_workers)
         reads = None if builder is None else builder.reads
         self.stats = Stats(reads)
         workers = arguments.workers(reads_far=spec.reads_far)
-        opened = self.prepared.filler
+        opened = prepared.filler
         self._filler = opened and opened(spec, rank, arguments.cache, reads, forks=workers.forks)
         if self._filler is not None:
             Ending(self, self._filler.stop)
-        num_samples = self.prepared.num_indexed + self.prepared.num_lost
-        budget = FailureBudget(arguments.on_error, self.stats, num_samples, rank.size)
+        budget = FailureBudget(arguments.on_error, self.stats, prepared.num_indexed + prepared.num_lost, rank.size)
         inputs = arguments.collate_fn if isinstance(arguments.collate_fn, ModelInputs) else None
-        has_our_names = inputs is None and spec.layout is not None
-        unnamed = self.prepared.of_processor if has_our_names else ()
+        unnamed = prepared.of_processor if inputs is None and spec.layout is not None else ()
         delivery = Delivery(spec, rank, budget, arguments.timeout, inputs, unnamed)
-        self.context = LoopContext(spec, builder, self.prepared.steps, rank, agreement, delivery)
+        self.context = LoopContext(spec, builder, prepared.steps, rank, agreement, delivery)
 
         # Torch's own loader reads the data, or an engine builds planned steps.
         content, counts = spec.content, self.stats.torch
-        keeps_order = in_order = arguments.in_order or not arguments.by_torch or rank.size > 1
+        in_order = arguments.in_order or not arguments.by_torch or rank.size > 1
+        if in_order and not arguments.in_order and arguments.num_workers:
+            why = "steps are planned over ranks, or are of shards, and a state of them is a position"
+            warn_once("in_order=False", f"in_order=False has no effect: batches stay in order, because {why}")
         pin_memory = arguments.pin_memory and can_pin()
         opens = partial(torch_loader, workers=workers, in_order=in_order, pin_memory=pin_memory)
         self._source: IterableSource | MapSource | PlannedSource
@@ -120,15 +119,18 @@ class Runtime:
             self._source = IterableSource(content, workers, counts, opens)
         elif isinstance(content, MapContent) and arguments.by_torch:
             has_state = self.stores_rank_state and is_stateful(content.dataset)
-            in_order = in_order or not workers.num_workers
-            self._source = MapSource(content, workers, counts, has_state, in_order, opens)
+            self._source = MapSource(content, workers, counts, has_state, in_order or not workers.num_workers, opens)
         else:
             self._source = PlannedSource(workers, self._warming, pin_memory=pin_memory)
-        if not arguments.in_order and keeps_order and arguments.num_workers:
-            why = "steps are planned over ranks, or are of shards, and a state of them is a position"
-            warn_once("in_order=False", f"in_order=False has no effect: batches stay in order, because {why}")
-        budget.start(self.prepared.failures, lost=self.prepared.num_lost)
-        self._warn_if_empty(drop_last=arguments.drop_last)
+        budget.start(prepared.failures, lost=prepared.num_lost)
+        if prepared.known_count(Position(0)) == 0:  # a training would end at once
+            size = ", ".join(f"{name}={value}" for name, value in prepared.spec.plan.batches.describe().items())
+            drop_last = arguments.drop_last
+            way_out = ": make the batch smaller, or leave out drop_last" if prepared.num_samples and drop_last else ""
+            chosen = f"no sample is chosen by {prepared.none_chosen}"
+            rows = f"{prepared.num_samples} usable rows of {prepared.num_indexed} samples, {size} over all ranks, "
+            why = chosen if prepared.none_chosen else f"{rows}drop_last={drop_last}{way_out}"
+            warn_user(f"the loader has no steps: {why}")
 
     @property
     def has_microbatches(self) -> bool:
@@ -153,13 +155,8 @@ class Runtime:
                 f"no sample is chosen by {chosen_by}, so there is no step to iterate: choose other bounds, or iterate "
                 "only if len(dataset) is not 0"
             )
-        loop = EpochLoop(
-            progress,
-            self._open_stream,
-            keep_dataset_state=self.keep_dataset_state,
-            stores_seed=self.stores_rank_state,
-            on_first_step=self.prepared.on_first_step,
-        )
+        keeps, first = self.keep_dataset_state, self.prepared.on_first_step
+        loop = EpochLoop(progress, self._open_stream, keeps, self.stores_rank_state, first)
         # The base seed of the workers. An iteration that continues from a state may use the state's.
         if self.stores_rank_state:
             origin = loop.origin
@@ -190,21 +187,6 @@ class Runtime:
         if isinstance(steps, StreamSteps):
             steps.asked_length = num_steps
         return num_steps
-
-    def _warn_if_empty(self, *, drop_last: bool) -> None:
-        """Warn if the first epoch has no steps: a training would end at once."""
-        prepared = self.prepared
-        if prepared.known_count(Position(0)) != 0:
-            return
-        if prepared.none_chosen:
-            warn_user(f"the loader has no steps: no sample is chosen by {prepared.none_chosen}")
-            return
-        size = ", ".join(f"{name}={value}" for name, value in prepared.spec.plan.batches.describe().items())
-        way_out = ": make the batch smaller, or leave out drop_last" if prepared.num_samples and drop_last else ""
-        warn_user(
-            f"the loader has no steps: {prepared.num_samples} usable rows of {prepared.num_indexed} samples, {size} "
-            f"over all ranks, drop_last={drop_last}{way_out}"
-        )
 
     def state(self, progress: Progress) -> dict[str, Any]:
         """Return the loader's state: see `DataLoader.state_dict`."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 import orchdata
 from orchdata.building.pages import IndexedShards
-from orchdata.dataset.mixed import index_of
+from orchdata.dataset.indexed import index_of
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.shards import unchosen_rows

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from orchdata.building.pages import IndexedShards, ShardContent, sample_bytes
 from orchdata.building.step import Assembled, BuildSpec, BuiltStep, Memory, Share, Task
-from orchdata.dataset.index_costs import IndexCosts
+from orchdata.dataset.indexed import IndexCosts
 from orchdata.engines.engine import Workers, passed_on
 from orchdata.engines.on_ray import RayEngine
 from orchdata.engines.processes.engine import ProcessEngine

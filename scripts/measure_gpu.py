@@ -39,7 +39,7 @@ from rich.console import Console
 from examples.model import Sizes
 from orchdata.balancers import CostModel, fit_phase_cost
 from orchdata.bench import WideTable, machine, synthetic_index
-from orchdata.dataset.index_costs import IndexCosts
+from orchdata.dataset.indexed import IndexCosts
 from orchdata.loaders.index.index import Index
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask

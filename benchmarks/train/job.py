@@ -33,7 +33,7 @@ from benchmarks.train.lanes import (
     run_rank,
 )
 from orchdata.balancers.assignment import loads_of
-from orchdata.dataset.index_costs import IndexCosts
+from orchdata.dataset.indexed import IndexCosts
 from orchdata.loaders.index.index import Index
 from orchdata.planning.route import Route
 

@@ -29,7 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 import orchdata as od
 from benchmarks.launch import end_with_parent, leave
 from examples.model import ModelConfig, MultimodalLM, Sizes, fit_to_recipe, make_cost
-from orchdata.loaders.recipe import AudioPreprocessor, ImagePreprocessor, Recipe
+from orchdata.loaders.modalities.audio import AudioPreprocessor
+from orchdata.loaders.modalities.image import ImagePreprocessor
+from orchdata.loaders.recipe import Recipe
 from orchdata.planning.route import Route
 
 Loads: TypeAlias = dict[str, NDArray[np.int64]]  # phase -> cost on each rank, (num_ranks,)

@@ -101,7 +101,7 @@ def opened_copy(file: IndexFile, files: Files, place: Place) -> Index:
 
 def fetched(file: IndexFile, files: Files, place: Place) -> Index:
     """As `opened_copy`, but an outage may last half a minute: there may be another way to the file."""
-    return opened_copy(file, files.limited(_OUTAGE_SECONDS), place)
+    return opened_copy(file, files.read_by(timeout=_OUTAGE_SECONDS), place)
 
 
 def root_of(paths: Sequence[str]) -> str:

@@ -53,29 +53,24 @@ class Files:
         self._copies: Copies | None = None
         self._lock = threading.Lock()
 
-    def limited(self, timeout: float) -> Files:
-        """Return files that give an outage less time than a step may take, in seconds; 0: as much as by default."""
-        if not timeout:
-            return self
-        given = float(self.options.get("retry_seconds", RETRY_SECONDS))
-        options = self.options if given <= _OF_TIMEOUT * timeout else {"retry_seconds": _OF_TIMEOUT * timeout}
-        files = Files(self.options | options, self.store, self.given)
-        files.others = self._others_as(lambda other: other.limited(timeout))
-        return files
+    def read_by(self, *, timeout: float = 0, cache: Cache | None = None, **_: Any) -> Files:
+        """Return files as a loader with these arguments, of which others say nothing of files, reads them.
 
-    def cached(self, cache: Cache | None) -> Files:
-        """Return files that are read from the copies of a node, where it has them."""
-        if cache is None:
+        Args:
+            timeout: seconds of a step: an outage gets less; 0: as much as by default.
+            cache: where this node has copies, which are read in place of objects.
+        """
+        if not timeout and cache is None:
             return self
-        files = Files(self.options, self.store, self.given)
-        files.others = self._others_as(lambda other: other.cached(cache))
-        files.cache, files._objects = cache, self.objects
+        given, most = float(self.options.get("retry_seconds", RETRY_SECONDS)), _OF_TIMEOUT * float(timeout)
+        options = self.options | {"retry_seconds": most} if timeout and given > most else self.options
+        files = Files(options, self.store, self.given)
+        # The URLs of a data set share one, and so its clients.
+        others = {id(other): other for other in self.others.values()}
+        changed = {key: other.read_by(timeout=timeout, cache=cache) for key, other in others.items()}
+        files.others = {url: changed[id(other)] for url, other in self.others.items()}
+        files.cache, files._objects = cache, None if timeout else self.objects
         return files
-
-    def _others_as(self, change: Callable[[Files], Files]) -> dict[str, Files]:
-        """Return `others`, changed: the URLs of a data set share one, and so its clients."""
-        changed = {id(other): change(other) for other in {id(other): other for other in self.others.values()}.values()}
-        return {url: changed[id(other)] for url, other in self.others.items()}
 
     @property
     def copies(self) -> Copies | None:

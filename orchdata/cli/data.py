@@ -139,8 +139,7 @@ def index(
 
 
 def _merge(data: Data, out: str | None, others: Sequence[object]) -> None:
-    from orchdata.dataset.indexed import merged
-    from orchdata.dataset.shard_arguments import checked_file, checked_target, reading_of
+    from orchdata.dataset.shard_arguments import checked_file, checked_target, merged, reading_of
 
     given = replace(data, storage_options=None, ignore=None).options().values()
     if out is None or data.recipe or any(others) or any(given):
@@ -513,7 +512,7 @@ def print_index(report: dict[str, Any]) -> None:
 
 def print_unit(dataset: ShardDataset | Mixture) -> None:
     """Say what LLM tokens are where a recipe has no tokenizer."""
-    from orchdata.dataset.mixed import text_is_bytes
+    from orchdata.dataset.indexed import text_is_bytes
 
     if text_is_bytes(dataset):
         typer.echo("LLM tokens of text are UTF-8 bytes: the recipe has no tokenizer (--recipe MODULE:NAME)")

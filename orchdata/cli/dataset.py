@@ -67,7 +67,7 @@ def indexed(data: Data) -> tuple[ShardDataset | Mixture, Index]:
     for name, (option, field) in _OF_ONE_SOURCE.items():
         if of_one_source[name] not in (None, (), {}):
             raise ValueError(f"{option} is of one data set: give the sources in {data.paths[0]} {field} each")
-    from orchdata.dataset.mixed import index_of  # which imports torch
+    from orchdata.dataset.indexed import index_of
 
     given: dict[str, Any] = {"allow_recipes": data.allow_recipes, "containers": options["containers"]}
     mixture = read_mixture(data.paths[0], recipe_named(data.recipe), **given)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import closing
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -68,13 +69,12 @@ def unread_in_words(dataset: ShardDataset | Mixture, index: Index) -> str:
 
     Named are fields that are below no other, but for harmless ones, and those that the data set ignores.
     """
-    said, more, media, known = list[str](), list[str](), dict[str, str](), set[str]()
+    said, more, ways = list[str](), list[str](), dict[str, str]()
     for (source, one, *_), each, _ in dataset.parts(index):
         # A media_root without media: records probably name them under a key that is not read.
-        totals = each.totals
-        has_media = any(kind.get("parts") for kind in totals["modalities"].values())
-        is_rooted = one.media_root is not None and one.recipe.modalities and totals["samples"] != totals["bad"]
-        if is_rooted and not has_media and not is_partial(each, one.urls):
+        totals, known = each.totals, one.recipe.modalities
+        has_media = any(kind.get("parts") for kind in totals["modalities"].values()) or is_partial(each, one.urls)
+        if one.media_root is not None and known and totals["samples"] != totals["bad"] and not has_media:
             keys = ", ".join(record_keys(BUILTINS))
             more.append(
                 f"media_root={one.media_root!r} is given, and no sample has media: records name them under {keys}"
@@ -89,23 +89,21 @@ def unread_in_words(dataset: ShardDataset | Mixture, index: Index) -> str:
         }
         if top:
             shown = ", ".join(f"{name!r} ({count:,})" for name, count in [*top.items()][:_SHOWN])
-            of = f"of source {source!r} " if source else ""
-            said.append(f"{of}{shown}{f' and {len(top) - _SHOWN:,} more' if len(top) > _SHOWN else ''}")
-            media |= {name: kind for name in top if (kind := modality_of_name(name)) is not None}
-            known |= one.recipe.modalities.keys()
+            rest = f" and {len(top) - _SHOWN:,} more" if len(top) > _SHOWN else ""
+            said.append(f"of source {source!r} {shown}{rest}" if source else shown + rest)
+        for name, kind in ((name, kind) for name in top if (kind := modality_of_name(name)) is not None):
+            way = f"is of a modality that the recipe lacks: {kind}= of od.Recipe, or od.hf.recipe(processor)"
+            if kind in known:
+                way = f"is {kind} in a format or under a name that is not read: convert or rename it"
+            ways[name] = f"{name!r} {way}"
     if not said:
         return ". ".join(more)
-    ways = [
-        f"{name!r} is {kind} in a format or under a name that is not read: convert or rename it"
-        if kind in known
-        else f"{name!r} is of a modality that the recipe lacks: {kind}= of od.Recipe, or od.hf.recipe(processor)"
-        for name, kind in [*media.items()][:_MEDIA_SHOWN]
-    ]
-    ways.append(
+    way_out = (
         "Recipe(keep=...) delivers a field, Recipe(record=...) or columns= reads it, and ShardDataset(ignore=...) says "
         "no more of it: docs/layouts.md#fields-that-are-not-read"
     )
-    return ". ".join([f"fields that are not read, with the samples that have them: {'; '.join(said)}", *more, *ways])
+    found = f"fields that are not read, with the samples that have them: {'; '.join(said)}"
+    return ". ".join([found, *more, *[*ways.values()][:_MEDIA_SHOWN], way_out])
 
 
 def warn_of_no_loss(dataset: ShardDataset | Mixture, index: Index, unchosen: Ints) -> None:
@@ -123,15 +121,14 @@ def warn_of_no_loss(dataset: ShardDataset | Mixture, index: Index, unchosen: Int
         if one.recipe.keep or without <= _FEW * usable:  # kept are classes, say, which are learned
             continue
         of = f" of source {name!r}" if name else ""
-        chosen = f" among those that {'its' if name else 'the'} data set chooses" if rows.size else ""
+        chosen = " among those that its data set chooses" if rows.size else ""
+        nothing = "gives no loss in any step" if name else "batch.loss_tokens is 0 in every step"
+        said = f"no sample{of} has a token to learn{chosen}: {nothing}"
         if without < usable:
             said = (
                 f"{without:,} of {usable:,} samples{of} have no token to learn{chosen}: they take time in steps, and "
                 "dataset.filter('loss_tokens > 0') leaves them out"
             )
-        else:
-            in_steps = "gives no loss in any step" if name else "batch.loss_tokens is 0 in every step"
-            said = f"no sample{of} has a token to learn{chosen}: {in_steps}"
         warn_once(
             f"no loss tokens of {name} {one.selections} {each.fingerprint}",
             f"{said}. A text is read from {', '.join(TEXT_FIELDS)}, and of a chat the roles in ChatTemplate.loss_roles "
@@ -141,22 +138,19 @@ def warn_of_no_loss(dataset: ShardDataset | Mixture, index: Index, unchosen: Int
 
 def warn_of_missing(dataset: ShardDataset | Mixture, index: Index) -> None:
     """Warn about names of `Recipe.keep` that no sample has; where first samples alone are indexed, others may."""
-    keeping = [
-        (own, leaf.dataset.recipe)
-        for leaf, own, _ in dataset.parts(index)
-        if leaf.dataset.recipe.keep and not is_partial(own, leaf.dataset.urls)
-    ]
-    containers = by_identity(dataset.containers)
-    found = [missing_names(own, recipe, containers, dataset.files) for own, recipe in keeping]
-    there = {name for (_, recipe), each in zip(keeping, found, strict=True) for name in {*recipe.keep} - {*each.names}}
-    if missing := sorted({name for _, recipe in keeping for name in recipe.keep} - there):
-        others = ", ".join(map(repr, list(dict.fromkeys(name for each in found for name in each.others))[:12]))
-        records = sum(each.num_records for each in found)
-        where = f", no key of {records:,} of its records," if records else ""
+    containers, found = by_identity(dataset.containers), list[tuple[Recipe, Any]]()
+    for leaf, own, _ in dataset.parts(index):
+        if (recipe := leaf.dataset.recipe).keep and not is_partial(own, leaf.dataset.urls):
+            found.append((recipe, missing_names(own, recipe, containers, dataset.files)))
+    there = {name for recipe, each in found for name in {*recipe.keep} - {*each.names}}
+    if missing := sorted({name for recipe, _ in found for name in recipe.keep} - there):
+        others = ", ".join(map(repr, list(dict.fromkeys(name for _, each in found for name in each.others))[:12]))
+        records = sum(each.num_records for _, each in found)
+        where = f", no key of {records:,} of its records," if records else ","
         warn_once(
             f"no kept fields of {index.fingerprint}",
-            f"Recipe.keep names {', '.join(map(repr, missing))}, and no sample of the data set has such a field"
-            f"{where or ','} but {others}",
+            f"Recipe.keep names {', '.join(map(repr, missing))}, and no sample of the data set has such a "
+            f"field{where} but {others}",
         )
 
 
@@ -187,10 +181,8 @@ def warn_of_costs(phases: Sequence[str], rank: Rank, balance: Balance) -> None:
         )
 
 
-def warn_of_steps(
-    batches: Batches, layout: Layout, recipes: Sequence[Recipe], num_ranks: int, *, has_media: bool
-) -> None:
-    """Warn about microbatches of a fixed length that stay empty, and about texts that are split without need."""
+def warn_of_steps(batches: Batches, layout: Layout, num_ranks: int, *, has_media: bool) -> None:
+    """Warn about microbatches of a fixed length, or of windows, that stay empty."""
     length = layout.length
     if isinstance(batches, TokenBatches) and length is not None:
         budget = batches.budgets[-1][1]
@@ -201,21 +193,11 @@ def warn_of_steps(
                 f"steps of global_batch_tokens={budget} fill microbatches of length={length} on {num_ranks} ranks "
                 f"badly: global_batch_tokens={better} would fill them{'' if has_media else windows}",
             )
-    if not isinstance(batches, WindowBatches):
-        return
-    micro_steps = -(-batches.size // num_ranks)
-    if empty := micro_steps * num_ranks - batches.size:
+    if isinstance(batches, WindowBatches) and (empty := -batches.size % num_ranks):
         warn_once(
             "windows that ranks cannot share",
-            f"global_batch_size={batches.size} windows on {num_ranks} ranks: each rank has {micro_steps} microbatches "
-            f"a step, and {empty} of these {micro_steps * num_ranks} have no window and are padding. "
-            f"{micro_steps * num_ranks} windows would fill them",
-        )
-    if any(recipe.text.overflow == "split" for recipe in recipes):
-        warn_once(
-            "split texts are concatenated",
-            "TextPreprocessor(overflow='split') makes documents of the pieces of a long text, which are shuffled one "
-            "by one. Packed(concatenate=True) cuts long texts itself: leave max_tokens and overflow out",
+            f"global_batch_size={batches.size} windows on {num_ranks} ranks: in a step {empty} of these "
+            f"{batches.size + empty} have no window and are padding. {batches.size + empty} windows would fill them",
         )
 
 
@@ -225,20 +207,16 @@ def warn_of_unended(shards: IndexedShards, rank: int = 0) -> None:
     """
     if rank:
         return
-    index = shards.index
-    opened = shards.open()
-    try:
-        for start, stop in pairwise(index.first_rows):
-            if chats := _unended(shards, opened, int(start), int(stop)):
+    with closing(shards.open()) as opened:
+        for start, stop in pairwise(shards.index.first_rows.tolist()):
+            if chats := _unended(shards, opened, start, stop):
                 warn_once(
-                    f"unended chats of {index.fingerprint} from {start}",
+                    f"unended chats of {shards.index.fingerprint} from {start}",
                     f"chats never learn to stop: of the first {chats} none has an end token or a text of its template "
                     "with loss after its last answer. TextPreprocessor(eos_token_id=...), or append_eos=True of "
                     "od.hf.recipe, appends the end token; or take a template that writes one, inside of its "
                     "{% generation %} where it has that: docs/text.md",
                 )
-    finally:
-        opened.close()
 
 
 def _unended(shards: IndexedShards, opened: OpenShards, start: int, stop: int) -> int:

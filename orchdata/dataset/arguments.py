@@ -1,4 +1,4 @@
-"""The arguments of a DataLoader as one value: each field checks itself, `__post_init__` those that belong together."""
+"""The arguments of a DataLoader as one value, checked, and the data set that it prepares of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import multiprocessing
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from multiprocessing.context import BaseContext
 from os import PathLike
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, default_collate, default_convert
+from typing_extensions import TypeIs
 
 from orchdata.balancers.assignment import checked_count
 from orchdata.balancers.costs.model import CostModel
@@ -25,22 +26,21 @@ from orchdata.building.step import BuildSpec, Content
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.engines.engine import DEFAULT_PREFETCH, OpensEngine, Workers
 from orchdata.engines.warm import kernel_families
+from orchdata.loaders.errors import DataError
 from orchdata.loaders.storage.node import Cache, cache_of_environment
+from orchdata.loop.loop import Position
+from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import SampleOrder, Shuffle
-from orchdata.order.steps import Batches, GlobalBatches, is_stateful
+from orchdata.order.steps import Batches, GlobalBatches, Steps, StreamSteps, TokenBatches, is_stateful
 from orchdata.planning.balance import Balance, Packed, Padded, as_balance, layout_of
 from orchdata.planning.parts import SampleCosts
 from orchdata.planning.plan import PlanSpec
+from orchdata.planning.windows import WindowBatches
 from orchdata.ranks.parallel import DataParallel, Rank
 
 if TYPE_CHECKING:
-    from orchdata import CostModel
-
-from orchdata.dataset.sharded import is_sharded
-
-DEFAULT_THREADS: Final = 4
-FAR_PREFETCH: Final = 4
-"""With threads that read object storage: two steps wait for answers while two are built."""
+    from orchdata import Mixture, ShardDataset
+    from orchdata.dataset.prepared import UsableRows
 
 IndexUse = Literal["build", "require"]
 Quarantine = Iterable[tuple[str, str]] | str | PathLike[str]
@@ -51,8 +51,6 @@ class _NotGiven(int):
 
 
 DEFAULT_BATCH_SIZE: Final = _NotGiven(1)
-_CUTTING: Final = ("cp", "sp", "context", "context_parallel")
-"""Names of mesh dims over which every sequence is cut."""
 
 
 class CollateWithStep(Protocol):
@@ -65,95 +63,16 @@ CollateFn = Packed | Padded | ModelInputs | Callable[[Any], Any] | CollateWithSt
 """Makes a batch of a list of samples; with `batch_size=None` of one item."""
 
 
-def _checked(check: Callable[[Any, str], Any]) -> Any:
-    """A field of `Arguments`: `check(value, name)` returns its value, or raises."""
-    return field(metadata={"check": check})
+def is_sharded(data: object) -> TypeIs[ShardDataset | Mixture]:
+    """Return whether samples are in shards, with an index. The data set brings what lists, measures and indexes shards:
+    a loader imports none of it.
+    """
+    return hasattr(type(data), "preloads")
 
 
-def _valid(is_valid: Callable[[Any], bool], what: str, error: type[Exception] = ValueError) -> Any:
-    """A field of `Arguments` that is taken as it is, or refused."""
-
-    def check(value: Any, name: str) -> Any:
-        if not is_valid(value):
-            raise error(f"{name} {what}, got {value!r:.80}")
-        return value
-
-    return _checked(check)
-
-
-def _optional_count(value: Any, name: str, least: int = 1) -> int | None:
-    return None if value is None else checked_count(value, name, least)
-
-
-def _num_workers(value: Any, name: str) -> int:
-    if isinstance(value, int) and value < 0:
-        raise ValueError(
-            f"num_workers option should be non-negative; use num_workers=0 to disable multiprocessing. "
-            f"num_workers must be at least 0, got {value}"
-        )
-    return checked_count(value, name, 0)
-
-
-def _context(value: Any, name: str) -> Any:
-    known = multiprocessing.get_all_start_methods()
-    if isinstance(value, str) and value not in known:
-        raise ValueError(
-            f"multiprocessing_context option should specify a valid start method in {known!r}, but got "
-            f"multiprocessing_context={value!r}"
-        )
-    if not isinstance(value, str | BaseContext | None):
-        raise TypeError(
-            "multiprocessing_context option should be a valid context object or a string specifying the start method, "
-            f"but got {name}={value}"
-        )
-    return value
-
-
-def _shuffle(value: Any, name: str) -> Any:
-    if isinstance(value, np.ndarray):
-        if value.ndim != 1 or value.dtype.kind not in "iu" or len(np.unique(value)) != len(value):
-            raise ValueError(
-                f"shuffle= as an array has distinct rows, integers (num_samples,), got {value.dtype} {value.shape}; "
-                "to repeat samples use od.Mixture(stop='repeat')"
-            )
-        return value.astype(np.int64)
-    # An option of a command line is often 0 or 1, which torch takes.
-    is_switch = value is None or (isinstance(value, int | np.bool_) and value in (0, 1))
-    if not is_switch and not isinstance(value, Shuffle):
-        raise ValueError(f"{name} must be True, False, an od.Shuffle or an array of rows, got {value!r}")
-    return value
-
-
-def _function(value: Any, name: str) -> Any:
-    """A function, or a layout; a layout's class is callable."""
-    if isinstance(value, type) and (value in (Packed, Padded) or hasattr(value, "layout")):
-        raise TypeError(f"{name} got the class {value.__name__}: create one, as in {value.__name__}(...)")
-    if value is not None and layout_of(value) is None and not callable(value):
-        raise TypeError(f"{name} must be callable, got {value!r}")
-    return value
-
-
-def _token_budgets(value: Any, name: str) -> tuple[tuple[int, int], ...] | None:
-    """Return pairs (training tokens before, tokens of a step)."""
-    if value is None:
-        return None
-    if not isinstance(value, (list, tuple)):
-        return ((0, checked_count(value, name)),)
-    how = "a list of (training tokens from which it applies, tokens of a step), ascending from 0"
-    if not value or any(not isinstance(pair, (list, tuple)) or len(pair) != 2 for pair in value):
-        raise ValueError(f"{name} is a number or {how}, got {value!r}")
-    budgets = tuple(
-        (checked_count(bound, f"a bound of {name}", 0), checked_count(tokens, name)) for bound, tokens in value
-    )
-    bounds = [bound for bound, _ in budgets]
-    if bounds[0] != 0 or any(later <= bound for bound, later in itertools.pairwise(bounds)):
-        raise ValueError(f"{name} is {how}; its bounds are {bounds}")
-    return budgets
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Arguments:
-    """The arguments of a `DataLoader`, by name, checked and with defaults filled in: its docstring documents them.
+    """The arguments of a `DataLoader`, by name, checked and with defaults filled in: its docstring documents them. One
+    without a line here is taken as it is, and checked by who uses it.
 
     Attributes:
         rank: of `dp`.
@@ -164,97 +83,87 @@ class Arguments:
     rank: Rank
     reaches_all: bool
     dataset: Any
-    batch_size: int | None = _checked(
-        lambda value, name: value if value is DEFAULT_BATCH_SIZE else _optional_count(value, name)
-    )
-    shuffle: bool | Shuffle | NDArray[np.int64] | None = _checked(_shuffle)
+    batch_size: int | None
+    shuffle: bool | Shuffle | NDArray[np.int64] | None
     sampler: Any
     batch_sampler: Any
-    num_workers: int = _checked(_num_workers)
-    collate_fn: CollateFn | None = _checked(_function)
+    num_workers: int
+    collate_fn: CollateFn | None
     pin_memory: bool
     drop_last: bool
-    timeout: float = _valid(
-        lambda value: not isinstance(value, bool) and hasattr(value, "__float__") and value >= 0,
-        "is a number of seconds, 0 for no limit: timeout option should be non-negative",
-    )
-    worker_init_fn: Callable[[int], None] | None = _checked(_function)
-    multiprocessing_context: str | BaseContext | None = _checked(_context)
-    generator: torch.Generator | None = _valid(
-        lambda value: isinstance(value, torch.Generator | None), "must be a torch.Generator", TypeError
-    )
-    prefetch_factor: int | None = _checked(_optional_count)
+    timeout: float
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: str | BaseContext | None
+    generator: torch.Generator | None
+    prefetch_factor: int | None
     persistent_workers: bool
-    pin_memory_device: str
     in_order: bool
-    num_threads: int = _checked(partial(_optional_count, least=0))
-    worker_memory: int | None = _checked(_optional_count)
-    global_batch_size: int | None = _checked(_optional_count)
-    global_batch_tokens: tuple[tuple[int, int], ...] | None = _checked(_token_budgets)
-    accumulate: int = _checked(checked_count)
-    seed: int | None = _valid(
-        lambda value: value is None or (hasattr(value, "__index__") and not isinstance(value, bool)),
-        "must be an integer",
-    )
+    num_threads: int
+    worker_memory: int | None
+    global_batch_size: int | None
+    global_batch_tokens: tuple[tuple[int, int], ...] | None
+    accumulate: int
+    seed: int | None
     cost: CostModel | Callable[[Any], int] | Sequence[int] | None
-    cost_id: str | None = _valid(
-        lambda value: value is None or (isinstance(value, str) and value != ""),
-        "must be a string that is not empty",
-        TypeError,
-    )
+    cost_id: str | None
     balance: Balance
     dp: Any
-    on_error: ErrorPolicy = _checked(lambda value, _: value if isinstance(value, ErrorPolicy) else ErrorPolicy(value))
+    on_error: ErrorPolicy
     quarantine: Quarantine | None
-    index: IndexUse = _valid(
-        lambda value: value in get_args(IndexUse), f"must be one of {', '.join(map(repr, get_args(IndexUse)))}"
-    )
-    cache: Cache | None = _valid(
-        lambda value: isinstance(value, Cache | None), "must be an od.Cache(folder, max_bytes=...)"
-    )
-    engine: OpensEngine | None = _valid(
-        lambda value: value is None or (callable(getattr(value, "open", None)) and not isinstance(value, type)),
-        "is a value with a method open(spec, workers), such as od.RayEngine()",
-        TypeError,
-    )
+    index: IndexUse
+    cache: Cache | None
+    engine: OpensEngine | None
 
-    def __post_init__(self) -> None:
-        # Each field alone, then what depends on the kind of data and on the ranks.
-        checked = {each.name: each.metadata.get("check") for each in fields(self)}
-        if not self.in_shards:  # torch refuses orders together before it looks at their values
-            checked["shuffle"] = None
-        vars(self).update({name: check(getattr(self, name), name) for name, check in checked.items() if check})
+    def __init__(self, **given: Any) -> None:
+        # Each argument alone, then what depends on the kind of data and on the ranks.
+        vars(self).update(given)
+        vars(self).update({name: check(given[name], name) for name, check in _CHECKS.items()})
         if self.num_threads is None:
-            vars(self)["num_threads"] = DEFAULT_THREADS if self.in_shards else 0
-        balance = as_balance(self.balance, equal_count=not self.in_shards)
-        if balance.scope in ("grouped", "grid") and balance.group_size is None:  # groups are nodes
-            if self.rank.ranks_per_node is None:
+            self.num_threads = 4 if self.in_shards else 0
+        if self.cache is None and self.in_shards:
+            self.cache = cache_of_environment()
+        self.balance = as_balance(self.balance, equal_count=not self.in_shards)
+        scope, per_node = self.balance.scope, self.rank.ranks_per_node
+        if scope in ("grouped", "grid") and self.balance.group_size is None:  # groups are nodes
+            if per_node is None:
                 raise ValueError(
-                    f"balance={balance.scope!r} needs a group size: od.Balance(scope={balance.scope!r}, group_size=...)"
-                    ", od.DataParallel(mesh, ranks_per_node=...), or LOCAL_WORLD_SIZE, which torchrun sets"
+                    f"balance={scope!r} needs a group size: od.Balance(scope={scope!r}, group_size=...), "
+                    "od.DataParallel(mesh, ranks_per_node=...), or LOCAL_WORLD_SIZE, which torchrun sets"
                 )
-            balance = replace(balance, group_size=self.rank.ranks_per_node)
-        vars(self)["balance"] = balance
+            self.balance = replace(self.balance, group_size=per_node)
         if isinstance(self.collate_fn, ModelInputs) and self.balance.teams is not None:
-            vars(self)["collate_fn"] = self.collate_fn.in_slices()
+            self.collate_fn = self.collate_fn.in_slices()
         self._check_workers()
         if self.in_shards:
-            self._check_shards()
+            called: Any = getattr(self.collate_fn, "func", self.collate_fn)  # of functools.partial
+            if called is default_collate or called is default_convert:
+                raise TypeError(
+                    f"collate_fn={called.__name__} takes tensors, and samples of shards are od.Sample objects: leave "
+                    "collate_fn out, pass od.Padded(), or a function of yours that takes a list of od.Sample"
+                )
+            sampled = self.sampler is not None or self.batch_sampler is not None
+            refused = {
+                _COST_ID: self.cost_id is not None,
+                f"a {type(self.dataset).__name__} has its own order: use shuffle= in place of a sampler": sampled,
+                f"cost for a ShardDataset is an od.CostModel, got {type(self.cost).__name__}: od.hf.cost(model) of a "
+                "Hugging Face model, or od.CostModel(llm=od.TransformerCost(...)); functions are for map-style data": (
+                    not isinstance(self.cost, CostModel | None)
+                ),
+            }
+            _refuse(refused)
         else:
-            self._check_items()
-            vars(self)["shuffle"] = _shuffle(self.shuffle, "shuffle")
+            self._check_items()  # as torch: orders are refused together before their values are
+        self.shuffle = _shuffle(self.shuffle, "shuffle")
         self._check_sizes()
         if self.seed is not None and self.generator is not None:
             raise ValueError("seed and generator both given: the seed comes from one of them")
-        if self.rank.num_peers > 1 and balance.assignment != "per_phase":
+        if self.rank.num_peers > 1 and self.balance.assignment != "per_phase":
             raise ValueError(
                 f"DataParallel.encoder_dims shares parts of samples among {self.rank.num_peers} peers, and "
-                f"Balance.assignment={balance.assignment!r} encodes whole samples on their rank: use od.Balance("
-                "assignment='per_phase') with an od.ShardDataset and od.Packed or od.Padded, or leave encoder_dims out"
+                f"Balance.assignment={self.balance.assignment!r} encodes whole samples on their rank: use "
+                "assignment='per_phase' with an od.ShardDataset, or leave encoder_dims out"
             )
         check_teams(self.balance, self.collate_fn, self.dp, self.accumulate)
-        if self.in_shards and self.cache is None:
-            vars(self)["cache"] = cache_of_environment()
 
     @cached_property
     def in_shards(self) -> bool:
@@ -274,14 +183,7 @@ class Arguments:
 
     @property
     def batches(self) -> GlobalBatches:
-        """The global batches in samples; with a batch sampler, each is one of its batches. Raises ValueError for steps
-        measured in tokens.
-        """
-        if self.global_batch_tokens is not None:
-            raise ValueError(
-                "global_batch_tokens counts LLM tokens, which must be in an index before anything is loaded, and this "
-                "data set has no index: pass batch_size or global_batch_size, or use an od.ShardDataset"
-            )
+        """The global batches in samples; with a batch sampler, each is one of its batches."""
         size = self.global_batch_size or (self.batch_size or 1) * self.rank.size * self.accumulate
         return GlobalBatches(size=1 if self.batch_sampler is not None else size, drop_last=self.drop_last)
 
@@ -305,19 +207,18 @@ class Arguments:
     @property
     def families(self) -> list[str]:
         """The kernels that steps need, as far as phases are known before the data set is read."""
-        layout = layout_of(self.collate_fn)
+        layout = layout_of(self.collate_fn) or Packed()
         phases: tuple[str, ...] = ("llm",)
         if isinstance(self.cost, CostModel):
             phases = self.cost.phases
-        elif is_sharded(self.dataset):
-            first = self.dataset.leaves[0].dataset
-            phases = (*first.recipe.modalities, "llm")
+        elif self.in_shards:
+            phases = (*self.dataset.leaves[0].dataset.recipe.modalities, "llm")
         return kernel_families(
             self.balance,
             self.rank.size * self.rank.num_peers,
             phases=phases,
             padded=isinstance(layout, Padded),
-            fixed=getattr(layout, "length", None) is not None and not getattr(layout, "concatenate", False),
+            fixed=layout.length is not None and not layout.concatenate,
             accumulates=self.accumulate > 1,
         )
 
@@ -327,109 +228,61 @@ class Arguments:
         given = self.multiprocessing_context
         if not self.num_workers or self.engine is not None:
             return None
-        if given is None:
-            has_server = self.in_shards and "forkserver" in multiprocessing.get_all_start_methods()
-            given = "forkserver" if has_server else multiprocessing.get_start_method()
+        if given is None and self.in_shards and "forkserver" in multiprocessing.get_all_start_methods():
+            given = "forkserver"
         return given if isinstance(given, BaseContext) else multiprocessing.get_context(given)
 
     def workers(self, *, reads_far: bool = False) -> Workers:
         """Return who builds steps. A map-style data set may not be safe to use from several threads, and its randomness
         follows `torch.manual_seed` in one thread only: it has none unless `num_threads` is given.
         """
-        is_far = reads_far and not self.num_workers
         given = {each.name: vars(self)[each.name] for each in fields(Workers) if each.name in vars(self)}
-        return Workers(
-            **given
-            | {
-                "prefetch_factor": self.prefetch_factor or (FAR_PREFETCH if is_far else DEFAULT_PREFETCH),
-                "multiprocessing_context": self.context,
-                "in_turn": not self.in_shards,
-                "num_ranks": self.rank.size * self.rank.num_peers,
-            }
+        # With threads that read object storage two steps wait for answers while two are built.
+        given["prefetch_factor"] = self.prefetch_factor or (
+            4 if reads_far and not self.num_workers else DEFAULT_PREFETCH
         )
-
-    def read_by(self, files: Any) -> Any:
-        """Return the `Files` of a data set as this loader reads them."""
-        return files.limited(float(self.timeout)).cached(self.cache)
+        given |= {"multiprocessing_context": self.context, "in_turn": not self.in_shards}
+        return Workers(**given, num_ranks=self.rank.size * self.rank.num_peers)
 
     def build_spec(
-        self,
-        costs: SampleCosts,
-        order: SampleOrder,
-        batches: Batches,
-        content: Content,
-        *,
-        balance: Balance | None = None,
-        accumulate: int | None = None,
+        self, costs: SampleCosts, order: SampleOrder, batches: Batches, content: Content, **planned: Any
     ) -> BuildSpec:
-        """Return all that plans and batches depend on: `balance` and `accumulate` as they are here, or as given."""
+        """Return all that plans and batches depend on. `planned` is of the plan, where it differs from what is here."""
         # Only plans per phase depend on nodes: other ranks, on nodes of different sizes, need not agree on them.
-        node = self.rank.ranks_per_node
-        if self.balance.assignment != "per_phase" or node is None or self.rank.size % node:
-            node = None
+        rank, node = self.rank, self.rank.ranks_per_node if self.balance.assignment == "per_phase" else None
+        planned = {"balance": self.balance, "accumulate": self.accumulate} | planned
+        planned["ranks_per_node"] = node if node and rank.size % node == 0 else None
         plan = PlanSpec(
-            costs=costs,
-            order=order,
-            batches=batches,
-            balance=balance or self.balance,
-            num_ranks=self.rank.size,
-            ranks_per_node=node,
-            accumulate=accumulate or self.accumulate,
-            num_peers=self.rank.num_peers,
+            costs=costs, order=order, batches=batches, num_ranks=rank.size, num_peers=rank.num_peers, **planned
         )
-        return BuildSpec(plan=plan, rank=self.rank.rank, content=content, peer=self.rank.peer)
+        return BuildSpec(plan=plan, rank=rank.rank, content=content, peer=rank.peer)
 
     def _check_workers(self) -> None:
-        """Raise ValueError for arguments of workers that would have no effect, as torch does."""
-        for_ours = [name for name in ("num_threads", "worker_memory") if getattr(self, name)]
-        ahead = [name for name in ("timeout", "prefetch_factor", "persistent_workers") if getattr(self, name)]
+        """Raise ValueError for arguments of workers that would have no effect, as torch does, and where the state of a
+        data set would be lost.
+        """
+        here, fork = not self.num_workers, ["multiprocessing_context"]
+        for_processes = [*fork, "engine", "worker_memory", *(["worker_init_fn"] if self.num_threads else [])]
+        elsewhere = fork if self.engine is not None else []
+        unused = {
+            "worker processes, and num_workers is 0: pass num_workers": for_processes if here else [],
+            "threads or workers, and this loader builds each batch when it is requested: pass num_workers": (
+                ["timeout", "prefetch_factor", "persistent_workers"] if here and not self.num_threads else []
+            ),
+            "steps that this library builds, as with cost= or on_error='skip', and here torch's own DataLoader reads "
+            "the data: pass num_workers": ["num_threads", "worker_memory"] if self.by_torch else [],
+            "worker processes of this machine, and engine= has others: leave engine out": elsewhere,
+        }
+        for what, names in unused.items():
+            if given := [name for name in names if getattr(self, name)]:
+                raise ValueError(f"{', '.join(given)} is for {what}, or leave it out")
         is_shared = self.rank.size * self.rank.num_peers > 1 and self.engine is None
-        has_state = not (self.by_torch or self.in_shards or is_shared) and is_stateful(self.dataset)
-        has_context, is_here = self.multiprocessing_context is not None, not self.num_workers
-        refused = {
-            "multiprocessing_context can only be used with multi-process loading (num_workers > 0), but got num_workers"
-            f"={self.num_workers}: leave it out, or pass num_workers": has_context and is_here,
-            f"{', '.join(for_ours)} is for steps that this library builds, and torch's own DataLoader reads an "
-            "IterableDataset, and map-style data without costs: leave it out (num_workers=4 reads in four processes). "
-            "With cost= or on_error='skip' this library builds the steps of map-style data": self.by_torch and for_ours,
-            f"{type(self.dataset).__name__} has a state of its own (state_dict), which is stored where torch's own "
-            "DataLoader reads the data: leave out cost=, on_error='skip' and engine=, or make the data set a function "
-            "of the index": has_state,
-            "engine= builds steps in workers, and num_workers is 0: pass num_workers=, their number "
-            "for each rank, or leave engine out to build steps in this process": self.engine is not None and is_here,
-            "multiprocessing_context is for worker processes of this machine: leave it out, or engine": (
-                self.engine is not None and has_context
-            ),
-            "worker_memory is for worker processes: leave it out, or pass num_workers": is_here and self.worker_memory,
-            "worker_init_fn is for worker processes, and this loader builds with threads of the training process: it "
-            "would seed the training process's random state. Leave it out, or pass num_workers": (
-                is_here and self.num_threads and self.worker_init_fn is not None
-            ),
-            f"{', '.join(ahead)} needs threads or workers, and this loader builds each batch when it is requested: "
-            "leave it out, or pass num_workers": is_here and not self.num_threads and ahead,
-        }
-        _refuse(refused)
-
-    def _check_shards(self) -> None:
-        """Raise ValueError or TypeError for arguments that data in shards do not have."""
-        called: Any = self.collate_fn.func if isinstance(self.collate_fn, partial) else self.collate_fn
-        if called is default_collate or called is default_convert:
-            raise TypeError(
-                f"collate_fn={called.__name__} takes tensors, and samples of shards are od.Sample objects of any "
-                "length: leave collate_fn out for packed batches, pass od.Padded() for padded ones, or a function of "
-                "yours that takes a list of od.Sample"
+        if not (self.by_torch or self.in_shards or is_shared) and is_stateful(self.dataset):
+            raise ValueError(
+                f"{type(self.dataset).__name__} has a state of its own (state_dict), which is stored where torch's own "
+                "DataLoader reads the data: leave out cost=, on_error='skip' and engine=, or make the data set a "
+                "function of the index"
             )
-        refused = {
-            _COST_ID: self.cost_id is not None,
-            f"a {type(self.dataset).__name__} has its own order: use shuffle= in place of a sampler": (
-                self.sampler is not None or self.batch_sampler is not None
-            ),
-            f"cost for a ShardDataset is an od.CostModel, got {type(self.cost).__name__}: od.hf.cost(model) of a "
-            "Hugging Face model, or od.CostModel(llm=od.TransformerCost(...)); functions are for map-style data": (
-                not isinstance(self.cost, CostModel | None)
-            ),
-        }
-        _refuse(refused)
 
     def _check_items(self) -> None:
         """Raise ValueError or TypeError for arguments that data of torch's do not have, or that exclude each other."""
@@ -445,6 +298,7 @@ class Arguments:
             "cache=": self.cache,
             "an array as shuffle= (for other data use sampler=)": is_listed,
             "quarantine=": self.quarantine is not None,
+            "global_batch_tokens=": self.global_batch_tokens,
             "ErrorPolicy.blank": self.on_error.blank,
             "Balance.teams": self.balance.teams,
             "Balance.max_tokens": self.balance.caps,
@@ -459,19 +313,16 @@ class Arguments:
                 "shuffle": self.shuffle if is_shuffled else None,
                 "sampler": self.sampler,
                 "batch_sampler": self.batch_sampler,
+                "cost": self.cost,
+                "engine": self.engine,
             }
             unexpected = "DataLoader with IterableDataset: expected unspecified {0} option, but got {0}={1}"
             refused |= {unexpected.format(name, value): value is not None for name, value in given.items()} | {
-                "engine= builds steps that are planned, and an IterableDataset is read by torch's own workers: leave "
-                "engine out, or give the data as shards or as a map-style data set": self.engine is not None,
                 f"{type(self.dataset).__name__} is an IterableDataset, and this loader's samples are shared by "
                 f"{self.rank.size} ranks: an IterableDataset cannot be split over ranks automatically. For shards, use "
                 "od.ShardDataset, which is balanced and resumable. For another data set that splits itself by rank, "
                 "create a loader for this rank only, with dp=(0, 1); od.post_balance(loader) balances what each rank's "
                 "own loader yields": self.rank.size > 1,
-                "cost balances samples over ranks; an IterableDataset is read by one: leave it out": (
-                    self.cost is not None
-                ),
                 "on_error='skip' continues with the next sample, and an IterableDataset that raised has none: skip in "
                 "its __iter__": self.on_error.action == "skip",
             }
@@ -491,35 +342,118 @@ class Arguments:
         given.
         """
         tokens, has_sampler = self.global_batch_tokens, self.batch_sampler is not None
-        sizes = {
-            "batch_size": None if self.batch_size is DEFAULT_BATCH_SIZE else self.batch_size,
-            "global_batch_size": self.global_batch_size,
-            "global_batch_tokens": tokens[0][1] if tokens is not None and len(tokens) == 1 else tokens,
-        }
-        given = {name: size for name, size in sizes.items() if size is not None}
-        others = [name for name in given if name != "batch_size"]
-        words = " and ".join(f"{name}={size}" for name, size in given.items())
+        others = [name for name in ("global_batch_size", "global_batch_tokens") if getattr(self, name) is not None]
+        has_size = self.batch_size is not None and self.batch_size is not DEFAULT_BATCH_SIZE
+        given = [*(["batch_size"] if has_size else []), *others]
         refused = {
-            f"accumulate={self.accumulate} cuts steps of an od.ShardDataset into microbatches; other data give one "
-            f"result of collate_fn per step: leave it out, and step the optimizer after each {self.accumulate} "
-            "batches, with the losses divided by their number, as with torch's loader": (
-                self.accumulate > 1 and not self.in_shards
+            f"accumulate={self.accumulate} cuts steps of as many samples of an od.ShardDataset into microbatches: "
+            "leave it out. With global_batch_tokens cap Balance(max_tokens=...); for other data, step the optimizer "
+            f"after each {self.accumulate} batches, with the losses divided by their number, as with torch's loader": (
+                self.accumulate > 1 and (tokens is not None or not self.in_shards)
             ),
-            f"accumulate={self.accumulate} cuts steps of as many samples, and steps of global_batch_tokens have "
-            "different numbers: give batch_size or global_batch_size, or leave accumulate out and cap "
-            "Balance(max_tokens=...)": self.accumulate > 1 and tokens is not None,
             f"batch_sampler sets the batch sizes: leave {', '.join(others)} out": has_sampler and others,
-            f"{words} {'both' if len(given) == 2 else 'all'} given: pass exactly one": (
-                not has_sampler and len(given) > 1
-            ),
+            f"{' and '.join(given)} are given: pass exactly one": not has_sampler and len(given) > 1,
             "batch_size=None takes a map-style data set's samples one by one; steps of a ShardDataset have sizes: pass "
             "batch_size=1, or global_batch_size": self.batch_size is None and not others and self.in_shards,
         }
         _refuse(refused)
         if has_sampler or others:
-            vars(self)["batch_size"] = None
+            self.batch_size = None
 
 
+def _valid(is_valid: Callable[[Any], bool], what: str, error: type[Exception] = ValueError) -> Any:
+    """A check of an argument that is taken as it is, or refused."""
+
+    def check(value: Any, name: str) -> Any:
+        if not is_valid(value):
+            raise error(f"{name} {what}, got {value!r:.80}")
+        return value
+
+    return check
+
+
+def _optional_count(value: Any, name: str, least: int = 1) -> int | None:
+    return None if value is None else checked_count(value, name, least)
+
+
+def _shuffle(value: Any, name: str) -> Any:
+    if isinstance(value, np.ndarray):
+        if value.ndim != 1 or value.dtype.kind not in "iu" or len(np.unique(value)) != len(value):
+            how = f"distinct rows, integers (num_samples,), got {value.dtype} {value.shape}"
+            raise ValueError(f"shuffle= as an array has {how}; to repeat samples use od.Mixture(stop='repeat')")
+        return value.astype(np.int64)
+    # An option of a command line is often 0 or 1, which torch takes.
+    is_switch = value is None or (isinstance(value, int | np.bool_) and value in (0, 1))
+    if not is_switch and not isinstance(value, Shuffle):
+        raise ValueError(f"{name} must be True, False, an od.Shuffle or an array of rows, got {value!r}")
+    return value
+
+
+def _function(value: Any, name: str) -> Any:
+    """A function, or a layout; a layout's class is callable."""
+    if isinstance(value, type) and (value in (Packed, Padded) or hasattr(value, "layout")):
+        raise TypeError(f"{name} got the class {value.__name__}: create one, as in {value.__name__}(...)")
+    if value is not None and layout_of(value) is None and not callable(value):
+        raise TypeError(f"{name} must be callable, got {value!r}")
+    return value
+
+
+def _token_budgets(value: Any, name: str) -> tuple[tuple[int, int], ...] | None:
+    """Return pairs (training tokens before, tokens of a step)."""
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)):
+        return ((0, checked_count(value, name)),)
+    pairs = value if all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in value) else []
+    budgets = tuple((checked_count(bound, name, 0), checked_count(tokens, name)) for bound, tokens in pairs)
+    bounds = [bound for bound, _ in budgets]
+    if bounds[:1] != [0] or any(later <= bound for bound, later in itertools.pairwise(bounds)):
+        how = "a list of (training tokens from which it applies, tokens of a step), ascending from 0"
+        raise ValueError(f"{name} is a number or {how}, got {value!r}")
+    return budgets
+
+
+_CHECKS: Final[dict[str, Callable[[Any, str], Any]]] = {
+    "batch_size": lambda value, name: value if value is DEFAULT_BATCH_SIZE else _optional_count(value, name),
+    "num_workers": partial(checked_count, least=0),
+    "collate_fn": _function,
+    "timeout": _valid(
+        lambda value: not isinstance(value, bool) and hasattr(value, "__float__") and value >= 0,
+        "is a number of seconds, 0 for no limit: timeout option should be non-negative",
+    ),
+    "worker_init_fn": _function,
+    "multiprocessing_context": _valid(
+        lambda value: isinstance(value, str | BaseContext | None), "is a context or a start method", TypeError
+    ),
+    "generator": _valid(
+        lambda value: isinstance(value, torch.Generator | None), "must be a torch.Generator", TypeError
+    ),
+    "prefetch_factor": _optional_count,
+    "num_threads": partial(_optional_count, least=0),
+    "worker_memory": _optional_count,
+    "global_batch_size": _optional_count,
+    "global_batch_tokens": _token_budgets,
+    "accumulate": checked_count,
+    "seed": _valid(
+        lambda value: value is None or (hasattr(value, "__index__") and not isinstance(value, bool)),
+        "must be an integer",
+    ),
+    "cost_id": _valid(
+        lambda value: value is None or (isinstance(value, str) and value != ""),
+        "must be a string that is not empty",
+        TypeError,
+    ),
+    "on_error": lambda value, _: value if isinstance(value, ErrorPolicy) else ErrorPolicy(value),
+    "index": _valid(
+        lambda value: value in get_args(IndexUse), f"must be one of {', '.join(map(repr, get_args(IndexUse)))}"
+    ),
+    "cache": _valid(lambda value: isinstance(value, Cache | None), "must be an od.Cache(folder, max_bytes=...)"),
+    "engine": _valid(
+        lambda value: value is None or (callable(getattr(value, "open", None)) and not isinstance(value, type)),
+        "is a value with a method open(spec, workers), such as od.RayEngine()",
+        TypeError,
+    ),
+}
 _COST_ID: Final = "cost_id names the costs of a map-style data set that a function given as cost= computes"
 
 
@@ -545,26 +479,71 @@ def check_teams(balance: Balance, collate_fn: object, dp: Any = None, accumulate
         return
     layout, mesh = layout_of(collate_fn), dp.mesh if isinstance(dp, DataParallel) else dp
     dims = enumerate(getattr(mesh, "mesh_dim_names", None) or ())
-    cut = [name for dim, name in dims if name in _CUTTING and mesh.size(dim) > 1]
+    cutting = ("cp", "sp", "context", "context_parallel")  # dims over which every sequence is cut
+    cut = [name for dim, name in dims if name in cutting and mesh.size(dim) > 1]
+    is_packed = collate_fn is None or (isinstance(layout, Packed) and not layout.length)
+    sliced = isinstance(collate_fn, ModelInputs) and balance.teams.cut == "trainer"
     refused = {
-        "DataParallel.encoder_dims, whose peers get the features of whole samples: leave encoder_dims out": (
+        "DataParallel.encoder_dims, whose peers get the features of whole samples": (
             isinstance(dp, DataParallel) and dp.encoder_dims
         ),
-        "rows of od.Padded, which are whole: use od.Packed(), or od.hf.Inputs without padded=": isinstance(
-            layout, Padded
-        ),
-        "od.Packed(length=...), with or without concatenate=True, where no sample is longer than a microbatch: leave "
-        "length out, and cap microbatches by Balance(max_tokens=...)": layout is not None and layout.length,
-        'od.hf.Inputs and cut="trainer", with which each member would train the whole sequence: leave cut out, or use '
-        "od.Packed(), and a trainer that cuts sequences, as by od.megatron_packed": (
-            isinstance(collate_fn, ModelInputs) and balance.teams.cut == "trainer"
-        ),
-        "a collate_fn of yours, which does not know them: use od.Packed(), and change its batches in the loop": (
-            layout is None and collate_fn is not None
-        ),
+        "rows of od.Padded, and what a collate_fn of yours makes, which are of whole samples, nor where od.Packed("
+        "length=..., concatenate=...) has none above a microbatch: use od.Packed(), leave length out": not is_packed,
+        'od.hf.Inputs and cut="trainer", with which each member would train the whole sequence: leave cut out': sliced,
         "Teams(mixed=False) and accumulate=, whose micro-steps have no room for one size: cap microbatches by "
         "Balance(max_tokens=...)": accumulate > 1 and not balance.teams.mixed,
-        f"a mesh that cuts every sequence over its dim {', '.join(cut)}: make these ranks data-parallel, and teams "
-        "take their place": cut,
+        f"a mesh that cuts every sequence over its dim {', '.join(cut)}: make these ranks data-parallel": cut,
     }
     _refuse({f"Balance.teams does not work with {what}; or leave teams out": given for what, given in refused.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedDataset:
+    """A data set, ready to be planned and read."""
+
+    spec: BuildSpec
+    fingerprint: Mapping[str, Any]  # what the loaders of all ranks must agree with, JSON-safe
+    failures: Sequence[DataError]  # samples known to be bad before anything is decoded: the order does not contain them
+    num_indexed: int  # samples, with bad ones
+    torch_steps: Steps | None = None  # of an epoch, if they are not those of the plan
+    rows: tuple[UsableRows, ...] = ()  # of shards: of the data set, or of each source, which bind states to it
+    of_processor: tuple[str, ...] = ()  # names that the recipe has from a Hugging Face processor
+    filler: Callable[..., Any] | None = None  # opens what fills the loader's cache, as `filler_of`
+    num_lost: int = 0  # estimated samples of damaged shards that are not even indexed
+    none_chosen: str = ""  # the `filter`, `split` and others that choose no sample; empty if they choose any
+    on_first_step: Callable[[], None] | None = None  # called when the first step was delivered
+    sampler: Any = None  # these three: the defaults that torch's loader has; None for our own order or layout
+    batch_sampler: Any = None
+    collate_fn: Any = None
+
+    @property
+    def steps(self) -> Steps:
+        """The steps of each epoch."""
+        return self.torch_steps or self.spec.plan.steps
+
+    def known_count(self, position: Position) -> int | None:
+        """Return the optimizer steps of its epoch; None if they are known only at its end."""
+        try:
+            return self.steps.count(position.epoch, position.draw)
+        except (TypeError, NotImplementedError):
+            return None
+
+    @property
+    def is_iterable(self) -> bool:
+        """Whether the data set can only be iterated."""
+        return isinstance(self.steps, StreamSteps)
+
+    @property
+    def num_samples(self) -> int:
+        """Usable samples of the data set."""
+        return self.spec.plan.order.num_samples
+
+    def with_order(self, order: MixtureOrder) -> PreparedDataset:
+        """Return the same mixture with another order."""
+        batches = self.spec.plan.batches
+        if isinstance(batches, TokenBatches):
+            batches = replace(batches, sums=order)
+        elif isinstance(batches, WindowBatches):
+            batches = replace(batches, order=order, sums=order)
+        spec = replace(self.spec, plan=replace(self.spec.plan, order=order, batches=batches))
+        return replace(self, spec=spec)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import orchdata
 from orchdata.balancers.assignment import checked_count
-from orchdata.dataset.shard_dataset import ShardDataset
-from orchdata.dataset.sharded import Leaf, Sharded
+from orchdata.dataset.shard_dataset import Leaf, ShardDataset, Sharded
 from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.open import by_identity
 from orchdata.loaders.storage.files import Files, joined_files
@@ -22,8 +21,7 @@ from orchdata.order.merge import Stage, Stop
 from orchdata.order.order import By
 
 if TYPE_CHECKING:
-    from orchdata.dataset.arguments import Arguments
-    from orchdata.dataset.prepared import PreparedDataset
+    from orchdata.dataset.arguments import Arguments, PreparedDataset
 
 Weights = Mapping[str, float]
 

@@ -10,18 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
-from orchdata.building.step import BuildSpec
-from orchdata.loaders.errors import DataError, StateError
+from orchdata.dataset.arguments import PreparedDataset
+from orchdata.loaders.errors import StateError
 from orchdata.loop.loop import Position
 from orchdata.loop.state import WINDOWS, MixtureState, RowsDigest, State
 from orchdata.notices import warn_user
 from orchdata.order.merge import Stage
 from orchdata.order.mixture import MixtureOrder, StretchStart
-from orchdata.order.steps import Begin, Location, Steps, StreamSteps, TokenBatches, draw_of_cut
+from orchdata.order.steps import Begin, Location, Steps, draw_of_cut
 from orchdata.planning.windows import WindowBatches
 
 SIZES = ("global_batch_size", "global_batch_tokens")  # which may differ where `allow` names them
@@ -52,58 +51,6 @@ class UsableRows(Protocol):
 
     def change_since(self, then: RowsDigest) -> str:
         """Return how the rows differ from those of a state, in words; "" for equal ones."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreparedDataset:
-    """A data set, ready to be planned and read."""
-
-    spec: BuildSpec
-    fingerprint: Mapping[str, Any]  # what the loaders of all ranks must agree with, JSON-safe
-    failures: Sequence[DataError]  # samples known to be bad before anything is decoded: the order does not contain them
-    num_indexed: int  # samples, with bad ones
-    torch_steps: Steps | None = None  # of an epoch, if they are not those of the plan
-    rows: tuple[UsableRows, ...] = ()  # of shards: of the data set, or of each source, which bind states to it
-    of_processor: tuple[str, ...] = ()  # names that the recipe has from a Hugging Face processor
-    filler: Callable[..., Any] | None = None  # opens what fills the loader's cache, as `filler_of`
-    num_lost: int = 0  # estimated samples of damaged shards that are not even indexed
-    none_chosen: str = ""  # the `filter`, `split` and others that choose no sample; empty if they choose any
-    on_first_step: Callable[[], None] | None = None  # called when the first step was delivered
-    sampler: Any = None  # these three: the defaults that torch's loader has; None for our own order or layout
-    batch_sampler: Any = None
-    collate_fn: Any = None
-
-    @property
-    def steps(self) -> Steps:
-        """The steps of each epoch."""
-        return self.torch_steps or self.spec.plan.steps
-
-    def known_count(self, position: Position) -> int | None:
-        """Return the optimizer steps of its epoch; None if they are known only at its end."""
-        try:
-            return self.steps.count(position.epoch, position.draw)
-        except (TypeError, NotImplementedError):
-            return None
-
-    @property
-    def is_iterable(self) -> bool:
-        """Whether the data set can only be iterated."""
-        return isinstance(self.steps, StreamSteps)
-
-    @property
-    def num_samples(self) -> int:
-        """Usable samples of the data set."""
-        return self.spec.plan.order.num_samples
-
-    def with_order(self, order: MixtureOrder) -> PreparedDataset:
-        """Return the same mixture with another order."""
-        batches = self.spec.plan.batches
-        if isinstance(batches, TokenBatches):
-            batches = replace(batches, sums=order)
-        elif isinstance(batches, WindowBatches):
-            batches = replace(batches, order=order, sums=order)
-        spec = replace(self.spec, plan=replace(self.spec.plan, order=order, batches=batches))
-        return replace(self, spec=spec)
 
 
 def state_of(prepared: PreparedDataset, position: Position) -> State:

@@ -14,21 +14,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 import orchdata
-from orchdata.dataset.indexed import (
-    Chosen,
-    NamedFile,
-    Opened,
-    Rows,
-    check_one_folder,
-    first_rows,
-    num_first_samples,
-)
+from orchdata.dataset.indexed import Chosen, Opened, Rows, first_rows, num_first_samples
 from orchdata.dataset.selection import (
     Filter,
     OwnColumns,
@@ -40,12 +32,13 @@ from orchdata.dataset.selection import (
     left_out,
 )
 from orchdata.dataset.shard_arguments import (
+    NamedFile,
+    check_one_folder,
     checked_fields,
     checked_file,
     checked_names,
     reading_of,
 )
-from orchdata.dataset.sharded import Sharded
 from orchdata.loaders.amounts import counted, these
 from orchdata.loaders.errors import DamagedIndexError, FieldError, MissingIndexError
 from orchdata.loaders.index.build import build_index
@@ -72,13 +65,81 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    from orchdata.dataset.arguments import Arguments
-    from orchdata.dataset.prepared import PreparedDataset
+    from orchdata import CostModel, Profile, ShownSamples
+    from orchdata.dataset.arguments import Arguments, PreparedDataset
 
 _listings: Counter[str] = Counter()
 """How often this process has asked for the listing of some patterns."""
 
 Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
+
+
+class Leaf(NamedTuple):
+    """A data set of a mixture: its name with those of the mixtures around it, and its part in the outermost mixture.
+
+    Attributes:
+        top: name of the outermost mixture's source that contains it.
+        share: its fraction of that source's weight.
+    """
+
+    name: str
+    dataset: ShardDataset
+    top: str
+    share: float = 1.0
+    loss_weight: float = 1.0
+
+
+class Sharded:
+    """A data set of shards with an index: an `od.ShardDataset`, or an `od.Mixture` of several.
+
+    Attributes:
+        preloads: modules that the fork server of worker processes imports.
+    """
+
+    preloads: tuple[str, ...] = ()
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The data sets of a mixture; a ShardDataset is the only one of itself, without a name."""
+        return (Leaf("", self, ""),)  # type: ignore[arg-type]
+
+    def parts(self, index: Any) -> list[tuple[Leaf, Any, int]]:
+        """Return each leaf with its own index, and its first row in `index`, the one of all."""
+        return list(zip(self.leaves, index.indexes, index.first_rows.tolist(), strict=False))
+
+    def profile(
+        self,
+        *,
+        cost: CostModel | None = None,
+        ranks: Sequence[int] | None = None,
+        batch_size: int = 8,
+        **others: Any,
+    ) -> Profile:
+        """Return what the samples are made of, and what numbers of ranks would lose to imbalance.
+
+        The index is built where it is missing. No sample is decoded.
+
+        Args:
+            cost: the model's cost; with None every phase costs its positions.
+            ranks: numbers of data-parallel ranks to plan for; None for 8 to 2,560, as far as the data suffice.
+            batch_size: samples per rank and step.
+            others: other arguments of `od.profile`: balance, layout, batch_tokens, group_size, streams, seed, steps,
+                encoder_peers.
+
+        Raises as `od.profile`.
+        """
+        import orchdata
+
+        return orchdata.profile(self, cost=cost, ranks=ranks, batch_size=batch_size, **others)  # type: ignore[arg-type]
+
+    def show(self, samples: int | str | Sequence[int | str]) -> ShownSamples:
+        """Return samples as the model sees them, for a notebook: text with what is trained, pictures.
+
+        The samples are read now. See `od.show`.
+        """
+        import orchdata
+
+        return orchdata.show(self, samples)  # type: ignore[arg-type]
 
 
 class ShardDataset(Sharded):

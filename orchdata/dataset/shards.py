@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
-from os import PathLike
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -32,19 +31,22 @@ from orchdata.dataset.advice import (
     warn_of_unended,
     warn_of_unread,
 )
-from orchdata.dataset.arguments import Arguments, refuse_parts
-from orchdata.dataset.index_costs import (
+from orchdata.dataset.arguments import Arguments, PreparedDataset, refuse_parts
+from orchdata.dataset.indexed import (
     IndexTokens,
+    Rows,
     above_budget,
     check_layout,
     fewest_ranks,
+    fingerprint_of,
+    index_of,
+    is_partial,
     layout_balance,
     layout_costs,
+    num_first_rows,
+    order_of,
     oversize_rows,
 )
-from orchdata.dataset.indexed import Rows, is_partial, num_first_rows
-from orchdata.dataset.mixed import fingerprint_of, index_of, order_of
-from orchdata.dataset.prepared import PreparedDataset
 from orchdata.delivery.policy import ErrorPolicy, Unusable, reasons_of, refuse_above_budget
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import DataError, StorageError, TooManyFailures
@@ -64,7 +66,7 @@ from orchdata.order.steps import Batches, StepTask, TokenBatches
 from orchdata.planning.balance import Packed, Padded, layout_of
 from orchdata.planning.plan import make_plan
 from orchdata.planning.windows import WindowBatches
-from orchdata.quarantine import checked_names, read_quarantine
+from orchdata.quarantine import sample_names
 from orchdata.ranks.first_comer import is_first
 
 if TYPE_CHECKING:
@@ -80,11 +82,7 @@ _log = logging.getLogger("orchdata")
 def prepare_shards(dataset: ShardDataset | Mixture, arguments: Arguments) -> PreparedDataset:
     """Open the index and leave out unusable samples. Raises as DataLoader documents."""
     # The index, and the costs of its samples in this layout.
-    named: Sequence[tuple[str, ...]] = ()
-    if isinstance(arguments.quarantine, str | PathLike):
-        named = read_quarantine(arguments.quarantine)
-    elif arguments.quarantine is not None:
-        named = checked_names(arguments.quarantine, "quarantine")
+    named = [] if arguments.quarantine is None else sample_names(arguments.quarantine, "quarantine")
     balance, accumulate, rank, cost = arguments.balance, arguments.accumulate, arguments.rank, arguments.cost
     assert isinstance(cost, CostModel | None)
     layout = layout_of(arguments.collate_fn) or Packed()
@@ -126,7 +124,7 @@ def prepare_shards(dataset: ShardDataset | Mixture, arguments: Arguments) -> Pre
     if budgets is not None:
         smallest = min(tokens for _, tokens in budgets)
         excluded = np.union1d(excluded, above_budget(counts, smallest, balance, excluded))
-    if balance.teams is not None and rank.size < (needed := fewest_ranks(costs, balance, excluded)):
+    if rank.size < (needed := fewest_ranks(costs, balance, excluded)):
         raise ValueError(
             f"a usable sample takes a team of {needed} ranks under Balance.max_tokens, and there are {rank.size}: use "
             f"at least {needed} ranks, raise max_tokens, or use Balance(oversize='own')"
@@ -152,9 +150,10 @@ def prepare_shards(dataset: ShardDataset | Mixture, arguments: Arguments) -> Pre
         batches = _windows_of(arguments, length, order, counts, index)
     else:
         batches = arguments.batches
-    warn_of_steps(batches, layout, recipes, rank.size, has_media=bool(encoders))
-    by_tokens = budgets is not None or (length is None and order.by == "tokens")
-    measure = {"tokens_multiple_of": multiple_of} if by_tokens else {}
+    warn_of_steps(batches, layout, rank.size, has_media=bool(encoders))
+    measure = {}
+    if budgets is not None or (length is None and order.by == "tokens"):
+        measure["tokens_multiple_of"] = multiple_of
 
     # What is built.
     shards = _shards_of(dataset, arguments, index, encoders)
@@ -186,16 +185,11 @@ def prepare_shards(dataset: ShardDataset | Mixture, arguments: Arguments) -> Pre
 
 
 def _open_index(arguments: Arguments, dataset: ShardDataset) -> Index:
-    rank, together = arguments.rank, arguments.index == "build" and dist.is_available() and dist.is_initialized()
+    rank, builds = arguments.rank, arguments.index == "build"
+    together = builds and dist.is_available() and dist.is_initialized()
     with progress_bar("indexing") as bar:
-        progress = bar if rank.rank == 0 else None
-        check, number = arguments.index == "build", rank.rank if together else None
-        index = dataset.index(num_ranks=rank.size, rank=number, check=check, progress=progress)
-        raises = rank.size == 1 and arguments.on_error.action == "raise"
-        if raises and index.totals["bad"] and dataset.index_file is None:
-            # It will raise, unless shards were repaired since: check them again.
-            index = dataset.index(rebuild=True, progress=progress)
-    return index
+        number, progress = rank.rank if together else None, bar if rank.rank == 0 else None
+        return dataset.index(num_ranks=rank.size, rank=number, check=builds, progress=progress)
 
 
 def unchosen_rows(dataset: ShardDataset | Mixture, index: Index) -> Ints:
@@ -302,18 +296,13 @@ def _shards_of(
     """Return how the shards are read. Raises ValueError for Arrow files in object storage that no node keeps, for a
     modality without tokens in the LLM's sequence, where features are sent to, and for blank names without a sample.
     """
-    files = arguments.read_by(dataset.files)
-    arrow = [
-        shard.url
-        for shard in index.shards
-        if is_remote(shard.url) and shard.url.endswith(ARROW_SUFFIXES) and not shard.container
-    ]
-    if arrow and files.cache is None:
-        others = f" and {len(arrow) - 1} more" if len(arrow) > 1 else ""
+    files = dataset.files.read_by(**vars(arguments))
+    urls = (each.url for each in index.shards if not each.container and each.url.endswith(ARROW_SUFFIXES))
+    if files.cache is None and (arrow := next(filter(is_remote, urls), None)):
         raise ValueError(
-            f"{arrow[0]}{others}: a loader reads no Arrow files from object storage, where each sample takes several "
-            "requests. Write Parquet, as by datasets.load_from_disk(folder).to_parquet('train.parquet', "
-            "batch_size=100), or keep whole shards on the node with cache=od.Cache(...)"
+            f"{arrow}: a loader reads no Arrow files from object storage, where each sample takes several requests. "
+            "Write Parquet, as by datasets.load_from_disk(folder).to_parquet('train.parquet', batch_size=100), or keep "
+            "whole shards on the node with cache=od.Cache(...)"
         )
     recipes = tuple(leaf.dataset.recipe for leaf in dataset.leaves)
     for name in encoders if arguments.balance.assignment == "per_phase" else ():
@@ -322,6 +311,7 @@ def _shards_of(
                 f"Balance.assignment='per_phase' sends features to their tokens in the sequence, and {name} has none "
                 "there (places=False), as with an encoder-decoder: use assignment='joint'"
             )
+    blank = arguments.on_error.blank_names
     return IndexedShards(
         index=index,
         build_id=index.build_id,
@@ -329,7 +319,7 @@ def _shards_of(
         seed=arguments.order_seed,
         containers=by_identity(dataset.containers),
         files=files,
-        blank=_blank_rows(dataset, index, blank) if (blank := arguments.on_error.blank_names) else frozenset(),
+        blank=_blank_rows(dataset, index, blank) if blank else frozenset(),
     )
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from orchdata.building.step import STAGES, START, BuiltStep, added, plain_figures, shown
 from orchdata.loaders.errors import DataError, TooManyFailures, reason_kind
 from orchdata.loaders.storage.storage import ReadBytes
-from orchdata.quarantine import checked_names, read_blank
+from orchdata.quarantine import sample_names
 from orchdata.ranks.agreement import gather_json
 
 DEFAULT_SHARE: Final = Fraction(1, 100)
@@ -69,18 +69,17 @@ class ErrorPolicy:
         if self.action not in ("raise", "skip"):
             raise ValueError(f"on_error must be 'raise', 'skip' or an od.ErrorPolicy, got {self.action!r}")
         allowed = self.max_failures
-        if allowed is not None and (isinstance(allowed, bool) or not isinstance(allowed, (int, Fraction))):
+        most = 1 if isinstance(allowed, Fraction) else float("inf")
+        if isinstance(allowed, bool) or not isinstance(allowed, int | Fraction | None):
             raise TypeError(
-                "max_failures must be a count (int) or a share (fractions.Fraction, such as Fraction(1, 100) for 1 %), "
-                f"got {allowed!r}"
+                f"max_failures must be a count (int) or a share (Fraction(1, 100) for 1 %), got {allowed!r}"
             )
-        if allowed is not None and (allowed < 0 or (isinstance(allowed, Fraction) and allowed > 1)):
+        if allowed is not None and not 0 <= allowed <= most:
             raise ValueError(f"max_failures must be at least 0, and a share at most 1, got {allowed}")
         if self.handler is not None and not callable(self.handler):
             raise TypeError(f"handler must be callable with a DataError, got {self.handler!r}")
-        is_path = isinstance(self.blank, str | PathLike)
-        names = read_blank(self.blank) if is_path else checked_names(self.blank, "blank", sizes=(2, 3))  # type: ignore[arg-type]
-        object.__setattr__(self, "blank", tuple(names))
+        if self.blank != ():
+            object.__setattr__(self, "blank", tuple(sample_names(self.blank, "blank", 3)))
 
     @property
     def blank_names(self) -> tuple[tuple[str, ...], ...]:
@@ -276,24 +275,20 @@ class Stats:
     def __init__(self, reads: ReadBytes | None = None) -> None:
         self._reads = reads
         self.torch = TorchCounts()
-        self._begin()
         self.failures: list[DataError] = []
         self.reasons: Counter[str] = Counter()
         self._failed: set[tuple[str, str]] = set()
-        self._lost = 0
-        self.num_failures = 0
-        self.num_blank = 0
+        self._lost = self.num_failures = self.num_blank = 0
+        self._begin()
 
     def _begin(self) -> None:
         """Begin an interval."""
         self._since = datetime.now(UTC).isoformat(timespec="seconds")
-        self.num_steps = 0
-        self._waiting_seconds = 0.0
+        self.num_steps, self._waiting_seconds = 0, 0.0
         self._seconds: Counter[str] = Counter()
         self._totals = START
         self._read_before = None if self._reads is None else self._reads.as_dict()
-        self.torch.steps = self.torch.samples = 0  # Streams of torch's loader keep this object.
-        self.torch.waiting_seconds = 0.0
+        vars(self.torch).update(vars(TorchCounts()))  # streams of torch's loader keep this object
 
     def add_step(self, built: BuiltStep, waiting_seconds: float) -> None:
         self.num_steps += 1

@@ -12,9 +12,9 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 from weakref import ref
 
 from orchdata.batch.batch import Batch
@@ -341,33 +341,31 @@ class EpochLoop:
         self.progress.delivered = self.progress.start.position
 
 
+@dataclass(eq=False, repr=False)
 class LoaderIterator:
-    """What `iter(loader)` returns: the microbatches of an epoch one by one, or its steps, each the list of them."""
+    """What `iter(loader)` returns: the microbatches of an epoch one by one, or its steps, each the list of them.
 
-    _process = -1  # if an interrupt stopped __init__
+    Attributes:
+        as_torch: whether the iteration is over after an error that it cannot continue after.
+        watcher: called at each item, and at the end of the epoch; see `trainers.AccelerateEnd`.
+        check: called with what happens before each item and the end; may raise.
+    """
 
-    def __init__(
-        self,
-        loop: EpochLoop,
-        *,
-        whole_steps: bool,
-        as_torch: bool,  # whether the iteration is over after an error that it cannot continue after
-        watcher: Any = None,  # called at each item, and at the end of the epoch; see `trainers.AccelerateEnd`
-        check: Callable[[str], None] | None = None,  # called with what happens before each item and the end; may raise
-    ) -> None:
-        self.loop = loop
-        self._whole_steps = whole_steps
-        self._as_torch = as_torch
-        self._watcher = watcher
-        self._check = check
-        self._is_plain = not whole_steps and watcher is None
-        self._process = _process
-        self._stream: Stream | None = None
-        self._user: User | None = None
-        self._rest: list[Any] = []  # of the step yielded last, the last microbatch first
-        self._is_closed = False
-        self._has_advanced = False
-        self._error: BaseException | None = None
+    loop: EpochLoop
+    whole_steps: bool
+    as_torch: bool
+    watcher: Any = None
+    check: Callable[[str], None] | None = None
+    _stream: Stream | None = None
+    _user: User | None = None
+    _rest: list[Any] = field(default_factory=list)  # of the step yielded last, the last microbatch first
+    _is_closed: bool = False
+    _has_advanced: bool = False
+    _error: BaseException | None = None
+    _process: ClassVar[int] = -1  # if an interrupt stopped __init__
+
+    def __post_init__(self) -> None:
+        vars(self)["_process"] = _process
 
     def __iter__(self) -> LoaderIterator:
         return self
@@ -375,8 +373,8 @@ class LoaderIterator:
     def __next__(self) -> Any:
         if _process != self._process:
             raise RuntimeError("this iteration belongs to the process that forked this one: begin a fresh iter() here")
-        if self._check is not None:
-            self._check("the next batch was asked for")
+        if self.check is not None:
+            self.check("the next batch was asked for")
         stream = self._stream or self._begin()
 
         # No microbatch is left: get the next step.
@@ -397,20 +395,20 @@ class LoaderIterator:
                 self.loop.advance()
             self.loop.progress.plan = ref(batches[0].plan) if isinstance(batches[0], Batch) else None
             # The usual step has one microbatch.
-            if self._is_plain and len(batches) == 1:
+            if len(batches) == 1 and not self.whole_steps and self.watcher is None:
                 self._deliver(stream)
                 return batches.pop()  # not kept here: the caller decides how long it lives
             batches.reverse()
             self._rest = batches
-        if self._watcher is not None:
+        if self.watcher is not None:
             try:
-                self._watcher.item(stream.position)
+                self.watcher.item(stream.position)
             except BaseException as error:
                 self._finish(error)
                 raise
 
         # The microbatches of a step come one by one. With the last one the step counts as delivered.
-        if self._whole_steps:
+        if self.whole_steps:
             step, self._rest = self._rest, []
             step.reverse()
             self._deliver(stream)
@@ -425,7 +423,7 @@ class LoaderIterator:
 
     def _begin(self) -> Stream:
         """Return the stream, opened when the first step is requested."""
-        if self._error is not None and not (self._as_torch and isinstance(self._error, Exception)):
+        if self._error is not None and not (self.as_torch and isinstance(self._error, Exception)):
             goes_on = "; a fresh iter() of the loader continues at the step that failed"
             is_failure = isinstance(self._error, Exception)  # and not Ctrl-C, after which an epoch may be over
             raise RuntimeError(f"this iteration ended with {self._error!r}{goes_on * is_failure}") from self._error
@@ -433,8 +431,8 @@ class LoaderIterator:
             raise StopIteration
         self._user = User()
         try:
-            if self._watcher is not None:
-                self._watcher.begin()
+            if self.watcher is not None:
+                self.watcher.begin()
             self._stream = self.loop.begin()
         except BaseException as error:
             self._finish(error)
@@ -447,8 +445,8 @@ class LoaderIterator:
         try:
             stream.close(is_over=True)
             self.loop.end(stream.position)
-            if self._watcher is not None:
-                self._watcher.end()
+            if self.watcher is not None:
+                self.watcher.end()
         except BaseException as error:
             self._error = error
             raise
@@ -462,8 +460,8 @@ class LoaderIterator:
         # This iteration goes on, or ends.
         if not stream.skip_failed(error):
             self._finish(error)
-        elif self._watcher is not None:
-            self._watcher.failed()
+        elif self.watcher is not None:
+            self.watcher.failed()
 
     def _finish(self, error: BaseException | None = None, *, waits: bool = True) -> None:
         """Stop the stream of this iteration, which has ended with an error, or which the caller leaves."""
@@ -472,8 +470,8 @@ class LoaderIterator:
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close(has_failed=error is not None, waits=waits)
-        if self._watcher is not None:
-            self._watcher.close()
+        if self.watcher is not None:
+            self.watcher.close()
 
     def close(self, *, waits: bool = True) -> None:
         """End the iteration here, as `break` does."""

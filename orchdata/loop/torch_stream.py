@@ -22,7 +22,7 @@ from orchdata.engines.engine import Workers
 from orchdata.engines.processes.message import Failed, unpacked
 from orchdata.finalizers import Ending
 from orchdata.loop.loop import EpochLoop, Position
-from orchdata.loop.planned import Interrupted, LoopContext, draw_tasks
+from orchdata.loop.planned import Interrupted, LoopContext, begun_by, draw_tasks
 from orchdata.loop.torch_workers import (
     Asked,
     Batches,
@@ -143,10 +143,7 @@ class MapStream:
         self._source = source
         self._loop: EpochLoop | None = loop  # until it is open: a loop knows this stream, by its progress
         self._start = loop.start.position
-        self._interrupted: Interrupted | None = loop.start.interrupted
-        loop.start.interrupted = None
-        begun = self._interrupted and self._interrupted.begun
-        self._begun = context.agreement.begin(self._start.epoch, self._start.step, begun)
+        self._interrupted, self._begun = begun_by(context, loop)
         self._feed: Feed | None = None
         self._batches: list[Iterator[Made]] = []  # one; a list, which the finalizer can clear
         self._loader: DataLoader[Made] | None = None

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from orchdata.balancers.assignment import checked_costs, checked_count
 from orchdata.balancers.costs.model import CostModel
-from orchdata.dataset.index_costs import IndexTokens, above_budget, layout_costs
-from orchdata.dataset.mixed import index_of, order_of
+from orchdata.dataset.indexed import IndexTokens, above_budget, index_of, layout_costs, order_of
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.shards import unchosen_rows

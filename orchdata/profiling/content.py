@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.dataset.index_costs import IndexCosts
+from orchdata.dataset.indexed import IndexCosts
 from orchdata.dataset.selection import columns_of, stretches
 from orchdata.loaders.errors import DataError, reason_kind
 from orchdata.loaders.index.index import Index

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers.costs.model import CostModel
-from orchdata.dataset.index_costs import IndexCosts, layout_costs
+from orchdata.dataset.indexed import IndexCosts, layout_costs
 from orchdata.loaders.index.index import Index
 from orchdata.order.mixture import AnyOrder
 from orchdata.order.order import MixedSource, SampleOrder, TokenCounts

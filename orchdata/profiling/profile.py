@@ -22,15 +22,17 @@ import orchdata
 from orchdata.balancers.costs.model import CostModel
 from orchdata.dataset.advice import unread_of
 from orchdata.dataset.arguments import check_teams
-from orchdata.dataset.index_costs import (
+from orchdata.dataset.indexed import (
     IndexTokens,
     above_budget,
     check_layout,
     fewest_ranks,
+    index_of,
     layout_costs,
+    order_of,
     oversize_rows,
+    text_is_bytes,
 )
-from orchdata.dataset.mixed import index_of, order_of, text_is_bytes
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.shards import unchosen_rows

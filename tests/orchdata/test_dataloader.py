@@ -249,7 +249,7 @@ def test_quarantine_from_a_file(dataset: od.ShardDataset, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"batch_size": 4}, "batch_size=4 and global_batch_size=24 both given"),
+        ({"batch_size": 4}, "batch_size and global_batch_size are given"),
         ({"global_batch_size": 0}, "global_batch_size must be at least 1"),
         ({"balance": "sideways"}, "balance must be one of"),
         ({"on_error": "ignore"}, "on_error must be"),
@@ -260,9 +260,9 @@ def test_quarantine_from_a_file(dataset: od.ShardDataset, tmp_path: Path) -> Non
         ({"shuffle": "yes"}, "shuffle must be True, False, an od.Shuffle or an array of rows, got 'yes'"),
         ({"seed": 1.5}, "seed must be an integer, got 1.5"),
         ({"batch_size": None, "global_batch_size": None}, "pass batch_size=1, or global_batch_size"),
-        ({"worker_init_fn": print}, "it would seed the training process's random state"),
-        ({"multiprocessing_context": "spawn"}, "leave it out, or pass num_workers"),
-        ({"num_threads": 0, "timeout": 5}, "timeout needs threads or workers"),
+        ({"worker_init_fn": print}, "worker_init_fn is for worker processes"),
+        ({"multiprocessing_context": "spawn"}, "pass num_workers, or leave it out"),
+        ({"num_threads": 0, "timeout": 5}, "timeout is for threads or workers"),
         ({"quarantine": ["s0-0003"]}, r"quarantine is \(shard, key\) pairs of strings, got 's0-0003'"),
         ({"dp": (0, 2), "balance": od.Balance(max_samples=11)}, "raise it to at least 12"),
         ({"balance": od.Balance(max_tokens={"video": 9})}, "max_tokens names phase 'video'"),

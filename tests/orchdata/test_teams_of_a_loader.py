@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import orchdata as od
 from orchdata.cli import app
 from orchdata.dataset.arguments import check_teams
-from orchdata.dataset.index_costs import layout_costs, oversize_rows
+from orchdata.dataset.indexed import layout_costs, oversize_rows
 from orchdata.runtime import stable
 
 pytestmark = pytest.mark.usefixtures("same_cache")

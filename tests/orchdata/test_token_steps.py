@@ -178,11 +178,11 @@ def test_a_ramp_grows_over_epochs(dataset: od.ShardDataset) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"global_batch_size": 8}, "global_batch_size=8 and global_batch_tokens=500 both given: pass exactly one"),
-        ({"batch_size": 2}, "batch_size=2 and global_batch_tokens=500 both given: pass exactly one"),
+        ({"global_batch_size": 8}, "global_batch_size and global_batch_tokens are given: pass exactly one"),
+        ({"batch_size": 2}, "batch_size and global_batch_tokens are given: pass exactly one"),
         ({"global_batch_tokens": 0}, "global_batch_tokens must be at least 1"),
-        ({"global_batch_tokens": [(5, 100)]}, "ascending from 0; its bounds are"),
-        ({"global_batch_tokens": [(0, 100), (0, 200)]}, "ascending from 0; its bounds are"),
+        ({"global_batch_tokens": [(5, 100)]}, "ascending from 0"),
+        ({"global_batch_tokens": [(0, 100), (0, 200)]}, "ascending from 0"),
         ({"global_batch_tokens": [100]}, "is a number or a list"),
         ({"global_batch_tokens": 100}, r"omni-.*: sample '.*' has \d+ tokens, .*oversize='drop'"),
         ({"balance": od.Balance(max_samples=40)}, "cap tokens by Balance.max_tokens"),

@@ -14,7 +14,7 @@ from orchdata.balancers import CostModel, PhaseCost
 from orchdata.bench import synthetic_index
 from orchdata.building.collate import MapContent
 from orchdata.building.step import BuildSpec
-from orchdata.dataset.index_costs import IndexCosts
+from orchdata.dataset.indexed import IndexCosts
 from orchdata.engines.warm import warm
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask

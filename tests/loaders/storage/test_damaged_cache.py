@@ -15,7 +15,7 @@ from children import in_a_child
 from fresh_index import whole
 from shard_factory import omni_samples, write_shard
 
-from orchdata.dataset.index_costs import IndexCosts
+from orchdata.dataset.indexed import IndexCosts
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.errors import NOT_DATA, DamagedIndexError, MissingIndexError, StorageError
 from orchdata.loaders.index import index as index_module

@@ -14,7 +14,7 @@ from shard_factory import omni_shards
 import orchdata as od
 from benchmarks.distributions import LARGE_VISION_COST
 from orchdata.bench import OMNI_COST, synthetic_index
-from orchdata.dataset.index_costs import IndexCosts
+from orchdata.dataset.indexed import IndexCosts
 from orchdata.loaders.index.index import Index
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask

@@ -240,7 +240,7 @@ def test_sources_of_a_mixture_have_fields_of_their_own(shards: dict[str, str]) -
     [
         (("score",), "scor > 3", r"there is no column 'scor'; .*index_fields=\('scor',\).*the columns are .*, score$"),
         (("scor",), "scor > 3", "index_fields names 'scor', and no sample has a field of this name"),
-        (("tokens",), "", r"every index has a column 'tokens' of its own.*columns=\{'tokens': 'my_tokens'\}"),
+        (("tokens",), "", r"every index has a column 'tokens' of its own.*columns=\{'tokens': 'my_name'\}"),
         (("my-score",), "", r"'my-score' is no name that a filter can have.*columns=\{'my-score'"),
         (("lang",), "lang > 3", "filter 'lang > 3': .*; the columns are"),
         (("score",), "score == None", "'None' is not understood.* is None"),

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import orchdata as od
-from orchdata.dataset import item_costs as kept
-from orchdata.dataset.item_costs import ItemCosts
+from orchdata.dataset import map_style as kept
+from orchdata.dataset.map_style import ItemCosts
 from orchdata.engines.engine import Workers
 from orchdata.loaders.errors import FunctionError
 

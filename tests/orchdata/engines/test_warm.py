@@ -16,7 +16,7 @@ import warm_job
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
-from orchdata.dataset.index_costs import IndexCosts
+from orchdata.dataset.indexed import IndexCosts
 from orchdata.engines import warm
 from orchdata.engines.warm import Warming
 from orchdata.finalizers import wait_for_finalizers

@@ -13,7 +13,7 @@ from benchmarks.papers.disttrain import order_after_disttrain
 from orchdata.balancers import simulate_1f1b
 from orchdata.balancers.costs.model import CostModel
 from orchdata.balancers.costs.phase import PhaseCost
-from orchdata.dataset.index_costs import IndexCosts
+from orchdata.dataset.indexed import IndexCosts
 from orchdata.native.costs import sequence_costs
 from orchdata.planning.balance import Attention, Balance
 from orchdata.planning.parts import Parts

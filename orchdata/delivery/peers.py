@@ -1,6 +1,4 @@
-"""Delivery: a step under way -> microbatches for the caller.
-
-    wait --> count failures --> mask what failed on other ranks (per phase, shared) --> send to peers (broadcast)
+"""What ranks and peers tell each other of the steps that they deliver.
 
     every step:            the number of failed parts, and whether a rank gave up --all_reduce--> usually none
     if a part failed:      flags of all parts --gather--> those that arrive here --> labels masked
@@ -14,12 +12,10 @@ the same step do not wait for each other. Plans are not sent: a receiver makes i
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -29,189 +25,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from orchdata.batch.batch import Batch, ModelInputs
-from orchdata.batch.tensors import IGNORE, TeamUse, counted_labels
+from orchdata.batch.batch import Batch
+from orchdata.batch.tensors import IGNORE, counted_labels
 from orchdata.building.step import BufferPool, BuildSpec, BuiltStep, step_figures
-from orchdata.delivery.policy import FailureBudget
 from orchdata.engines.engine import Engine
 from orchdata.engines.processes.message import plain, revive
-from orchdata.loaders.errors import BLANK, DataError, TooManyFailures
-from orchdata.notices import warn_once, warn_user
+from orchdata.loaders.errors import DataError
 from orchdata.order.steps import StepTask
-from orchdata.planning.balance import Padded
 from orchdata.planning.plan import Plan, make_plan
 from orchdata.ranks.agreement import gather, small_device
 from orchdata.ranks.parallel import Rank, group_timeout
 from orchdata.ranks.wire import Message, WireError, describe, read
-
-_MANY = 10
-"""An epoch with this many failures that delivered nothing ends with an error."""
-_MUCH_PADDING = 0.3
-_LOOKS_EVERY = 50
-"""Steps after which waste is looked for."""
-
-
-class Delivery:
-    """Delivers each step of a rank when it is requested, in the thread that iterates, and adds it to the statistics.
-
-    Raises ValueError if peers would receive the batches of a collate_fn, and for ranks that share samples, skip those
-    that fail, and cannot tell each other.
-    """
-
-    def __init__(
-        self,
-        spec: BuildSpec,
-        rank: Rank,
-        budget: FailureBudget,
-        timeout: float,
-        inputs: ModelInputs | None,
-        unnamed: tuple[str, ...],
-    ) -> None:
-        self.spec = spec
-        self._budget, self._stats = budget, budget.stats
-        self._timeout = timeout
-        self._inputs = inputs
-        self._unnamed = unnamed
-        self._replication = Replication(rank, spec, timeout) if rank.shared else None
-        self._delivered = 0
-        self._failed: list[DataError] = []
-        self._failed_parts: FailedParts | None = None
-        self.team_use = TeamUse()  # of the slices that it delivers
-        # What fails on one rank may be in samples of others, by its parts or by teams; receivers of a broadcast get
-        # masked batches.
-        balance, is_known = spec.plan.balance, rank.size == 1 or bool(rank.dp_groups)
-        skips = budget.policy.action == "skip"
-        if balance.teams is not None and skips and not is_known:
-            raise ValueError(
-                "Balance(teams=...) with on_error='skip' lets the ranks of a team tell each other what failed, and "
-                f"dp=({rank.rank}, {rank.size}) has no process group: pass the group or a mesh as dp, or use "
-                "on_error='raise'"
-            )
-        together = balance.assignment == "per_phase" or balance.teams is not None
-        if together and skips and not self.receives and is_known:
-            groups = (*(rank.dp_groups if rank.size > 1 else ()), *rank.peer_groups)
-            self._failed_parts = FailedParts(groups, rank.rank, rank.peer)
-        # Whether ranks take part in the delivery of each other's steps.
-        self.is_collective = self._replication is not None or self._failed_parts is not None
-
-    @property
-    def receives(self) -> bool:
-        """Whether a peer reads for this rank."""
-        return self._replication is not None and not self._replication.is_reader
-
-    def receiving_engine(self) -> Engine | None:
-        """Return the engine that receives this rank's steps, if a peer reads for it; else None."""
-        return ReceivingEngine(self.spec, self._replication) if self._replication and self.receives else None
-
-    def deliver(self, engine: Engine, future: Future[BuiltStep], task: StepTask) -> list[Any]:
-        """Return a step's microbatches; if this rank reads for peers, they get them too, or the error.
-
-        Raises what building it raised, RuntimeError after the timeout (this closes the engine), and as `FailureBudget`.
-        """
-        try:
-            built = self._masked(engine, future, task)
-        except Exception as error:
-            if self._replication is not None and not self.receives:
-                self._replication.send_error(error)
-            raise
-        finally:
-            del future  # it has the error, whose traceback has this frame: a cycle would keep the caller's iteration
-        if self._replication is not None and not self.receives:
-            self._replication.send(built)
-        batches, teams = self.named(built.batches), self.spec.plan.balance.teams
-        if teams is None or teams.cut == "trainer":
-            return batches
-        # Teams of slices know whether their attention was used.
-        return [
-            replace(batch, teams=tuple(replace(team, use=self.team_use) for team in batch.teams)) for batch in batches
-        ]
-
-    def named(self, batches: list[Any]) -> list[Any]:
-        """Return the batches, with the model's names for their tensors, or what has none."""
-        if self._inputs is None and not self._unnamed:
-            return batches
-        return [replace(batch, inputs=self._inputs, unnamed=self._unnamed) for batch in batches]
-
-    def end_epoch(self, epoch: int) -> None:
-        """Raise TooManyFailures if all samples of this rank in the epoch failed, and they are many."""
-        delivered, failed = self._delivered, self._failed
-        self._delivered, self._failed = 0, []
-        if not delivered and len(failed) >= _MANY:
-            raise TooManyFailures(
-                f"epoch {epoch} delivered nothing to this rank: all of its {len(failed)} samples or more failed, the "
-                f"first one: {failed[0]}"
-            ) from failed[0]
-
-    def _masked(self, engine: Engine, future: Future[BuiltStep], task: StepTask) -> BuiltStep:
-        """Wait for a step and count it. Return it with all samples masked that failed on other ranks."""
-        try:
-            built, waited = self._received(engine, future, task)
-            reports = self._failed_parts if built.plan.keeps_shapes else None
-            counts_later = built.plan.teams is not None or built.plan.num_peers > 1
-            if reports is None or not counts_later:
-                self._count(built, waited, task)
-        except Exception as error:
-            if self._failed_parts is not None and make_plan(self.spec.plan, task).keeps_shapes:
-                self._failed_parts.give_up(task.step, error)
-            raise
-        finally:
-            del future  # as in `deliver`
-        if reports is None:
-            return built
-        if counts_later:
-            return reports.count_once(built, lambda agreed: self._count(agreed, waited, task))
-        return replace(built, batches=reports.mask_labels(task.step, built.batches))
-
-    def _received(self, engine: Engine, future: Future[BuiltStep], task: StepTask) -> tuple[BuiltStep, float]:
-        """Wait for a step of any engine. Return it, and the seconds."""
-        started = time.perf_counter()
-        engine.expect(future)
-        with contextlib.suppress(FutureTimeout):
-            future.exception(None if engine.keeps_time else min(self._timeout, threading.TIMEOUT_MAX) or None)
-        for note in engine.take_notes():
-            warn_user(note)
-        if not future.done():
-            engine.close()  # before other ranks get the error: so this process, which hangs, ends first
-            raise RuntimeError(
-                f"DataLoader timed out after {self._timeout} seconds, waiting for step {task.step} of epoch "
-                f"{task.epoch}"
-            )
-        try:
-            return future.result(), time.perf_counter() - started
-        finally:
-            del future  # as in `deliver`
-
-    def _count(self, built: BuiltStep, waited: float, task: StepTask) -> None:
-        """Count a step and its failures. Raises as `FailureBudget`."""
-        if not self.receives:  # else the reader counts them
-            failures = [failure for failure in built.failures if failure.reason != BLANK]
-            blank = len(built.failures) - len(failures)
-            if built.plan.teams is not None and self._failed_parts is None:  # under "raise" no others are left
-                later = [team for batch in built.batches for team in batch.teams if team.place]
-                blank -= sum(int((~team.valid).sum()) for team in later)
-            self._stats.num_blank += blank
-            if failures:
-                self._budget.count(failures, task.epoch)
-            lost = len(built.failures) if built.plan.keeps_shapes else 0
-            self._delivered += max(0, built.figures["samples"] - lost)
-            self._failed += failures if len(self._failed) < _MANY else ()
-        self._stats.add_step(built, waited)
-        if not self.spec.rank and not self._stats.num_steps % _LOOKS_EVERY:
-            self._warn_of_waste()
-
-    def _warn_of_waste(self) -> None:
-        """Warn once, by what was measured, of much padding, and of shards that are read over and over."""
-        stats, shards = self._stats.as_dict(), self.spec.shards
-        is_padded, reads = isinstance(self.spec.layout, Padded), stats["reads"]
-        padding = stats["padding_if_padded"] if is_padded else 1 - (stats["fill"] or 1.0)
-        if padding > _MUCH_PADDING:
-            less = "od.Packed() has none. `orchdata profile` compares layouts"
-            warn_once("padding", f"{padding:.0%} of the LLM positions so far are padding: {less}")
-        if shards is not None and reads and reads["storage_bytes"] > 2 * reads["used_bytes"]:
-            read, whole = reads["storage_bytes"], sum(shard.size for shard in shards.index.shards)
-            less = 'small row groups, or balance="grouped" with shuffle=od.Shuffle(streams=<groups>), take less'
-            if read > whole:
-                warn_once("reads", f"this rank has read {read:,} bytes of shards that have {whole:,} in all: {less}")
 
 
 class FailedParts:
