@@ -26,7 +26,6 @@ from orchdata.loaders.modalities.modality import PartSize, counts_from_header, r
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import ADDED_FIELDS, RECORD_FIELD
 from orchdata.loaders.samples.compose import Composition, composition_of, text_members
-from orchdata.loaders.samples.measure import divided, num_tokens, unpacked
 from orchdata.loaders.samples.members import (
     Fields,
     KeptValue,
@@ -41,7 +40,16 @@ from orchdata.loaders.samples.members import (
 )
 from orchdata.loaders.samples.record import MadeSample, made_sample
 from orchdata.loaders.samples.sample import Sample, TextPart, decode_sample
-from orchdata.loaders.samples.spans import SizeOf, SizesInTurn, Span, TextSpan, Window
+from orchdata.loaders.samples.spans import (
+    SizeOf,
+    SizesInTurn,
+    Span,
+    TextSpan,
+    Window,
+    divided,
+    num_tokens,
+    unpacked,
+)
 from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.fields import NAMED
 from orchdata.loaders.shards.open import NO_CONTAINERS, OpenShards

@@ -260,36 +260,37 @@ class ImagePreprocessor(ImageFiles):
         rng: np.random.Generator | None = None,
     ) -> None:
         """As `Modality.decode_into`. Raises TypeError if there is an `augment`, and no `rng`."""
-        from orchdata.loaders.modalities.image_decode import augmented, byte_table
+        from orchdata.loaders.modalities.image_decode import (
+            augmented,
+            byte_table,
+            is_avx,
+            resized,
+            to_rgb,
+            upright_pixels,
+        )
         from orchdata.native.decoding import patchify
 
-        pixels = self._pixels(data, limits, size.extent)
-        if self.augmentation is not None:
-            pixels = augmented(pixels, self.augmentation, rng)
-        table = byte_table(self.mean, self.std, self.dtype)
-        patchify(pixels, self.patch_size, self.merge, table, out["patches"], repeats=self.temporal_patch_size)
-
-    def _pixels(self, data: bytes | memoryview, limits: Limits, grid: tuple[int, ...]) -> NDArray[np.uint8]:
-        """Return upright pixels (height, width, 3 or 4) of the grid's size; a fourth channel is undefined. Memory and
-        errors as in `upright_pixels`.
-        """
-        from orchdata.loaders.modalities.image_decode import is_avx, resized, to_rgb, upright_pixels
-
+        grid = tuple(size.extent)
         target = (grid[1] * self.patch_size, grid[0] * self.patch_size)
 
         def least_of(width: int, height: int) -> tuple[int, int] | None:
-            extent = self.count_header((width, height), limits).extent
-            if extent != tuple(grid):
+            found = self.count_header((width, height), limits).extent
+            if found != grid:
                 raise DecodeError(
-                    f"decoded to {width} x {height} pixels, {extent[0]} x {extent[1]} patches; the index says "
+                    f"decoded to {width} x {height} pixels, {found[0]} x {found[1]} patches; the index says "
                     f"{grid[0]} x {grid[1]} patches: index again"
                 )
             return target if self.draft else None
 
-        # Of a plain JPEG to be resized, vectors handle four bytes per pixel faster, torch on ARM only three.
+        # Of a plain JPEG to be resized, vectors handle four bytes per pixel faster, torch on ARM only three. A fourth
+        # channel is undefined.
         colours = "RGBX" if self.resizer == "pillow" or is_avx() else "RGB"
         pixels = upright_pixels(data, limits, partial(to_rgb, alpha=self.alpha), least_of, colours)
-        return resized(pixels, target, self.resizer, self.resample)
+        pixels = resized(pixels, target, self.resizer, self.resample)
+        if self.augmentation is not None:
+            pixels = augmented(pixels, self.augmentation, rng)
+        table = byte_table(self.mean, self.std, self.dtype)
+        patchify(pixels, self.patch_size, self.merge, table, out["patches"], repeats=self.temporal_patch_size)
 
     def extras(self, sizes: Sequence[PartSize]) -> Mapping[str, NDArray[Any]]:
         """grid_hw: int32 (num_images, 2), patches along height and width."""

@@ -35,8 +35,7 @@ from orchdata.loaders.environment import way_out
 from orchdata.loaders.errors import DecodeError, PackageError, as_failure, one_line, package_error, pass_trouble
 from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.modality import Header, check_pixels, starts_with
-from orchdata.loaders.scratch import Scratch
+from orchdata.loaders.modalities.modality import Header, Scratch, check_pixels, check_size, starts_with
 from orchdata.native.decoding import channel_table
 
 Pixels = NDArray[np.uint8]
@@ -261,9 +260,7 @@ def _upright_pixels(
         """Return the size, as stored, to which it may be scaled while decoding; None for no scaling."""
         turned = orientation in (5, 6, 7, 8)
         width, height = reversed(stored) if turned else stored
-        check_pixels(width, height, limits)
-        if width < 1 or height < 1:
-            raise DecodeError(f"damaged image: {width} x {height} pixels")
+        check_size(width, height, limits)
         least = least_of(width, height)
         return (least[1], least[0]) if least is not None and turned else least
 
@@ -462,44 +459,31 @@ def decode_jpeg(
     `colours` are "RGB", "RGBX" or "CMYK" (only for a CMYK picture; Adobe's inversion is undone). The memory belongs to
     this thread; its next call overwrites it. Raises DecodeError for a damaged picture.
     """
-    try:
-        return _decode(data, header, colours, least)
-    except ValueError as error:
-        warning = str(error)
-    data = bytes(data)
-    # A flaw around the scan hides those in it: decode again, just as strictly, without the bytes with the flaw.
-    try:
-        if _HEADER_WARNING.search(warning) is not None:
-            return _decode(without_extras(data), header, colours, least)
-        if _TRAILING.search(warning) is not None and (picture := without_padding(data)) != data:
-            return _decode(picture, header, colours, least)
-    except ValueError as error:
-        warning = str(error)
-    raise DecodeError(f"damaged JPEG: {warning.removeprefix('Corrupt JPEG data: ')}")
-
-
-def _decode(
-    data: bytes | memoryview, header: JpegHeader, colours: str, least: tuple[int, int] | None
-) -> NDArray[np.uint8]:
     # Halvings only: other scales of n/8 take longer than full decoding.
     wide, high = least or (header.width, header.height)
     scale = next((n for n in (8, 4, 2) if header.width >= n * wide and header.height >= n * high), 1)
     width, height = -(-header.width // scale), -(-header.height // scale)
-    channels = 3 if colours == "RGB" else 4
-    pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(
-        data,
-        colours,
-        min_width=width if scale > 1 else 0,
-        min_height=height if scale > 1 else 0,
-        buffer=_scratch.take(height * width * channels),
-    )
+    how = {"min_width": width, "min_height": height} if scale > 1 else {}
+    how["buffer"] = _scratch.take(height * width * (3 if colours == "RGB" else 4))
+    for is_mended in (False, True):
+        try:
+            pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(data, colours, **how)
+            break
+        except ValueError as error:
+            warning = str(error)
+        # A flaw around the scan hides those in it: decode again, just as strictly, without the bytes with the flaw.
+        given = bytes(data)
+        data = without_extras(given) if _HEADER_WARNING.search(warning) else given
+        data = without_padding(given) if _TRAILING.search(warning) else data
+        if is_mended or data == given:
+            raise DecodeError(f"damaged JPEG: {warning.removeprefix('Corrupt JPEG data: ')}")
     if colours == "CMYK":  # Adobe's files store ink inverted; all CMYK files are treated as such
         np.bitwise_not(pixels, out=pixels)
     return pixels
 
 
 def without_extras(data: bytes) -> bytes:
-    """Return the JPEG without the data before its first scan that decoding does not need. Raises ValueError if cut."""
+    """Return the JPEG without the data before its first scan that decoding does not need; itself without a scan."""
     kept = [b"\xff\xd8"]
     at = 2
     while at + 4 <= len(data):
@@ -512,7 +496,7 @@ def without_extras(data: bytes) -> bytes:
         if marker in _NEEDED:
             kept.append(data[at:end])
         at = end
-    raise ValueError("no start of scan")
+    return data
 
 
 def without_padding(data: bytes) -> bytes:

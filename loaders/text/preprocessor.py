@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
 from functools import cached_property
@@ -236,10 +237,9 @@ class TextPreprocessor:
                 return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
             except UnicodeEncodeError as error:
                 raise _not_unicode(error) from None
+        lock = nullcontext() if self.thread_safe or self.whole else lock_of(self.tokenizer)
         try:
-            if self.thread_safe or self.whole:
-                return _checked_ids(self.tokenizer(text), self.id)
-            with lock_of(self.tokenizer):  # until the ids are copied: the next call may reuse their memory
+            with lock:  # until the ids are copied: the next call may reuse their memory
                 return _checked_ids(self.tokenizer(text), self.id)
         except DecodeError:
             raise
@@ -271,14 +271,13 @@ class TextPreprocessor:
 
     def describe(self) -> dict[str, Any]:
         """All that token ids depend on, JSON-safe; the tokenizer is represented by its id."""
-        described: dict[str, Any] = {"tokenizer": self.id, "fields": list(self.fields)}
-        # A template by its fields, and by its class unless it is a ChatTemplate.
-        values = {each.name: getattr(self.template, each.name) for each in dataclass_fields(self.template)}
-        template = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-        kind = type(self.template)
-        described["template"] = (
-            template if kind is ChatTemplate else template | {"class": f"{kind.__module__}.{kind.__qualname__}"}
-        )
+        kind, values = type(self.template), dict[str, Any]()
+        for each in dataclass_fields(self.template):
+            value = getattr(self.template, each.name)
+            values[each.name] = list(value) if isinstance(value, tuple) else value
+        if kind is not ChatTemplate:
+            values["class"] = f"{kind.__module__}.{kind.__qualname__}"
+        described: dict[str, Any] = {"tokenizer": self.id, "fields": list(self.fields), "template": values}
         for name in (*_SPECIAL_IDS, "image_placeholder", "audio_placeholder"):
             described[name] = getattr(self, name)
         if self.marks != "refuse":

@@ -127,25 +127,15 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 def render(messages: Sequence[Message], template: ChatTemplate) -> Iterator[Segment]:
     """Yield the segments of a conversation, in order."""
-    around: dict[str, tuple[TextSegment, TextSegment]] = {}  # by role
     for message in messages:
-        role = message["role"]
-        if role not in around:
-            loss = template.carries_loss(role)
-            around[role] = TextSegment(template.before(role), False), TextSegment(template.after(role), loss)
-        before, after = around[role]
-        yield before
-        content = message["content"]
-        if isinstance(content, str) and content:  # most are
-            yield TextSegment(content, after.loss)
-            yield after
-            continue
-        for item in items_of(content):
+        role, loss = message["role"], template.carries_loss(message["role"])
+        yield TextSegment(template.before(role), False)
+        for item in items_of(message["content"]):
             if isinstance(item, Placeholder):
                 yield item
             elif item["text"]:
-                yield TextSegment(item["text"], after.loss)
-        yield after
+                yield TextSegment(item["text"], loss)
+        yield TextSegment(template.after(role), loss)
 
 
 NOT_DECODED: Final = "`datasets` keeps the file if its feature has decode=False"

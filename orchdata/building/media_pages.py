@@ -17,9 +17,8 @@ from orchdata.batch.tensors import MediaBatch
 from orchdata.building.contents import IndexedShards
 from orchdata.building.step import Share
 from orchdata.loaders.generators import GeneratorMaker
-from orchdata.loaders.modalities.modality import PartSize, as_tensor, stored_dtype
+from orchdata.loaders.modalities.modality import PartSize, as_tensor, decode_part, stored_dtype
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.sample import decode_part
 from orchdata.planning.balance import Layout
 from orchdata.planning.route import Route
 
@@ -176,7 +175,7 @@ class Media:
             out[array] = self._arrays[array][start:end]
             if stop > end:
                 self._arrays[array][end:stop] = 0  # the memory may have contents of another batch
-        decode_part(self._name, data, size, out, recipe, field, generator)
+        decode_part(recipe.modalities[self._name], data, size, out, recipe.limits, field, generator)
         self._written[part] = True
 
     def batch(self) -> MediaBatch:

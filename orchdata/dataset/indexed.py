@@ -24,19 +24,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.dataset.selection import Selection, Taken
-from orchdata.loaders import versions
 from orchdata.loaders.errors import DamagedIndexError, MissingIndexError
-from orchdata.loaders.index.index import Index, Place, digest, shards_fingerprint
+from orchdata.loaders.index.index import Index, Place, check_function_of, digest, shards_fingerprint
 from orchdata.loaders.index.index_file import (
     IndexFile,
-    check_function_of,
     fetched,
     look,
     opened_copy,
     root_of,
     write_index_file,
 )
-from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.recipe import Recipe, versions
 from orchdata.loaders.shards.container import container_of, identity_of
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.shards.shard import Reading, ShardInfo
@@ -174,7 +172,7 @@ class NamedFile:
             raise MissingIndexError(
                 f"{self.url} is part {file.share} of an index: join all with `orchdata index --merge`"
             )
-        verdicts, counts = versions.rules()
+        verdicts, counts = versions()
         if file.counts != counts:
             raise self._unfit("was made by a release that counts samples otherwise")
         if file.recipe != self.recipe.count_fingerprint():
@@ -206,7 +204,7 @@ class NamedFile:
     def write(self, index: Index, share: str = "") -> None:
         """Write an index of the data set, or of a part of it, to the file. Raises ValueError, StorageError."""
         root, recipe, files = root_of(self.paths), self.recipe.count_fingerprint(), self.reading.files
-        write_index_file([index], self.url, files, root=root, recipe=recipe, rules=versions.rules(), share=share)
+        write_index_file([index], self.url, files, root=root, recipe=recipe, rules=versions(), share=share)
 
     def _check_paths(self, urls: Sequence[str]) -> None:
         """Raise MissingIndexError if the shards are not those of the paths, in their order, as far as that is known

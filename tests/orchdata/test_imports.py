@@ -37,7 +37,7 @@ balancers: __init__
 loaders: environment
 loaders: child_process
 loaders: memory
-loaders: errors versions amounts compact locks scratch watch pace first_calls tokenizer_threads
+loaders: errors amounts compact locks watch pace first_calls tokenizer_threads
 loaders: limits functions generators spread
 loaders: records
 loaders: storage
