@@ -35,7 +35,7 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio import AudioPreprocessor, mel_bands
 from orchdata.loaders.modalities.audio_decode import decode_wave
 from orchdata.loaders.modalities.image import ImagePreprocessor
-from orchdata.loaders.modalities.image_decode import decode_jpeg, read_jpeg_header, resized, to_rgb, upright_pixels
+from orchdata.loaders.modalities.image_decode import decode_jpeg, read_jpeg_header
 from orchdata.loaders.modalities.modality import Modality, PartSize, read_header, stored_dtype
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
 
@@ -292,11 +292,8 @@ def _jpeg(each: Held, pre: ImagePreprocessor) -> None:
 
 
 def _pixels(each: Held, pre: ImagePreprocessor) -> None:
-    (high, wide), side = each.size.extent, pre.patch_size
-    target, to_colours = (wide * side, high * side), partial(to_rgb, alpha=pre.alpha)
-    least = target if pre.draft else None
-    pixels = upright_pixels(memoryview(each.data), LIMITS, to_colours, lambda *_: least, "RGBX")
-    resized(pixels, target, pre.resizer, pre.resample)
+    high, wide = each.size.extent
+    pre._pixels(memoryview(each.data), LIMITS, (high, wide))
 
 
 def _wave(each: Held, pre: AudioPreprocessor) -> None:

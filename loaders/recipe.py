@@ -397,7 +397,7 @@ class Recipe:
 
     def fingerprint(self) -> str:
         """Return a hex string, the same for equal recipes in every process and on every machine."""
-        return _digest(self.describe())
+        return digest(self.describe())
 
     def count_fingerprint(self) -> str:
         """Return the `fingerprint` of what an index depends on: parameters that only change values are left out."""
@@ -405,12 +405,12 @@ class Recipe:
         for name, modality in self.modalities.items():
             if isinstance(parameters := described.get(name), Mapping):
                 described[name] = _of_counts(modality, parameters)
-        return _digest(described)
+        return digest(described)
 
     def size_fingerprint(self, name: str) -> str:
         """Return the `fingerprint` of what the sizes of a modality's parts depend on."""
         modality = self.modalities[name]
-        return _digest([name, _of_counts(modality, _described(name, modality) or {})])
+        return digest([name, _of_counts(modality, _described(name, modality) or {})])
 
     def text_fingerprint(self) -> str:
         """Return the `fingerprint` of what the counts of a text depend on: not of the sizes of media, and of no limit,
@@ -425,7 +425,7 @@ class Recipe:
         }
         text = {name: value for name, value in self.text.describe().items() if name not in ("max_tokens", "overflow")}
         record = None if self.record is None else self.record.id
-        return _digest([media, text, record, *self.keep])  # a sample without a text is good if its words are kept
+        return digest([media, text, record, *self.keep])  # a sample without a text is good if its words are kept
 
 
 def _of_counts(modality: Modality, parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -434,8 +434,9 @@ def _of_counts(modality: Modality, parameters: Mapping[str, Any]) -> dict[str, A
     return {key: value for key, value in parameters.items() if key not in without}
 
 
-def _digest(described: Any) -> str:
-    return hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=16).hexdigest()
+def digest(value: object) -> str:
+    """Return a digest of a JSON-safe value, 32 hex digits."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _shown_fields(values: Mapping[str, Any]) -> str:
@@ -533,7 +534,7 @@ _DEPTH: Final = 1_000
 def load_required(recipe: Recipe) -> None:
     """Import everything that a recipe needs for reading, measuring and decoding. Repeated calls are cheap. Raises
     ValueError for a recursion limit below Python's default (nested JSON would look damaged), PackageError for a failed
-    import or set-up, StorageError if the system cannot do it now, TypeError for wrong `required_modules`.
+    import or set-up, StorageError if the system cannot do it now.
     """
     if (depth := sys.getrecursionlimit()) < _DEPTH:
         raise ValueError(f"sys.getrecursionlimit() is {depth}, below Python's default: sys.setrecursionlimit({_DEPTH})")
@@ -558,8 +559,6 @@ def load_built_in() -> None:
 
 def _load(user: TextPreprocessor | Modality, needed_by: str) -> None:
     modules = user.required_modules()
-    if not isinstance(modules, tuple | list) or not all(isinstance(name, str) for name in modules):
-        raise TypeError(f"{type(user).__name__}.required_modules() must return a tuple of names, got {modules!r}")
     calls: list[tuple[Callable[[], object], str]] = [(partial(import_module, module), module) for module in modules]
     for call, module in [*calls, (user.set_up_process, modules[0] if modules else "")]:
         attempt = partial(_attempt, call, needed_by, module.partition(".")[0])
@@ -570,10 +569,8 @@ def _attempt(call: Callable[[], object], needed_by: str, package: str) -> None:
     """Call it. An error of the system passes, to be tried again; any other is the package's, if one is known."""
     try:
         call()
-    except (*NOT_DATA, OrchdataError):
-        raise
     except Exception as error:
-        if is_refusal(error):
+        if isinstance(error, (*NOT_DATA, OrchdataError)) or is_refusal(error):
             raise
         known = package if package != OWN else ""
         pass_broken_package(error, needed_by, known)

@@ -33,7 +33,6 @@ from orchdata.loaders.index.index import (
     Index,
     check_function_of,
     content_fingerprint,
-    digest,
     index_path,
     open_index,
     stored_description,
@@ -43,8 +42,8 @@ from orchdata.loaders.index.jobs import Given, Jobs
 from orchdata.loaders.index.kept import KEPT_FORMAT, KeptCounts
 from orchdata.loaders.index.table import pack
 from orchdata.loaders.memory import measured_at
-from orchdata.loaders.pace import Turns, threads_or_default
-from orchdata.loaders.recipe import Recipe, load_for_scanning, versions
+from orchdata.loaders.pace import Spread, Turns, threads_or_default
+from orchdata.loaders.recipe import Recipe, digest, load_for_scanning, versions
 from orchdata.loaders.shards.fields import check_met
 from orchdata.loaders.shards.jsonl.media_files import MissingMedia
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
@@ -52,7 +51,6 @@ from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.shard import PLAIN, Facts, Reading, Shard
 from orchdata.loaders.shards.tar import TarShard
-from orchdata.loaders.spread import Spread
 from orchdata.loaders.storage.atomic import status_of
 from orchdata.loaders.storage.cache import CacheFolder, Claims, remove_leftovers
 from orchdata.loaders.storage.files import PLAIN_FILES

@@ -40,6 +40,7 @@ from orchdata.loaders.index.table import (
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.modalities.builtin import OTHER, TEXT
+from orchdata.loaders.pace import Spread
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import LEFT_OUT, LeftOut, check_function
 from orchdata.loaders.samples.compose import LAST_DOT, SEVERAL_TEXTS
@@ -60,7 +61,6 @@ from orchdata.loaders.samples.record import record_of
 from orchdata.loaders.shards.container import identity_of
 from orchdata.loaders.shards.fields import NO_RULES, RAW, SPARSE, FieldRules, split_at_last_dot
 from orchdata.loaders.shards.shard import Facts, FactsMeta, FactsTable, Shard, ShardInfo
-from orchdata.loaders.spread import Spread
 from orchdata.loaders.storage.atomic import Buffer, write_whole
 from orchdata.loaders.storage.sealed import Damaged, head_for, read_sealed
 from orchdata.loaders.storage.storage import read_run, runs_of

@@ -12,8 +12,6 @@ gives a wrong text or a crash.
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import mmap
 import os
 import time
@@ -33,7 +31,7 @@ from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import DamagedIndexError, DataError, MissingIndexError, StorageError
 from orchdata.loaders.index.table import LAYOUT, MOST_BYTES, OFFSETS, TABLE_FORMAT, WIDTHS, Columns, TableSize, Totals
 from orchdata.loaders.modalities.modality import PartSize, outer_of
-from orchdata.loaders.recipe import Recipe, versions
+from orchdata.loaders.recipe import Recipe, digest, versions
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.shards.jsonl.media_files import MISSING
 from orchdata.loaders.shards.shard import PLAIN, Reading, ShardInfo
@@ -60,8 +58,11 @@ class Place(NamedTuple):
 
     def of(self, shard: ShardInfo, made_in: str) -> ShardInfo:
         """Return a shard of an index made in another root where it is now. Times of files in another folder do not
-        count.
+        count. Raises ValueError for a shard outside of the folder that the user names.
         """
+        is_outside = "://" in shard.url or "\0" in shard.url or not {"", ".", ".."}.isdisjoint(shard.url.split("/"))
+        if is_outside or shard.media_root not in ("", "."):
+            raise ValueError(f"the shard {shard.url!r:.200} is not named by a path below the common folder")
         url = self.root + shard.url
         media_root = (media_root_of(url, self.media_root) or shard.media_root) if shard.media_root else ""
         if self.root == made_in:
@@ -109,9 +110,11 @@ class Index(Columns):
             if mapped is None:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
             metadata, columns, self.own, self._fd, self._opened = mapped
+            weakref.finalize(self, os.close, self._fd)
+            shards = map(ShardInfo.of_list, metadata["shards"])
+            self.shards = tuple(shards if place is None else [place.of(each, metadata["root"]) for each in shards])
         except (ValueError, LookupError, TypeError, AttributeError, pa.ArrowException) as error:
             raise self.damaged(str(error)) from error
-        weakref.finalize(self, os.close, self._fd)
         self._used = time.monotonic()
         self.fingerprint: str = metadata["fingerprint"]
         self.build_id: str = metadata["build_id"]
@@ -119,12 +122,7 @@ class Index(Columns):
         self.modalities: tuple[str, ...] = tuple(metadata["modalities"])
         self.totals: Totals = metadata["totals"]
         self.recipe: dict[str, Any] = metadata["recipe"]
-        self.shards = tuple(map(ShardInfo.of_list, metadata["shards"]))
         self.place = place
-        if place is not None:
-            if "root" not in metadata:
-                raise self.damaged("it was not written by `orchdata index --out`")
-            self.shards = tuple(place.of(shard, metadata["root"]) for shard in self.shards)
         self.shard_rows: NDArray[np.int64] = np.array(metadata["shard_rows"], np.int64)
 
         for name in Columns.__slots__:
@@ -189,8 +187,6 @@ class Index(Columns):
     def rows_of_sample(self, row: int) -> range:
         """Return all rows of the sample of a row."""
         self._check_row(row)
-        if not self.is_split:
-            return range(row, row + 1)
         start, stop = row - int(self.piece[row]), row + 1
         while stop < self.num_rows and self.piece[stop]:
             stop += 1
@@ -231,9 +227,8 @@ class Index(Columns):
         wanted = slice(parts.start, parts.stop) if isinstance(parts, range) else parts
         values = [column[wanted].tolist() for column in columns]
         codes = set(values[0])
-        least = min(map(min, values[1:4])) if codes else 0  # of positions, tokens and rows
-        if codes and (least < 0 or not 0 < min(codes) <= max(codes) < len(self.modalities)):
-            raise self.damaged(f"parts are said to be of modalities {codes} of {len(self.modalities)}, of size {least}")
+        if codes and (min(map(min, values[1:4])) < 0 or not 0 < min(codes) <= max(codes) < len(self.modalities)):
+            raise self.damaged(f"parts are said to be of modalities {codes} of {len(self.modalities)}, or below 0 long")
         widths = {code: recipe.modalities[self.modalities[code]].num_extents for code in codes}
         return [
             PartSize(positions, tokens, rows, tuple(extent[: widths[code]]))
@@ -460,11 +455,6 @@ def _map(path: Path, lent: Lent | None) -> _Mapped | None:
         head = head_of(fd, KIND, TABLE_FORMAT)
         noted, values = is_noted(path, status), head.values
         if not noted:
-            for name, *_, media_root in (shard[:7] for shard in values["shards"] if "root" in values):
-                # Of a file that a user names no shard is outside of the folder that he names.
-                is_outside = "://" in name or "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/"))
-                if is_outside or media_root not in ("", "."):
-                    raise ValueError(f"the shard {name!r:.200} is not named by a path below the common folder")
             verify_body(fd, head)
         body = memoryview(mmap.mmap(fd, status.st_size, access=mmap.ACCESS_READ))[head.start :]
         end, own = len(body) - values.get("own", 0), None
@@ -538,19 +528,13 @@ def check_function_of(recorded: Mapping[str, Any], recipe: Recipe) -> None:
     function, before = recipe.record, recorded.get(SOURCE)
     if function is not None and before and function.digest and before != function.digest:
         raise function.unfit(
-            f"has the record_id {function.id!r} of the function that these shards were indexed with, and another "
-            "source text: give it another record_id. If both return the same: build the index again with `orchdata "
-            "index --again`"
+            f"has the record_id {function.id!r} of the function that indexed these shards, and another source text: "
+            "give it another record_id. If both return the same, build the index again: `orchdata index --again`"
         )
 
 
 def index_path(
-    urls: Sequence[str],
-    recipe: str,
-    cache: CacheFolder,
-    reading: Reading = PLAIN,
-    *,
-    first: int = 0,
+    urls: Sequence[str], recipe: str, cache: CacheFolder, reading: Reading = PLAIN, *, first: int = 0
 ) -> Path:
     """Return the path of the index of these shards, or of their `first` samples, under a recipe fingerprint."""
     only = [{"first": first}] if first else []
@@ -583,8 +567,3 @@ def _contents(shards: Iterable[ShardInfo]) -> list[list[Any]]:
         ]
         for shard in shards
     ]
-
-
-def digest(value: object) -> str:
-    """Return a digest of a JSON-safe value, 32 hex digits."""
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -22,8 +22,9 @@ import numpy as np
 import pyarrow as pa
 
 from orchdata.loaders.errors import DamagedIndexError, MissingIndexError, StaleIndexError
-from orchdata.loaders.index.index import KIND, Index, Place, content_fingerprint, digest
+from orchdata.loaders.index.index import KIND, Index, Place, content_fingerprint
 from orchdata.loaders.index.table import TABLE_FORMAT, TableSize, TableWriter, Totals, sum_totals
+from orchdata.loaders.recipe import digest
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.atomic import Buffer, opened, remove, replaced, status_of, write_at
 from orchdata.loaders.storage.cache import CacheFolder

@@ -74,15 +74,6 @@ class Sound(soundfile.SoundFile):  # type: ignore[misc]
         self._close_memory = weakref.finalize(self, os.close, memory)
         with open(memory, "wb", closefd=False) as file:
             file.write(data)
-            # libsndfile would read a WAV that was piped out with sizes of 0 as an empty clip. One that is really empty
-            # may have chunks after its sound.
-            size, start = sound_chunk(data, "little") if bytes(data[:4]) == b"RIFF" else (0, 0)
-            if not size and start and start < len(data):
-                name, after = bytes(data[start : start + 4]), int.from_bytes(data[start + 4 : start + 8], "little")
-                is_chunk = name.isascii() and name.decode().isprintable() and start + 8 + after <= len(data)
-                if not is_chunk:
-                    file.seek(start - 4)
-                    file.write((len(data) - start).to_bytes(4, "little"))
             file.seek(0)
         super().__init__(memory, closefd=False)
 
@@ -196,23 +187,16 @@ def wav_of(data: bytes | memoryview, sample_rate: int, num_samples: int, limits:
 
 def plain_wav(data: Payload) -> tuple[NDArray[np.int16], int] | None:
     """Return the samples of a plain 16-bit WAV, int16 (num_frames, num_channels), and their rate in Hz. Most programs
-    write it: its format first, then at most one chunk, then the samples to the end. None for any other.
+    write it: its format first, then other chunks, then the samples to the end. None for any other.
     """
     if bytes(data[:4]) != b"RIFF" or bytes(data[8:16]) != b"WAVEfmt " or len(data) < 44:
         return None
     size, kind, channels, rate, _, frame_bytes, bits = struct.unpack_from("<IHHIIHH", data, 16)
-    if (
-        (size, kind, bits) != (16, 1, 16)
-        or not 0 < channels <= 8
-        or frame_bytes != 2 * channels
-        or not 0 < rate < 1 << 31
-    ):
+    is_plain = (size, kind, bits, frame_bytes) == (16, 1, 16, 2 * channels)
+    if not is_plain or not 0 < channels <= 8 or not 0 < rate < 1 << 31:
         return None
-    between = 0
-    if bytes(data[36:40]) in (b"LIST", b"fact"):
-        between = 8 + int.from_bytes(data[40:44], "little")
     size, start = sound_chunk(data, "little")
-    if not size or start != 44 + between + (between & 1) or start + size != len(data) or size % frame_bytes:
+    if not size or start + size != len(data) or size % frame_bytes:
         return None
     return np.frombuffer(data, "<i2", offset=start).reshape(-1, channels), rate
 
@@ -234,24 +218,20 @@ def read_mono(data: bytes | memoryview, limits: Limits) -> tuple[Wave, int]:
             check_seconds(len(wave), rate, limits)
         else:
             with Sound(data) as sound:
-                rate = int(sound.samplerate)
-                if rate < 1:
-                    raise DecodeError(f"damaged audio: a rate of {rate} Hz")
+                rate, is_flac, is_mp3 = int(sound.samplerate), sound.format == "FLAC", sound.format == "MP3"
                 # Block by block, so that neither a header's length nor many channels decide how much memory is taken.
                 longest = _BLOCK_FRAMES // max(1, sound.channels // 8)
-                given = int(sound.frames) if sound.format == "FLAC" else 0
                 pieces, total = list[Wave](), 0
                 while True:
-                    frames = min(longest, max(int(sound.frames) - total, _LEAST_FRAMES))
-                    block = np.empty((frames, sound.channels), np.float32)
-                    # An error after the frames that a FLAC's header tells is a tag, not sound.
-                    left = given - total
+                    left = int(sound.frames) - total
+                    frames = left if is_flac and left > 0 else max(left, _LEAST_FRAMES)
+                    block = np.empty((min(longest, frames), sound.channels), np.float32)
                     try:
-                        got = np.asarray(sound.read(out=block[:left] if 0 < left < len(block) else block))
+                        got = np.asarray(sound.read(out=block))
                     except soundfile.LibsndfileError:
-                        if left or sound.format != "FLAC":
+                        if left or not is_flac:
                             raise
-                        break
+                        break  # after the frames that a FLAC's header tells: a tag, not sound
                     if not len(got):
                         break
                     if not (got.max() < _LOUDEST and got.min() > -_LOUDEST):  # false for NaN too
@@ -262,7 +242,6 @@ def read_mono(data: bytes | memoryview, limits: Limits) -> tuple[Wave, int]:
                 if not total:
                     raise DecodeError("the audio has no frames")
                 wave = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-                is_mp3 = sound.format == "MP3"
         # A decoder may have stopped early.
         reason = cut_reason(data, len(wave), rate, is_mp3=is_mp3)
         if reason is not None:
@@ -300,10 +279,8 @@ class Extent(NamedTuple):
 def cut_reason(data: Payload, frames: int, rate: int, *, is_mp3: bool = False) -> str | None:
     """Return why a clip is not complete, or None; `frames` per channel are decoded of the whole file."""
     head = bytes(data[:16])
-    if is_mp3:
-        extent = _mp3(data, frames, rate)
-    else:
-        extent = _ogg(bytes(data)) if head[:4] == b"OggS" else _container(head, data)
+    other = _mp3(data, frames, rate) if is_mp3 else _container(head, data)
+    extent = _ogg(bytes(data)) if head[:4] == b"OggS" and not is_mp3 else other
     if extent is None or isinstance(extent, str):
         return extent
     seconds = frames / rate
@@ -320,29 +297,31 @@ def _lacks(seconds: float, declared: float) -> bool:
 
 def _container(head: bytes, data: Payload) -> Extent | None:
     magic = head[:4]
-    if magic in (b"RIFF", b"RIFX", b"FORM"):
-        size, start = sound_chunk(data, "little" if magic == b"RIFF" else "big")
-        return None if _is_placeholder(size) else Extent(size, len(data) - start)
-    if magic in (b"RF64", b"BW64"):
-        size, start = sound_chunk(data, "little")
-        if size == 0xFFFFFFFF and bytes(data[12:16]) == b"ds64":
+    if (is_long := magic in (b"RF64", b"BW64")) or magic in (b"RIFF", b"RIFX", b"FORM"):
+        size, start = sound_chunk(data, "big" if magic in (b"RIFX", b"FORM") else "little")
+        if is_long and size == 0xFFFFFFFF and bytes(data[12:16]) == b"ds64":
             size = int.from_bytes(data[28:36], "little")
-        return None if size in (0, 0xFFFFFFFF) or size >> 62 else Extent(size, len(data) - start)
-    if magic == b"riff":  # W64: RIFF's GUID and size, WAVE's GUID, then chunks
-        at = 40
-        for _ in range(_MOST_CHUNKS):
-            if at + 24 > len(data):
-                break
-            size = int.from_bytes(data[at + 16 : at + 24], "little")  # with its own 24 bytes
-            if bytes(data[at : at + 4]) == b"data":
-                return Extent(size - 24, len(data) - at - 24) if 24 < size < 1 << 62 else None
-            at += max(24, (size + 7) & ~7)
-        return None
+        is_unknown = size in (0, 0xFFFFFFFF) or size >> 62 if is_long else _is_placeholder(size)
+        return None if is_unknown else Extent(size, len(data) - start)
+    if magic == b"riff":
+        return _w64(data)
     if magic in (b".snd", b"dns."):
         order: _Order = "big" if magic == b".snd" else "little"
         start, size = int.from_bytes(head[4:8], order), int.from_bytes(head[8:12], order)
         return None if _is_placeholder(size) else Extent(size, len(data) - start)
     return _sphere(data) if head.startswith(b"NIST_1A") else None
+
+
+def _w64(data: Payload) -> Extent | None:
+    at = 40  # RIFF's GUID and size, WAVE's GUID, then chunks
+    for _ in range(_MOST_CHUNKS):
+        if at + 24 > len(data):
+            break
+        size = int.from_bytes(data[at + 16 : at + 24], "little")  # with its own 24 bytes
+        if bytes(data[at : at + 4]) == b"data":
+            return Extent(size - 24, len(data) - at - 24) if 24 < size < 1 << 62 else None
+        at += max(24, (size + 7) & ~7)
+    return None
 
 
 def _is_placeholder(size: int) -> bool:

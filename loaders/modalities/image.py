@@ -244,10 +244,7 @@ class ImagePreprocessor(ImageFiles):
     def count_header(self, header: Header, limits: Limits) -> PartSize:
         width, height = header
         check_size(width, height, limits)
-        try:
-            grid = image_grid(width, height, self)
-        except ValueError as error:
-            raise DecodeError(str(error)) from None
+        grid = image_grid(width, height, self)
         patches = grid[0] * grid[1]
         return PartSize(patches, patches // self.merge**2, patches, grid)
 
@@ -260,37 +257,38 @@ class ImagePreprocessor(ImageFiles):
         rng: np.random.Generator | None = None,
     ) -> None:
         """As `Modality.decode_into`. Raises TypeError if there is an `augment`, and no `rng`."""
-        from orchdata.loaders.modalities.image_decode import (
-            augmented,
-            byte_table,
-            is_avx,
-            resized,
-            to_rgb,
-            upright_pixels,
-        )
+        from orchdata.loaders.modalities.image_decode import augmented, byte_table
         from orchdata.native.decoding import patchify
 
-        grid = tuple(size.extent)
-        target = (grid[1] * self.patch_size, grid[0] * self.patch_size)
-
-        def least_of(width: int, height: int) -> tuple[int, int] | None:
-            found = self.count_header((width, height), limits).extent
-            if found != grid:
-                raise DecodeError(
-                    f"decoded to {width} x {height} pixels, {found[0]} x {found[1]} patches; the index says "
-                    f"{grid[0]} x {grid[1]} patches: index again"
-                )
-            return target if self.draft else None
-
-        # Of a plain JPEG to be resized, vectors handle four bytes per pixel faster, torch on ARM only three. A fourth
-        # channel is undefined.
-        colours = "RGBX" if self.resizer == "pillow" or is_avx() else "RGB"
-        pixels = upright_pixels(data, limits, partial(to_rgb, alpha=self.alpha), least_of, colours)
-        pixels = resized(pixels, target, self.resizer, self.resample)
+        pixels = self._pixels(data, limits, size.extent)
         if self.augmentation is not None:
             pixels = augmented(pixels, self.augmentation, rng)
         table = byte_table(self.mean, self.std, self.dtype)
         patchify(pixels, self.patch_size, self.merge, table, out["patches"], repeats=self.temporal_patch_size)
+
+    def _pixels(self, data: bytes | memoryview, limits: Limits, grid: tuple[int, ...]) -> NDArray[np.uint8]:
+        """Return upright pixels (height, width, 3 or 4) of the grid's size; a fourth channel is undefined. Memory and
+        errors as in `upright_pixels`.
+        """
+        from orchdata.loaders.modalities.image_decode import is_avx, resized, to_rgb, upright_pixels
+
+        # Of a plain JPEG to be resized, vectors handle four bytes per pixel faster, torch on ARM only three.
+        colours = "RGBX" if self.resizer == "pillow" or is_avx() else "RGB"
+        convert, least = partial(to_rgb, alpha=self.alpha), partial(self._least, grid, limits)
+        pixels = upright_pixels(data, limits, convert, least, colours)
+        return resized(pixels, (grid[1] * self.patch_size, grid[0] * self.patch_size), self.resizer, self.resample)
+
+    def _least(self, grid: tuple[int, ...], limits: Limits, width: int, height: int) -> tuple[int, int] | None:
+        """Return the size below which a picture is not scaled while it is decoded, or None. Raises DecodeError for one
+        of another grid.
+        """
+        high, wide = self.count_header((width, height), limits).extent
+        if (high, wide) != tuple(grid):
+            raise DecodeError(
+                f"decoded to {width} x {height} pixels, {high} x {wide} patches; the index says {grid[0]} x {grid[1]} "
+                "patches: index again"
+            )
+        return (wide * self.patch_size, high * self.patch_size) if self.draft else None
 
     def extras(self, sizes: Sequence[PartSize]) -> Mapping[str, NDArray[Any]]:
         """grid_hw: int32 (num_images, 2), patches along height and width."""

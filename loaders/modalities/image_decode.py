@@ -41,6 +41,10 @@ from orchdata.native.decoding import channel_table
 Pixels = NDArray[np.uint8]
 Size = tuple[int, int]  # (width, height), as in Pillow
 
+Payload = bytes | memoryview
+_Convert = Callable[[Image.Image], Image.Image]
+_LeastOf = Callable[[int, int], Size | None]
+_JPEG: Final = b"\xff\xd8\xff"
 _PNG: Final = b"\x89PNG\r\n\x1a\n"
 _ORIENTATION: Final = 0x0112
 _SIXTEEN_BIT: Final = ("I;16", "I;16L", "I;16B", "I;16N")
@@ -178,7 +182,7 @@ def _check_jpeg(data: bytes) -> None:
 @as_failure(DecodeError, "damaged image", before=pass_pillow)
 def probe_image(data: bytes, limits: Limits) -> Header:
     """Return (width, height) as displayed, from Pillow. Raises DecodeError."""
-    if data.startswith(b"\xff\xd8\xff"):
+    if data.startswith(_JPEG):
         _check_jpeg(data)
     try:
         with quiet_pillow(), open_image(data) as image:
@@ -230,11 +234,7 @@ def load_rgb(data: bytes | memoryview, limits: Limits) -> tuple[Pixels, object]:
 
 
 def upright_pixels(
-    data: bytes | memoryview,
-    limits: Limits,
-    convert: Callable[[Image.Image], Image.Image],
-    least_of: Callable[[int, int], Size | None] = lambda *_: None,
-    colours: str = "RGB",
+    data: Payload, limits: Limits, convert: _Convert, least_of: _LeastOf = lambda *_: None, colours: str = "RGB"
 ) -> Pixels:
     """Return upright pixels (height, width, channels), C-contiguous. Raises DecodeError. The memory may be this
     thread's scratch; its next image overwrites it. `convert` makes anything but a plain JPEG RGB. `least_of` takes the
@@ -249,41 +249,15 @@ def upright_pixels(
 
 
 @as_failure(DecodeError, "damaged image", before=pass_pillow)
-def _upright_pixels(
-    data: bytes | memoryview,
-    limits: Limits,
-    convert: Callable[[Image.Image], Image.Image],
-    least_of: Callable[[int, int], Size | None],
-    colours: str,
-) -> Pixels:
-    def checked(stored: Size, orientation: int) -> Size | None:
-        """Return the size, as stored, to which it may be scaled while decoding; None for no scaling."""
-        turned = orientation in (5, 6, 7, 8)
-        width, height = reversed(stored) if turned else stored
-        check_size(width, height, limits)
-        least = least_of(width, height)
-        return (least[1], least[0]) if least is not None and turned else least
-
-    def by_pillow(image: ImageFile.ImageFile) -> tuple[Pixels, int]:
-        # Check the size limits before decoding. Pillow gives TIFF sizes as displayed, others as stored.
-        check_pixels(image.width, image.height, limits)
-        image.load()
-        orientation = image.getexif().get(_ORIENTATION, 1)
-        checked(image.size, orientation)
-        return np.asarray(convert(image)), orientation
-
+def _upright_pixels(data: Payload, limits: Limits, convert: _Convert, least_of: _LeastOf, colours: str) -> Pixels:
     try:
         # Pillow decodes all formats but JPEG, and a JPEG that libjpeg-turbo cannot read.
-        if data[:3] != b"\xff\xd8\xff":
-            data = bytes(data)
-            if data.startswith(_PNG):
-                _check_png(data)
-            pixels, orientation = by_pillow(open_image(data))
-        elif (header := read_jpeg_header(data)) is None:
-            pixels, orientation = by_pillow(JpegImagePlugin.JpegImageFile(io.BytesIO(data)))
+        header = read_jpeg_header(data) if data[:3] == _JPEG else None
+        if header is None:
+            pixels, orientation = _by_pillow(bytes(data), limits, convert, least_of)
         else:  # a JPEG of colours, or of inks
             orientation = jpeg_orientation(data)
-            least = checked((header.width, header.height), orientation)
+            least = _least_stored((header.width, header.height), orientation, limits, least_of)
             has_inks = header.colours in ("CMYK", "YCCK")
             pixels = decode_jpeg(data, header, "CMYK" if has_inks else colours, least)
             if has_inks:
@@ -293,6 +267,26 @@ def _upright_pixels(
         raise too_large(error, limits) from None
     turn = _UPRIGHT.get(orientation)
     return np.ascontiguousarray(pixels if turn is None else turn(pixels))
+
+
+def _by_pillow(data: bytes, limits: Limits, convert: _Convert, least_of: _LeastOf) -> tuple[Pixels, int]:
+    """Return pixels as stored, and their orientation. Size limits are checked before decoding."""
+    if data.startswith(_PNG):
+        _check_png(data)
+    image = JpegImagePlugin.JpegImageFile(io.BytesIO(data)) if data[:3] == _JPEG else open_image(data)
+    check_pixels(image.width, image.height, limits)
+    image.load()
+    orientation = image.getexif().get(_ORIENTATION, 1)  # Pillow gives TIFF sizes as displayed, others as stored
+    _least_stored(image.size, orientation, limits, least_of)
+    return np.asarray(convert(image)), orientation
+
+
+def _least_stored(stored: Size, orientation: int, limits: Limits, least_of: _LeastOf) -> Size | None:
+    """Check a size; return that, as stored, to which it may be scaled while decoding, or None for no scaling."""
+    width, height = stored[::-1] if orientation in (5, 6, 7, 8) else stored
+    check_size(width, height, limits)
+    least = least_of(width, height)
+    return (least[1], least[0]) if least is not None and orientation in (5, 6, 7, 8) else least
 
 
 def _check_png(data: bytes) -> None:
@@ -412,8 +406,6 @@ _END: Final = b"\xff\xd9"
 # Segments that decoding needs: frame, Huffman and quantisation tables, restart interval, Adobe's colour transform.
 _NEEDED: Final = frozenset({*range(0xC0, 0xD0), 0xDB, 0xDD, 0xEE, 0xE0})
 _START_OF_SCAN: Final = 0xDA
-# Markers followed by a length: all but start, end and restarts.
-_SEGMENTS: Final = frozenset({*range(0xC0, 0xD0), *range(0xDA, 0xFF)})
 
 _scratch = Scratch()
 
@@ -437,15 +429,8 @@ def read_jpeg_header(data: bytes | memoryview) -> JpegHeader | None:
 
 def jpeg_orientation(data: bytes | memoryview) -> int:
     """Return the EXIF orientation, as Pillow reads it; 1 if there is none."""
-    # Its marks are in the segments before the first scan; if anything else comes there, anywhere.
-    at, end = 2, len(data)
-    while at + 4 <= end and data[at] == 0xFF and data[at + 1] in _SEGMENTS:
-        if data[at + 1] == _START_OF_SCAN:
-            end = at
-            break
-        at += 2 + (data[at + 2] << 8 | data[at + 3])
-    head = bytes(data[:end])
-    if not any(mark in head for mark in _ORIENTATION_MARKS):
+    data = bytes(data)
+    if not any(mark in data for mark in _ORIENTATION_MARKS):
         return 1
     image = JpegImagePlugin.JpegImageFile(io.BytesIO(data))
     orientation = image.getexif().get(_ORIENTATION, 1)

@@ -443,10 +443,9 @@ def names_no_counts(kind: type[Modality]) -> frozenset[str]:
     itself.
     """
     for base in kind.__mro__:
-        own = vars(base)
-        if "no_counts" in own:
-            return frozenset(own["no_counts"])
-        if any(name in own for name in _COUNTING):
+        if "no_counts" in vars(base):
+            return frozenset(base.no_counts)  # type: ignore[attr-defined]
+        if not vars(base).keys().isdisjoint(_COUNTING):
             return frozenset()
     return frozenset()
 
@@ -648,19 +647,16 @@ class Scratch(threading.local):
 
     def take(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return uninitialized bytes (num_bytes,), aligned to a cache line of the CPU, as torch's memory is."""
-        if num_bytes > _KEPT_BYTES:
-            return _aligned(num_bytes)
-        if num_bytes > len(self._buffer):
-            # A power of two: samples that grow a little do not each allocate fresh pages.
-            self._buffer = _aligned(max(1 << 20, 1 << (num_bytes - 1).bit_length()))
-        return self._buffer[:num_bytes]
+        if num_bytes <= len(self._buffer):
+            return self._buffer[:num_bytes]
+        is_kept = num_bytes <= _KEPT_BYTES
+        # A power of two: samples that grow a little do not each allocate fresh pages.
+        size = max(1 << 20, 1 << (num_bytes - 1).bit_length()) if is_kept else num_bytes
+        memory = np.empty(size + _LINE_BYTES, np.uint8)
+        first = -memory.ctypes.data % _LINE_BYTES
+        self._buffer = memory[first : first + size] if is_kept else self._buffer
+        return memory[first : first + num_bytes]
 
     def floats(self, *shape: int) -> NDArray[np.float32]:
         """Return uninitialized float32 of `shape`."""
         return self.take(4 * prod(shape)).view(np.float32).reshape(shape)
-
-
-def _aligned(num_bytes: int) -> NDArray[np.uint8]:
-    memory = np.empty(num_bytes + _LINE_BYTES, np.uint8)
-    first = -memory.ctypes.data % _LINE_BYTES
-    return memory[first : first + num_bytes]

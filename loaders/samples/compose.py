@@ -7,7 +7,7 @@ words are read, that its media are those that its texts name, in their places, a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError, FieldError
@@ -144,10 +144,7 @@ def composition_of(
         made = made_sample(fields)
     if made is not None:
         fields = fields._replace(uses=fields.uses._replace(media=made.media))
-        segments, is_chat, record = _made_segments(made, fields)
-        used, records = list(range(len(members))), [record]
-    else:
-        used, segments, is_chat, records = _segments(fields)
+    used, segments, is_chat, records = _segments(fields) if made is None else _made_segments(made, fields)
     media, made_record = fields.uses.media, None if made is None else made.record
     has_media = any(media.values())
     if not used and not has_media:
@@ -155,21 +152,16 @@ def composition_of(
     where = members[used[0]].field if used and made is None else "*"
     leading = unplaced(media, segments, where, recipe)
     if recipe.text.marks == "refuse":
-
-        def said() -> Any:  # the values that a chat is from
-            return [fields.json_or_text(at) for at in used] if made is None else made.record
-
-        check_marks(segments, said if is_chat else None, where, recipe, next_to_media=has_media)
+        check_marks(segments, used, made_record, where, fields, is_chat=is_chat)
     parts = [(modality, member) for modality in leading for member in media[modality]]
     ordered: list[Placed] = [*parts]
     queues = {modality: iter(indices) for modality, indices in media.items() if modality not in leading}
     items: dict[int, Mapping[str, Any]] = {}
     for segment in segments:
         if isinstance(segment, Placeholder):
-            index = next(queues[segment.modality])
-            parts.append((segment.modality, index))
+            parts.append((segment.modality, next(queues[segment.modality])))
             ordered.append(parts[-1])
-            items[index] = segment.about
+            items[parts[-1][1]] = segment.about
         else:
             ordered.append(segment)
     return Composition(ordered, parts, used, is_chat, where, items, made_record, records)
@@ -239,7 +231,9 @@ def _segments(fields: Fields) -> tuple[list[int], list[Segment], bool, list[Read
     # A conversation: in fields of the sample together, or in one of its members.
     values: dict[int, Any] = {}
     documents: dict[int, Document] = {}
-    used, document, records = _record_of_fields(fields)
+    used, document, records = list[int](), None, list[ReadRecord]()
+    if isinstance(recipe.text.template, JinjaTemplate) and not uses.json:
+        used, document, records = _record_of_fields(fields)
     if document is None and (uses.json or uses.other_text):
         for index in uses.json:
             values[index], documents[index] = _document(fields, index)
@@ -256,7 +250,8 @@ def _segments(fields: Fields) -> tuple[list[int], list[Segment], bool, list[Read
     if document is None:
         if len(uses.plain) > 1:
             check_one_text(fields, uses.plain)
-        check_unfit(uses.unfit, fields)
+        if uses.unfit:
+            check_unfit(uses.unfit, fields)
         for each in documents.values():
             missing = {name: names for name, names in each.named.items() if not uses.media.get(name)}
             check_named(missing, fields, exactly=False)
@@ -278,8 +273,8 @@ def _learns(segments: Sequence[Segment]) -> bool:
     return any(isinstance(each, TextSegment) and each.loss and each.text.strip() for each in segments)
 
 
-def _made_segments(made: MadeSample, fields: Fields) -> tuple[list[Segment], bool, ReadRecord]:
-    """Return the segments of the user's record, whether it is a chat, and the record."""
+def _made_segments(made: MadeSample, fields: Fields) -> tuple[list[int], list[Segment], bool, list[ReadRecord]]:
+    """As `_segments`, of the user's record; it is from all members."""
     recipe = fields.recipe
     try:
         document = document_of(made.record, recipe.rules)
@@ -295,21 +290,20 @@ def _made_segments(made: MadeSample, fields: Fields) -> tuple[list[Segment], boo
         reason = why_unread(left, recipe.rules) or (document.text is None and "it has neither a text nor a chat")
         if reason:
             raise FieldError("*", f"{NO_RECORD}: {reason}")
-    return segments, document.is_chat, record
+    return [*range(len(fields.members))], segments, document.is_chat, [record]
 
 
 def _segments_of(document: Document, used: list[int], fields: Fields) -> list[Segment]:
     """Return the segments of what was read. `used` gets the fields that a template renders with a chat."""
-    rules, modalities, media = fields.recipe.rules, fields.recipe.modalities, fields.uses.media
-    chat, template = document.chat, rules.template
+    rules, chat = fields.recipe.rules, document.chat
+    template = rules.template
     if chat is None:
         texts = [*zip(document.completion or (), (False, True), strict=False)]
         if document.completion is None and document.text is not None:
             if isinstance(template, JinjaTemplate) and template.pairs:
                 raise FieldError(
                     fields.name(used[0]) if used else "*",
-                    "plain text, and the model reads a prompt and then its completion: "
-                    '{"prompt": ..., "completion": ...}',
+                    'plain text; the model reads a prompt and then its completion: {"prompt": ..., "completion": ...}',
                 )
             texts = [(document.text, True)]
         pieces = [(piece, loss) for text, loss in texts for piece in split_placeholders(text, rules.words.marks)]
@@ -322,7 +316,14 @@ def _segments_of(document: Document, used: list[int], fields: Fields) -> list[Se
         if context:
             check_context(chat, context, fields)
         return list(render(chat.messages, template))
-    # Render it under a jinja template, which gets the fields of its context.
+    return _rendered(chat, template, used, context, fields)
+
+
+def _rendered(
+    chat: Chat, template: JinjaTemplate, used: list[int], context: Sequence[int], fields: Fields
+) -> list[Segment]:
+    """Return the segments of a chat under a jinja template, which gets the fields of its context."""
+    rules, modalities, media = fields.recipe.rules, fields.recipe.modalities, fields.uses.media
     used += context
     try:
         chat = chat.with_context({stem(fields.name(at)): fields.json_or_text(at) for at in context})
@@ -339,10 +340,10 @@ def _segments_of(document: Document, used: list[int], fields: Fields) -> list[Se
 
 
 def _record_of_fields(fields: Fields) -> tuple[list[int], Document | None, list[ReadRecord]]:
-    """Read a record with fields as keys, such as the columns of a row: alpaca, or prompt and completion."""
+    """Read a record with fields as keys, such as the columns of a row, under a jinja template: alpaca, or prompt and
+    completion.
+    """
     uses, recipe = fields.uses, fields.recipe
-    if not isinstance(recipe.text.template, JinjaTemplate) or uses.json:
-        return [], None, []
     indices = sorted({*uses.other_text, *uses.chat_context})
     names = {stem(fields.name(index)): index for index in indices}
     if not is_record(names):
@@ -509,14 +510,12 @@ def unplaced(
             raise FieldError(where, f"{mark} placeholder, but the recipe has no {name} preprocessor")
         count = len(media[name])
         if count < wanted:
-            ours, others = f'TextPreprocessor({name}_placeholder="")', 'give the modality slot = od.Slot(mark="")'
-            way_out = f"where the mark is text, {ours if name in BUILTINS else others}"
-            if recipe.record is not None:
-                way_out = f"Recipe.record must leave the placeholder out where a sample has no {name}"
             raise FieldError(
                 where,
                 f"{mark} placeholder {count + 1} of {wanted} has no {name}: the sample holds {count}; its bytes are a "
-                f"field or column of the sample; take the mark out of the data, or {way_out}",
+                f'field or column of the sample; where the mark is text, TextPreprocessor({name}_placeholder=""), or '
+                f'od.Slot(mark="") of the modality, says so; Recipe.record must leave the placeholder out where a '
+                f"sample has no {name}",
             )
         if count > wanted:
             parts = recipe.modalities[name].plural or f"{name} parts"
@@ -525,34 +524,35 @@ def unplaced(
 
 
 def check_marks(
-    segments: Iterable[Segment], said: Callable[[], Any] | None, where: str, recipe: Recipe, *, next_to_media: bool
+    segments: Iterable[Segment], used: Sequence[int], record: Any, where: str, fields: Fields, *, is_chat: bool
 ) -> None:
     """Raise FieldError for a mark of media, of any tool, that is left in the text. Left alone are added tokens that
-    stand for no part of media, and `<image>` where the recipe says that it is text. `said` returns the values that a
-    chat is from: other marks in its text are its template's.
+    stand for no part of media, `<image>` where the recipe says that it is text, and what a chat is not from (the user's
+    record, or the `used` fields): other marks in its text are its template's.
     """
     # Templates write the same text before and after each turn.
     marked = (each.text for each in segments if type(each) is TextSegment and ("<" in each.text or "[" in each.text))
+    recipe, has_media = fields.recipe, any(fields.uses.media.values())
     words, slots = recipe.rules.words, recipe.slots
     own = dict(words.marks)
-    for mark in [mark for text in dict.fromkeys(marked) for mark in media_marks(text, next_to_media=next_to_media)]:
+    for mark in [mark for text in dict.fromkeys(marked) for mark in media_marks(text, next_to_media=has_media)]:
         is_token = recipe.text.is_added_token(mark) and not is_part(mark) and mark not in words.slots.values()
         is_text = any(mark == f"<{name}>" and not slot.mark for name, slot in slots.items())
-        if is_token or is_text or (said is not None and not any(mark in phrase for phrase in phrases(said()))):
+        if is_token or is_text:
+            continue
+        if is_chat and mark not in "\n".join(phrases(record or [fields.json_or_text(at) for at in used])):
             continue
         if mark in own:  # next to items that place its parts
             raise FieldError(where, holds_mark(own[mark], mark))
         name = next((each for each in recipe.modalities if each in words_of_media(mark) and slots[each].mark), "")
-        written = f"<{name}>"
-        if name in BUILTINS and slots[name].mark == written != mark and not any(map(str.isdigit, mark)):
+        written = slots[name].mark if name else "what it stands for"
+        read = f"write {written} in its place, in the data or by Recipe(record=...)"
+        if name in BUILTINS and written == f"<{name}>" and not any(map(str.isdigit, mark)):
             read = f"TextPreprocessor({name}_placeholder={mark!r}) reads it"
-        else:
-            written = written if written in own else str(slots[name].mark) if name else "what it stands for"
-            read = f"write {written} in its place, in the data or by Recipe(record=...)"
         raise FieldError(
             where,
-            f"{shown(mark)} is no placeholder here, and the model would read it as text: "
-            f'{read}; leave it out, or TextPreprocessor(marks="keep") keeps it',
+            f"{shown(mark)} is no placeholder here, and the model would read it as text: {read}; leave it out, or "
+            'TextPreprocessor(marks="keep") keeps it',
         )
 
 

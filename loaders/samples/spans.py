@@ -424,13 +424,11 @@ def divided(spans: list[AnySpan], recipe: Recipe) -> list[list[AnySpan]]:
         return [_truncated(spans, limit, above, recipe)]
     if overflow == "split" and not any(isinstance(span, MediaSlot) for span in spans):
         return _pieces(spans, limit)
-    ways = {
-        "error": ": raise it, or cut such samples by overflow='truncate' (their first tokens are kept) or "
-        "overflow='split' (text in pieces)",
-        "split": ", and overflow='split' divides text alone, not samples with media: raise max_tokens, give their "
-        "media fewer tokens, or cut their text in the data",
-    }
-    raise FieldError("*", above + ways[overflow])
+    raise FieldError(
+        "*",
+        f"{above}: raise it, or cut such samples by overflow='truncate' (their first tokens are kept) or "
+        "overflow='split' (text in pieces; it divides text alone, not samples with media)",
+    )
 
 
 def packed(window: Window, *, alone: bool) -> int:

@@ -16,11 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError, pass_trouble
-from orchdata.loaders.locks import lock_of
+from orchdata.loaders.locks import lock_of, note_threads
 from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.loaders.text.loss_spans import learned_ending
 from orchdata.loaders.text.template import ChatTemplate
-from orchdata.loaders.tokenizer_threads import note_threads
 
 Tokenizer = Callable[[str], Sequence[int]]
 Overflow = Literal["error", "truncate", "split"]
@@ -280,16 +279,13 @@ class TextPreprocessor:
         described: dict[str, Any] = {"tokenizer": self.id, "fields": list(self.fields), "template": values}
         for name in (*_SPECIAL_IDS, "image_placeholder", "audio_placeholder"):
             described[name] = getattr(self, name)
-        if self.marks != "refuse":
-            described["marks"] = self.marks
-        if self.whole:
-            described["add_special_tokens"] = self.add_special_tokens
-        if self.max_tokens is not None:
-            described |= {"max_tokens": self.max_tokens, "overflow": self.overflow}
+        described |= {} if self.marks == "refuse" else {"marks": self.marks}
+        described |= {"add_special_tokens": self.add_special_tokens} if self.whole else {}
+        described |= {} if self.max_tokens is None else {"max_tokens": self.max_tokens, "overflow": self.overflow}
         if type(self) is not TextPreprocessor:
+            own = {each.name for each in dataclass_fields(self)} - _OWN_FIELDS
+            described |= {name: getattr(self, name) for name in sorted(own)}
             described["class"] = f"{type(self).__module__}.{type(self).__qualname__}"
-            own = [each.name for each in dataclass_fields(self) if each.name not in _OWN_FIELDS]
-            described |= {name: getattr(self, name) for name in own}
         return described
 
 

@@ -150,12 +150,6 @@ _NAME: Final = r"/?[A-Za-z0-9_-]+(?: \d+)?/?"
 _MARK: Final = re.compile(rf"<[|\uff5c]{_NAME}[|\uff5c]>|<(?<!-I[Dd]: <){_NAME}>|\[(?<![\w\])(]\[){_NAME}\](?!\()")
 
 
-_SHORT: Final = 64
-
-
-_marks_in_short = lru_cache(maxsize=1024)(_MARK.findall)
-
-
 _WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
@@ -217,7 +211,7 @@ def media_marks(text: str, *, next_to_media: bool) -> list[str]:
     """
     return [
         mark
-        for mark in (_MARK.findall(text) if len(text) > _SHORT else _marks_in_short(text))
+        for mark in _MARK.findall(text)
         if words_of_media(mark) and (next_to_media or mark[:2] in _BARS or _NUMBERED.search(mark))
     ]
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from orchdata.dataset.selection import Selection, Taken
 from orchdata.loaders.errors import DamagedIndexError, MissingIndexError
-from orchdata.loaders.index.index import Index, Place, check_function_of, digest, shards_fingerprint
+from orchdata.loaders.index.index import Index, Place, check_function_of, shards_fingerprint
 from orchdata.loaders.index.index_file import (
     IndexFile,
     fetched,
@@ -34,7 +34,7 @@ from orchdata.loaders.index.index_file import (
     root_of,
     write_index_file,
 )
-from orchdata.loaders.recipe import Recipe, versions
+from orchdata.loaders.recipe import Recipe, digest, versions
 from orchdata.loaders.shards.container import container_of, identity_of
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.shards.shard import Reading, ShardInfo

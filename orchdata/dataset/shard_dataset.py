@@ -50,10 +50,10 @@ from orchdata.loaders.amounts import counted, these
 from orchdata.loaders.errors import DamagedIndexError, FieldError, MissingIndexError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.fields import with_fields
-from orchdata.loaders.index.index import Index, digest, open_index
+from orchdata.loaders.index.index import Index, open_index
 from orchdata.loaders.index.index_file import IndexFile
 from orchdata.loaders.index.stored import StoredSample
-from orchdata.loaders.recipe import Recipe, checked_recipe, load_required
+from orchdata.loaders.recipe import Recipe, checked_recipe, digest, load_required
 from orchdata.loaders.samples.sample import Sample
 from orchdata.loaders.shards.changes import changed_media, find_changes
 from orchdata.loaders.shards.container import Container

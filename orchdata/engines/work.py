@@ -25,9 +25,9 @@ from orchdata.engines.engine import Engine, Workers
 from orchdata.engines.processes.message import Unit, describe_value, read_value
 from orchdata.engines.threads import InlineEngine, ThreadEngine, passed_on
 from orchdata.loaders.child_process import lower_limit, taken_bytes
+from orchdata.loaders.locks import share_cores
 from orchdata.loaders.storage.remote import requests
 from orchdata.loaders.storage.storage import ReadBytes
-from orchdata.loaders.tokenizer_threads import share_cores
 from orchdata.loaders.watch import Watch
 from orchdata.native.jit import load_numba
 from orchdata.order.steps import StepTask
