@@ -538,7 +538,8 @@ def load_required(recipe: Recipe) -> None:
     """
     if (depth := sys.getrecursionlimit()) < _DEPTH:
         raise ValueError(f"sys.getrecursionlimit() is {depth}, below Python's default: sys.setrecursionlimit({_DEPTH})")
-    for name, user in {"text": recipe.text, **recipe.modalities}.items():
+    users: dict[str, TextPreprocessor | Modality] = {"text": recipe.text, **recipe.modalities}
+    for name, user in users.items():
         _load(user, f"the recipe's {name}")
 
 

@@ -448,7 +448,7 @@ def decode_jpeg(
     wide, high = least or (header.width, header.height)
     scale = next((n for n in (8, 4, 2) if header.width >= n * wide and header.height >= n * high), 1)
     width, height = -(-header.width // scale), -(-header.height // scale)
-    how = {"min_width": width, "min_height": height} if scale > 1 else {}
+    how: dict[str, Any] = {"min_width": width, "min_height": height} if scale > 1 else {}
     how["buffer"] = _scratch.take(height * width * (3 if colours == "RGB" else 4))
     for is_mended in (False, True):
         try:

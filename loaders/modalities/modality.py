@@ -331,8 +331,7 @@ class TakesRng(NamedTuple):
     decode_into: bool
 
 
-@lru_cache(maxsize=256)
-def takes_rng(kind: type[Modality]) -> TakesRng:
+def _takes_rng(kind: type[Modality]) -> TakesRng:
     """Return which methods of a class have a parameter `rng`. Raises TypeError if `decode` has one, and an overridden
     `decode_into`, which calls it, has none.
     """
@@ -345,6 +344,9 @@ def takes_rng(kind: type[Modality]) -> TakesRng:
             f"{kind.__qualname__}.decode has a parameter rng, but its decode_into has none to pass on: add it there"
         )
     return found
+
+
+takes_rng: Final[Callable[[type[Modality]], TakesRng]] = lru_cache(maxsize=256)(_takes_rng)  # type: ignore[assignment]
 
 
 def decode_part(
@@ -371,9 +373,9 @@ def decode_part(
             copy_into(modality, decode(data, limits, rng=generator()), out)
     except Exception as error:  # noqa: BLE001 - any exception of a decoder is a failure of its part
         doubt = _doubt(error, modality, data, size, limits)
-        is_reason = isinstance(error, DecodeError)
-        failure = error.at(field) if is_reason else as_field_error(error, "decoded", field)
-        raise FieldError(failure.field, failure.reason + doubt) from (error.__cause__ if is_reason else error)
+        failure = error.at(field) if isinstance(error, DecodeError) else as_field_error(error, "decoded", field)
+        cause = error.__cause__ if isinstance(error, DecodeError) else error
+        raise FieldError(failure.field, failure.reason + doubt) from cause
 
 
 _LEAST_BYTES: Final = 1 << 26

@@ -231,14 +231,11 @@ class TextPreprocessor:
         Raises DecodeError if the tokenizer fails or returns no ids. An exception that says nothing about the text, such
         as a MemoryError, passes.
         """
-        if self.tokenizer is None:
-            try:
-                return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-            except UnicodeEncodeError as error:
-                raise _not_unicode(error) from None
-        lock = nullcontext() if self.thread_safe or self.whole else lock_of(self.tokenizer)
         try:
-            with lock:  # until the ids are copied: the next call may reuse their memory
+            if self.tokenizer is None:
+                return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+            # Until the ids are copied: the next call may reuse their memory.
+            with nullcontext() if self.thread_safe or self.whole else lock_of(self.tokenizer):
                 return _checked_ids(self.tokenizer(text), self.id)
         except DecodeError:
             raise
