@@ -244,7 +244,10 @@ class ImagePreprocessor(ImageFiles):
     def count_header(self, header: Header, limits: Limits) -> PartSize:
         width, height = header
         check_size(width, height, limits)
-        grid = image_grid(width, height, self)
+        try:
+            grid = image_grid(width, height, self)
+        except ValueError as error:
+            raise DecodeError(str(error)) from None
         patches = grid[0] * grid[1]
         return PartSize(patches, patches // self.merge**2, patches, grid)
 
