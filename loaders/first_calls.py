@@ -30,10 +30,7 @@ def settle_first_calls() -> None:
     import torch
 
     with _lock, torch.no_grad():
-        if _is_settled:
-            return
-        for dtype in (torch.float32, torch.float64):
-            values = torch.full((_VALUES,), 0.5, dtype=dtype)
+        for values in [torch.full((_VALUES,), 0.5, dtype=dtype) for dtype in (torch.float32, torch.float64)]:
             for name in _FUNCTIONS:
                 getattr(torch, name)(values)
         _is_settled = True

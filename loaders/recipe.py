@@ -17,7 +17,6 @@ from functools import cached_property, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from orchdata.loaders import versions
 from orchdata.loaders.environment import OWN
 from orchdata.loaders.errors import (
     NOT_DATA,
@@ -70,6 +69,19 @@ _ATTRIBUTES: Final = frozenset("arrays num_tokens valid map modality dtypes extr
 _LONGEST_REPR: Final = 120
 _LARGEST_ITEM: Final = 4
 """Bytes of a value in the largest dtype of our own modalities."""
+
+
+VERDICTS: Final = 1
+"""How samples are judged: raised by each change after which the same shard, under the same recipe, has other bad ones.
+An index file of another number is used as it is, with a warning."""
+COUNTS: Final = 2
+"""How samples are counted: raised by each change after which they have other tokens, labels, frames, patches or values.
+It is part of every fingerprint. An index file of another number is refused."""
+
+
+def versions() -> list[int]:
+    """Return the two numbers: what the cache folder keeps of others is made again."""
+    return [VERDICTS, COUNTS]
 
 
 class Recipe:
@@ -374,7 +386,7 @@ class Recipe:
         Raises TypeError for a field of a modality without a JSON form.
         """
         described: dict[str, Any] = {
-            "rules_version": versions.COUNTS,
+            "rules_version": COUNTS,
             **{name: _described(name, modality) for name, modality in self._given.items()},
             "text": self.text.describe(),
             "limits": plain_fields(self.limits),
@@ -385,7 +397,7 @@ class Recipe:
 
     def fingerprint(self) -> str:
         """Return a hex string, the same for equal recipes in every process and on every machine."""
-        return _digest(self.describe())
+        return digest(self.describe())
 
     def count_fingerprint(self) -> str:
         """Return the `fingerprint` of what an index depends on: parameters that only change values are left out."""
@@ -393,12 +405,12 @@ class Recipe:
         for name, modality in self.modalities.items():
             if isinstance(parameters := described.get(name), Mapping):
                 described[name] = _of_counts(modality, parameters)
-        return _digest(described)
+        return digest(described)
 
     def size_fingerprint(self, name: str) -> str:
         """Return the `fingerprint` of what the sizes of a modality's parts depend on."""
         modality = self.modalities[name]
-        return _digest([name, _of_counts(modality, _described(name, modality) or {})])
+        return digest([name, _of_counts(modality, _described(name, modality) or {})])
 
     def text_fingerprint(self) -> str:
         """Return the `fingerprint` of what the counts of a text depend on: not of the sizes of media, and of no limit,
@@ -413,7 +425,7 @@ class Recipe:
         }
         text = {name: value for name, value in self.text.describe().items() if name not in ("max_tokens", "overflow")}
         record = None if self.record is None else self.record.id
-        return _digest([media, text, record, *self.keep])  # a sample without a text is good if its words are kept
+        return digest([media, text, record, *self.keep])  # a sample without a text is good if its words are kept
 
 
 def _of_counts(modality: Modality, parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -422,8 +434,9 @@ def _of_counts(modality: Modality, parameters: Mapping[str, Any]) -> dict[str, A
     return {key: value for key, value in parameters.items() if key not in without}
 
 
-def _digest(described: Any) -> str:
-    return hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=16).hexdigest()
+def digest(value: object) -> str:
+    """Return a digest of a JSON-safe value, 32 hex digits."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _shown_fields(values: Mapping[str, Any]) -> str:
@@ -518,41 +531,37 @@ def _check_arrays(modalities: Mapping[str, Modality]) -> None:
 _DEPTH: Final = 1_000
 
 
-def load_required(recipe: Recipe, *, decodes: bool = True) -> None:
-    """Import everything that a recipe needs for reading, measuring and, unless not `decodes`, decoding. Repeated calls
-    are cheap. Raises ValueError for a recursion limit below Python's default (nested JSON would look damaged),
-    PackageError for a failed import or set-up, StorageError if the system cannot do it now, TypeError for wrong
-    `required_modules`.
+def load_required(recipe: Recipe) -> None:
+    """Import everything that a recipe needs for reading, measuring and decoding. Repeated calls are cheap. Raises
+    ValueError for a recursion limit below Python's default (nested JSON would look damaged), PackageError for a failed
+    import or set-up, StorageError if the system cannot do it now.
     """
     if (depth := sys.getrecursionlimit()) < _DEPTH:
         raise ValueError(f"sys.getrecursionlimit() is {depth}, below Python's default: sys.setrecursionlimit({_DEPTH})")
-    _load(recipe.text, "the recipe's text", decodes)
-    for name, modality in recipe.modalities.items():
-        _load(modality, f"the recipe's {name}", decodes)
+    users: dict[str, TextPreprocessor | Modality] = {"text": recipe.text, **recipe.modalities}
+    for name, user in users.items():
+        _load(user, f"the recipe's {name}")
 
 
 def load_for_scanning(recipe: Recipe) -> None:
-    """`load_required` without what only decoding needs, and also the readers of headers of media that the recipe leaves
-    out: facts of shards contain these too. A broken one of these is an error only when such a header is met.
+    """`load_required`, and the readers of headers of media that the recipe leaves out: facts of shards contain these
+    too. A broken one of these is an error only when such a header is met.
     """
-    load_required(recipe, decodes=False)
-    load_built_in(decodes=False)
+    load_required(recipe)
+    load_built_in()
 
 
-def load_built_in(*, decodes: bool = True) -> None:
-    """Import the readers of images and audio, as far as that succeeds; decoding needs more. Raises StorageError."""
+def load_built_in() -> None:
+    """Import the readers of images and audio, as far as that succeeds. Raises StorageError."""
     for name, kind in BUILTINS.items():
         with contextlib.suppress(PackageError):
-            _load(kind(), name, decodes)
+            _load(kind(), name)
 
 
-def _load(user: TextPreprocessor | Modality, needed_by: str, decodes: bool) -> None:
+def _load(user: TextPreprocessor | Modality, needed_by: str) -> None:
     modules = user.required_modules()
-    if not isinstance(modules, tuple | list) or not all(isinstance(name, str) for name in modules):
-        raise TypeError(f"{type(user).__name__}.required_modules() must return a tuple of names, got {modules!r}")
     calls: list[tuple[Callable[[], object], str]] = [(partial(import_module, module), module) for module in modules]
-    set_up = user._set_up_counting if isinstance(user, Modality) and not decodes else user.set_up_process
-    for call, module in [*calls, (set_up, modules[0] if modules else "")]:
+    for call, module in [*calls, (user.set_up_process, modules[0] if modules else "")]:
         attempt = partial(_attempt, call, needed_by, module.partition(".")[0])
         tried(f"what {needed_by} needs", "cannot be loaded", attempt)
 
@@ -561,10 +570,8 @@ def _attempt(call: Callable[[], object], needed_by: str, package: str) -> None:
     """Call it. An error of the system passes, to be tried again; any other is the package's, if one is known."""
     try:
         call()
-    except (*NOT_DATA, OrchdataError):
-        raise
     except Exception as error:
-        if is_refusal(error):
+        if isinstance(error, (*NOT_DATA, OrchdataError)) or is_refusal(error):
             raise
         known = package if package != OWN else ""
         pass_broken_package(error, needed_by, known)

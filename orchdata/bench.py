@@ -33,12 +33,12 @@ from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.engines.engine import use_one_thread
 from orchdata.loaders.generators import Pass
-from orchdata.loaders.index.index import Index, digest
+from orchdata.loaders.index.index import Index, views
 from orchdata.loaders.index.index_file import merge_tables
 from orchdata.loaders.index.stored import StoredSample
-from orchdata.loaders.index.table import Columns, TableSize, Totals, offsets_of, pack, summarize, views
+from orchdata.loaders.index.table import Columns, TableSize, Totals, offsets_of, pack, summarize
 from orchdata.loaders.modalities.builtin import KINDS, TEXT
-from orchdata.loaders.recipe import Recipe, load_required
+from orchdata.loaders.recipe import Recipe, digest, load_required
 from orchdata.loaders.samples.sample import decode_sample
 from orchdata.loaders.shards.fields import RAW
 from orchdata.loaders.shards.open import OpenShards

@@ -20,7 +20,7 @@ from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.html import axes_of, bar, pairs, paragraph, percent, shown, table, view
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import OrchdataError, one_line
-from orchdata.loaders.index.index_file import open_index
+from orchdata.loaders.index.index import open_index
 from orchdata.loaders.index.table import Totals
 from orchdata.loaders.samples.sample import MediaPart, Sample, TextPart
 from orchdata.loaders.storage.remote.urls import is_remote

@@ -26,24 +26,24 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
-from orchdata.loaders import versions
 from orchdata.loaders.errors import DamagedIndexError, StaleIndexError, StorageError, pass_trouble
 from orchdata.loaders.index.costs import CostTable, ShardCosts, cost_shard
 from orchdata.loaders.index.facts import Probes, is_fresh, load_facts
-from orchdata.loaders.index.index import Index, content_fingerprint, digest
-from orchdata.loaders.index.index_file import (
+from orchdata.loaders.index.index import (
+    Index,
     check_function_of,
+    content_fingerprint,
     index_path,
-    merge_tables,
     open_index,
     stored_description,
 )
+from orchdata.loaders.index.index_file import merge_tables
 from orchdata.loaders.index.jobs import Given, Jobs
-from orchdata.loaders.index.kept import KeptCounts
+from orchdata.loaders.index.kept import KEPT_FORMAT, KeptCounts
 from orchdata.loaders.index.table import pack
 from orchdata.loaders.memory import measured_at
-from orchdata.loaders.pace import Turns, threads_or_default
-from orchdata.loaders.recipe import Recipe, load_for_scanning
+from orchdata.loaders.pace import Spread, Turns, threads_or_default
+from orchdata.loaders.recipe import Recipe, digest, load_for_scanning, versions
 from orchdata.loaders.shards.fields import check_met
 from orchdata.loaders.shards.jsonl.media_files import MissingMedia
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
@@ -51,13 +51,11 @@ from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.shard import PLAIN, Facts, Reading, Shard
 from orchdata.loaders.shards.tar import TarShard
-from orchdata.loaders.spread import Spread
 from orchdata.loaders.storage.atomic import status_of
 from orchdata.loaders.storage.cache import CacheFolder, Claims, remove_leftovers
 from orchdata.loaders.storage.files import PLAIN_FILES
 from orchdata.loaders.storage.remote.urls import identity, is_remote
 from orchdata.loaders.storage.storage import BUILD_SECONDS, Patience
-from orchdata.loaders.versions import KEPT_FORMAT
 from orchdata.loaders.watch import here, shards_under_way
 
 _TICK_SECONDS: Final = 0.5
@@ -391,7 +389,7 @@ class Builder:
         """
         rules = self._reading.rules(url, self._recipe)
         root = self._reading.root_of(url, rules)
-        name = digest([KEPT_FORMAT, versions.rules(), self._fingerprint, url, root, rules.identity(url)])
+        name = digest([KEPT_FORMAT, versions(), self._fingerprint, url, root, rules.identity(url)])
         path = f"{self._cache.root}/costs/{name}.costs"
         how: dict[str, Any] = {"limits": self._recipe.limits, "cache": self._cache, "media_root": root, "rules": rules}
         how["files"] = self.files

@@ -25,7 +25,7 @@ from orchdata.loaders.compact import Strings
 from orchdata.loaders.errors import FieldError, StaleIndexError, StorageError, as_field_error, pass_trouble
 from orchdata.loaders.field_names import VALUE, is_kept_as
 from orchdata.loaders.index.facts import Probes, with_inner
-from orchdata.loaders.index.kept import KeptCounts, ShardSample, Text
+from orchdata.loaders.index.kept import KEPT_FORMAT, KeptCounts, ShardSample, Text
 from orchdata.loaders.index.table import (
     MEMBERS,
     PARTS,
@@ -40,9 +40,10 @@ from orchdata.loaders.index.table import (
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.modalities.builtin import OTHER, TEXT
+from orchdata.loaders.pace import Spread
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import LEFT_OUT, LeftOut, check_function
-from orchdata.loaders.samples.agreement import LAST_DOT, SEVERAL_TEXTS
+from orchdata.loaders.samples.compose import LAST_DOT, SEVERAL_TEXTS
 from orchdata.loaders.samples.measure import (
     Measured,
     Outline,
@@ -60,13 +61,11 @@ from orchdata.loaders.samples.record import record_of
 from orchdata.loaders.shards.container import identity_of
 from orchdata.loaders.shards.fields import NO_RULES, RAW, SPARSE, FieldRules, split_at_last_dot
 from orchdata.loaders.shards.shard import Facts, FactsMeta, FactsTable, Shard, ShardInfo
-from orchdata.loaders.spread import Spread
 from orchdata.loaders.storage.atomic import Buffer, write_whole
 from orchdata.loaders.storage.sealed import Damaged, head_for, read_sealed
 from orchdata.loaders.storage.storage import read_run, runs_of
 from orchdata.loaders.text.conversation import WORDS_SUFFIX
 from orchdata.loaders.unread_names import UnreadNames, above, name_of_member
-from orchdata.loaders.versions import KEPT_FORMAT
 from orchdata.loaders.watch import SCANNING, ThreadProgress, here
 
 _KIND: Final = b"cost"

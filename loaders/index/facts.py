@@ -16,7 +16,6 @@ from typing import Final
 
 import pyarrow as pa
 
-from orchdata.loaders import versions
 from orchdata.loaders.errors import DecodeError, ShardError, StaleIndexError, StorageError, as_field_error, pass_trouble
 from orchdata.loaders.index.kept import keep, kept
 from orchdata.loaders.limits import Limits, scan_limits, still_holds
@@ -32,7 +31,7 @@ from orchdata.loaders.modalities.modality import (
     probe_id,
     read_header,
 )
-from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.recipe import Recipe, versions
 from orchdata.loaders.shards.fields import NO_RULES, RAW, FieldRules
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.shard import SCHEMA, Facts, FactsMeta, FactsTable, Shard, shard_failure
@@ -84,7 +83,7 @@ def load_facts(
         batches = facts.table.arrow().to_batches()
         if len(batches) == 1:  # 2 GiB of strings do not fit in one batch: another recipe scans the shard again
             cache.make("facts")
-            values = {"meta": facts.meta.as_dict(), "limits": scan_limits(limits), "rules": versions.rules()}
+            values = {"meta": facts.meta.as_dict(), "limits": scan_limits(limits), "rules": versions()}
             keep(path, KIND, values, batches.pop().serialize())
             pa.default_memory_pool().release_unused()  # a multiple of the facts
     return facts
@@ -105,7 +104,7 @@ def _kept(path: str, url: str, limits: Limits, opened: Callable[[], Shard], file
     values, body = found
     try:
         meta = FactsMeta(**values["meta"])
-        if values["rules"] != versions.rules() or not is_fresh(meta, url, opened, files):
+        if values["rules"] != versions() or not is_fresh(meta, url, opened, files):
             return None
         batch = pa.ipc.read_record_batch(pa.py_buffer(body), SCHEMA)
         table = FactsTable.of_arrow(pa.Table.from_batches([batch]))
@@ -204,7 +203,7 @@ class Probes:
         """Return the header of each of `rows`, or the reason why there is none."""
         # Those that are kept, if they are of this shard; what was refused under other limits is probed again.
         headers: dict[int, Header | str] = {}
-        cache, limits, now = self._cache, scan_limits(self._recipe.limits), [facts.identity(), versions.rules()]
+        cache, limits, now = self._cache, scan_limits(self._recipe.limits), [facts.identity(), versions()]
         # `with_inner` may have added rows
         identity = json.dumps([identity_of(facts.meta.url), probe_id(modality), str(len(facts.table))])
         name = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()

@@ -34,10 +34,10 @@ from orchdata.loaders.errors import (
     one_line,
 )
 from orchdata.loaders.index.facts import load_facts
-from orchdata.loaders.index.index import Index, digest
+from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.index_file import write_index
 from orchdata.loaders.modalities.builtin import TEXT
-from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.recipe import Recipe, digest
 from orchdata.loaders.samples.members import has_keys
 from orchdata.loaders.shards.arrow import ArrowShard
 from orchdata.loaders.shards.container import Container

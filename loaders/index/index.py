@@ -12,44 +12,49 @@ gives a wrong text or a crash.
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import mmap
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from orchdata.loaders import versions
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import DamagedIndexError, DataError, MissingIndexError, StorageError
-from orchdata.loaders.index.table import MOST_BYTES, OFFSETS, Columns, TableSize, Totals, offsets_of, views
+from orchdata.loaders.index.table import (
+    LAYOUT,
+    MOST_BYTES,
+    OFFSETS,
+    TABLE_FORMAT,
+    WIDTHS,
+    Columns,
+    TableSize,
+    Totals,
+    offsets_of,
+)
 from orchdata.loaders.modalities.modality import PartSize, outer_of
+from orchdata.loaders.recipe import Recipe, digest, versions
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.shards.jsonl.media_files import MISSING
-from orchdata.loaders.shards.shard import ShardInfo
-from orchdata.loaders.storage.atomic import Lent, lend, opened_lent
+from orchdata.loaders.shards.shard import PLAIN, Reading, ShardInfo
+from orchdata.loaders.storage.atomic import Buffer, Lent, lend, opened_lent
+from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.paths import SUFFIXES, expand_paths, media_root_of, needs_listing
 from orchdata.loaders.storage.remote.urls import identity, is_remote
 from orchdata.loaders.storage.sealed import Head, forget, head_of, is_noted, note, still_used, verify_body
-from orchdata.loaders.storage.storage import basename, retry, tried
-from orchdata.loaders.versions import TABLE_FORMAT
-
-if TYPE_CHECKING:
-    from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.storage.storage import basename, tried
 
 KIND = b"indx"
 PartTable = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8], NDArray[np.int32]]
-
+SOURCE: Final = "record_source"
 _STILL_SECONDS = 24 * 3600.0
 """So often a running job records that it uses its index."""
 
@@ -64,8 +69,11 @@ class Place(NamedTuple):
 
     def of(self, shard: ShardInfo, made_in: str) -> ShardInfo:
         """Return a shard of an index made in another root where it is now. Times of files in another folder do not
-        count.
+        count. Raises ValueError for a shard outside of the folder that the user names.
         """
+        is_outside = "://" in shard.url or "\0" in shard.url or not {"", ".", ".."}.isdisjoint(shard.url.split("/"))
+        if is_outside or shard.media_root not in ("", "."):
+            raise ValueError(f"the shard {shard.url!r:.200} is not named by a path below the common folder")
         url = self.root + shard.url
         media_root = (media_root_of(url, self.media_root) or shard.media_root) if shard.media_root else ""
         if self.root == made_in:
@@ -113,9 +121,11 @@ class Index(Columns):
             if mapped is None:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
             metadata, columns, self.own, self._fd, self._opened = mapped
+            weakref.finalize(self, os.close, self._fd)
+            shards = map(ShardInfo.of_list, metadata["shards"])
+            self.shards = tuple(shards if place is None else [place.of(each, metadata["root"]) for each in shards])
         except (ValueError, LookupError, TypeError, AttributeError, pa.ArrowException) as error:
             raise self.damaged(str(error)) from error
-        weakref.finalize(self, os.close, self._fd)
         self._used = time.monotonic()
         self.fingerprint: str = metadata["fingerprint"]
         self.build_id: str = metadata["build_id"]
@@ -123,12 +133,7 @@ class Index(Columns):
         self.modalities: tuple[str, ...] = tuple(metadata["modalities"])
         self.totals: Totals = metadata["totals"]
         self.recipe: dict[str, Any] = metadata["recipe"]
-        self.shards = tuple(map(ShardInfo.of_list, metadata["shards"]))
         self.place = place
-        if place is not None:
-            if "root" not in metadata:
-                raise self.damaged("it was not written by `orchdata index --out`")
-            self.shards = tuple(place.of(shard, metadata["root"]) for shard in self.shards)
         self.shard_rows: NDArray[np.int64] = np.array(metadata["shard_rows"], np.int64)
 
         for name in Columns.__slots__:
@@ -139,20 +144,14 @@ class Index(Columns):
 
     def check_urls(self, urls: Sequence[str]) -> None:
         """Raise DamagedIndexError if it is not the index of these shards, which its file name promises."""
-        for shard, url in zip(self.shards, urls, strict=False):
-            if shard.url != url:
-                raise self.damaged(f"it is said to be of the shard {shard.url!r:.200} instead of {url}")
-        if len(self.shards) != len(urls):
-            raise self.damaged(f"it is said to be of {len(self.shards)} shards instead of {len(urls)}")
+        if (known := [shard.url for shard in self.shards]) != [*urls]:
+            raise self.damaged(f"it is said to be of {len(known)} shards, {known[:3]!r:.300}: not of these {len(urls)}")
 
     def check_unchanged(self, rows: NDArray[np.int64] | None = None) -> None:
         """Raise DamagedIndexError if the file (of several, one that has some of `rows`) was written to since it was
         opened; call it after use.
         """
-        try:
-            now = os.fstat(self._fd)
-        except OSError as error:
-            now = retry(str(self.path), "cannot be looked at", lambda: os.fstat(self._fd), error)
+        now = tried(str(self.path), "cannot be looked at", partial(os.fstat, self._fd))
         if (now.st_size, now.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
             raise self.damaged("it was changed while it was open")
         if time.monotonic() - self._used > _STILL_SECONDS:
@@ -187,7 +186,6 @@ class Index(Columns):
         return DamagedIndexError(str(self.path), reason)
 
     def key(self, row: int) -> str:
-        self._check_row(row)
         return self._text("key", row)
 
     def called(self, row: int) -> str:
@@ -202,8 +200,6 @@ class Index(Columns):
     def rows_of_sample(self, row: int) -> range:
         """Return all rows of the sample of a row."""
         self._check_row(row)
-        if not self.is_split:
-            return range(row, row + 1)
         start, stop = row - int(self.piece[row]), row + 1
         while stop < self.num_rows and self.piece[stop]:
             stop += 1
@@ -221,7 +217,8 @@ class Index(Columns):
 
     def part_range(self, row: int) -> range:
         """Return the range of a sample's parts."""
-        return self._range("part", row, self.part_modality.size)
+        parts = self._place("part", row)
+        return range(parts.start, parts.stop)
 
     def member_of(self, part: int, num_members: int) -> int:
         """Return the index of a part's member among the `num_members` members of its sample."""
@@ -243,10 +240,8 @@ class Index(Columns):
         wanted = slice(parts.start, parts.stop) if isinstance(parts, range) else parts
         values = [column[wanted].tolist() for column in columns]
         codes = set(values[0])
-        if codes and not 0 < min(codes) <= max(codes) < len(self.modalities):
-            raise self.damaged(f"parts are said to be of modality {max(codes)} of {len(self.modalities)}")
-        if codes and min(map(min, values[1:4])) < 0:
-            raise self.damaged(f"a part is said to have {min(map(min, values[1:4]))} positions, tokens or rows")
+        if codes and (min(map(min, values[1:4])) < 0 or not 0 < min(codes) <= max(codes) < len(self.modalities)):
+            raise self.damaged(f"parts are said to be of modalities {codes} of {len(self.modalities)}, or below 0 long")
         widths = {code: recipe.modalities[self.modalities[code]].num_extents for code in codes}
         return [
             PartSize(positions, tokens, rows, tuple(extent[: widths[code]]))
@@ -417,29 +412,25 @@ class Index(Columns):
 
     def _text(self, column: str, number: int) -> str:
         """Return one value of a string column; `number` is a row for `key`, an index in `bad_row` for errors."""
-        offsets: NDArray[np.int64] = getattr(self, f"{column}_offsets")
-        values: NDArray[np.uint8] = getattr(self, f"{column}_bytes")
-        start, stop = offsets[number : number + 2].tolist()
-        if not 0 <= start <= stop <= values.size:
-            raise self.damaged(
-                f"the {column} of row {number} is said to be at {start} to {stop} of {values.size} bytes"
-            )
         try:
-            return values[start:stop].tobytes().decode()
-        except ValueError as error:
+            text: str = getattr(self, f"{column}_bytes")[self._place(column, number)].tobytes().decode()
+        except UnicodeDecodeError as error:
             raise self.damaged(str(error)) from error
+        return text
 
-    def _range(self, kind: str, row: int, length: int) -> range:
-        self._check_row(row)
-        start, stop = getattr(self, f"{kind}_offsets")[row : row + 2].tolist()
-        if not 0 <= start <= stop <= length:
-            raise self.damaged(f"the {kind}s of row {row} are said to be {start} to {stop} of {length}")
-        return range(start, stop)
+    def _place(self, column: str, number: int) -> slice:
+        """Return where the parts, the members or the string of a row are; `number` as in `_text`."""
+        offsets, size = getattr(self, f"{column}_offsets"), getattr(self, OFFSETS[f"{column}_offsets"]).size
+        if not 0 <= number < len(offsets) - 1:
+            raise ValueError(f"row {number} of an index of {self.num_rows} rows")
+        start, stop = offsets[number : number + 2].tolist()
+        if not 0 <= start <= stop <= size:
+            raise self.damaged(f"the {column} of row {number} is said to be at {start} to {stop} of {size}")
+        return slice(start, stop)
 
     def _members_of(self, row: int) -> tuple[slice, list[str]]:
         """Return where the members of a row are, and the names of their fields."""
-        members = self._range("member", row, self.member_field.size)
-        mine = slice(members.start, members.stop)
+        mine = self._place("member", row)
         numbers = self.member_field[mine].tolist()
         if numbers and not 0 <= min(numbers) <= max(numbers) < len(self.fields):
             raise self.damaged(f"row {row} is said to have fields {numbers}, of {len(self.fields)}")
@@ -452,8 +443,8 @@ class Index(Columns):
         first, stop = self.part_offsets[rows], self.part_offsets[rows + 1]
         counts = stop - first
         if len(rows) and (first.min() < 0 or counts.min() < 0 or stop.max() > self.part_modality.size):
-            wrong = int(rows[np.flatnonzero((first < 0) | (counts < 0) | (stop > self.part_modality.size))[0]])
-            self.part_range(wrong)
+            for row in rows.tolist():
+                self.part_range(row)  # raises for one of them
         return first, counts
 
 
@@ -483,11 +474,6 @@ def _map(path: Path, lent: Lent | None) -> _Mapped | None:
         head = head_of(fd, KIND, TABLE_FORMAT)
         noted, values = is_noted(path, status), head.values
         if not noted:
-            for name, *_, media_root in (shard[:7] for shard in values["shards"] if "root" in values):
-                # Of a file that a user names no shard is outside of the folder that he names.
-                is_outside = "://" in name or "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/"))
-                if is_outside or media_root not in ("", "."):
-                    raise ValueError(f"the shard {name!r:.200} is not named by a path below the common folder")
             verify_body(fd, head)
         body = memoryview(mmap.mmap(fd, status.st_size, access=mmap.ACCESS_READ))[head.start :]
         end, own = len(body) - values.get("own", 0), None
@@ -520,9 +506,64 @@ def _as_given(path: str) -> frozenset[str]:
     return frozenset()
 
 
+def views(body: Buffer, size: TableSize) -> Columns:
+    """Return the columns of a body, read-only if the body is. Raises ValueError if it has another length."""
+    view, places = memoryview(body), size.places()
+    if view.nbytes != places[""].stop:
+        raise ValueError(f"a table of {size} has {places[''].stop} bytes, there are {view.nbytes}")
+    arrays = {name: np.frombuffer(view[places[name]], dtype) for name, (dtype, _, _) in LAYOUT.items()}
+    for name, width in WIDTHS.items():
+        arrays[name] = arrays[name].reshape(getattr(size, LAYOUT[name][1]), getattr(size, width))
+    return Columns(**arrays)
+
+
+def open_index(
+    urls: Sequence[str], recipe: Recipe, *, cache: CacheFolder | None = None, reading: Reading = PLAIN, first: int = 0
+) -> Index | None:
+    """Open the index that `build_index` made of these shards, or their first samples, under the recipe; None if there
+    is none. No shard is read.
+
+    Raises DamagedIndexError; StorageError; FunctionError if it was made with another function that had the same id.
+    """
+    try:
+        index = Index(index_path(urls, recipe.count_fingerprint(), cache or CacheFolder(), reading, first=first))
+    except FileNotFoundError:
+        return None
+    index.check_urls([identity(url) for url in (urls[: len(index.shards)] if first else urls)])
+    check_function_of(index.recipe, recipe)
+    return index
+
+
+def stored_description(recipe: Recipe) -> dict[str, Any]:
+    """Return what an index stores of its recipe: its description, and a digest of its function's source text."""
+    source = {} if recipe.record is None else {SOURCE: recipe.record.digest}
+    return recipe.describe() | source
+
+
+def check_function_of(recorded: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise FunctionError if the function of a recipe has another source text than that of the same id in the recorded
+    description of a recipe.
+    """
+    function, before = recipe.record, recorded.get(SOURCE)
+    if function is not None and before and function.digest and before != function.digest:
+        raise function.unfit(
+            f"has the record_id {function.id!r} of the function that indexed these shards, and another source text: "
+            "give it another record_id. If both return the same, build the index again: `orchdata index --again`"
+        )
+
+
+def index_path(
+    urls: Sequence[str], recipe: str, cache: CacheFolder, reading: Reading = PLAIN, *, first: int = 0
+) -> Path:
+    """Return the path of the index of these shards, or of their `first` samples, under a recipe fingerprint."""
+    only = [{"first": first}] if first else []
+    name = digest([TABLE_FORMAT, versions(), recipe, [identity(url) for url in urls], *reading.identity(), *only])
+    return cache.root / "index" / f"{name}.index"
+
+
 def content_fingerprint(shards: Iterable[ShardInfo], recipe: str) -> str:
     """Return the identity of an index of these shards under the recipe fingerprint; their folders do not count."""
-    return digest([versions.rules(), recipe, _contents(shards)])
+    return digest([versions(), recipe, _contents(shards)])
 
 
 def shards_fingerprint(shards: Iterable[ShardInfo]) -> str:
@@ -534,22 +575,14 @@ def shards_in_words(shards: Sequence[ShardInfo]) -> str:
     """Return how many shards there are, the first and last of them, and their bytes, for messages."""
     names = " to ".join(dict.fromkeys(basename(shard.url) for shard in (*shards[:1], *shards[-1:])))
     size = sum(shard.size for shard in shards)
-    return f"{counted(len(shards), 'shard')} ({names}), {size:,} bytes"
+    return f"{len(shards):,} shard{'s' * (len(shards) != 1)} ({names}), {size:,} bytes"
 
 
 def _contents(shards: Iterable[ShardInfo]) -> list[list[Any]]:
     return [
         [
-            *(basename(shard.url), shard.size, shard.checksum),
-            *([shard.columns] if shard.columns else []),
-            *([{"container": shard.container}] if shard.container else []),
-            *([{"reach": shard.reach}] if shard.reach else []),
-            *([{"key": shard.key}] if shard.key else []),
+            *(basename(shard.url), shard.size, shard.checksum, *filter(None, [shard.columns])),
+            *({name: value} for name in ("container", "reach", "key") if (value := getattr(shard, name))),
         ]
         for shard in shards
     ]
-
-
-def digest(value: object) -> str:
-    """Return a digest of a JSON-safe value, 32 hex digits."""
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()

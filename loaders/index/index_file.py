@@ -3,8 +3,6 @@
     Index --names below the common root of the paths--> FILE or URL --head--> IndexFile --copied--> index/<digest>.index
 
 It has the rows and columns of the index, so that it is the same file whoever writes it of the same data.
-
-In the cache folder: shards and a recipe -> the file of their index, without reading any shard.
 """
 
 from __future__ import annotations
@@ -23,20 +21,18 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 import pyarrow as pa
 
-from orchdata.loaders import versions
 from orchdata.loaders.errors import DamagedIndexError, MissingIndexError, StaleIndexError
-from orchdata.loaders.index.index import KIND, Index, Place, content_fingerprint, digest
-from orchdata.loaders.index.table import TableSize, TableWriter, Totals, sum_totals
-from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.shards.shard import PLAIN, Reading, ShardInfo
+from orchdata.loaders.index.index import KIND, Index, Place, content_fingerprint
+from orchdata.loaders.index.table import TABLE_FORMAT, TableSize, TableWriter, Totals, sum_totals
+from orchdata.loaders.recipe import digest
+from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.atomic import Buffer, opened, remove, replaced, status_of, write_at
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import Files
 from orchdata.loaders.storage.remote.objects import COPIED_AHEAD, in_order
-from orchdata.loaders.storage.remote.urls import identity, is_remote
+from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.sealed import body_start, finish, head_by, head_of
 from orchdata.loaders.storage.storage import FileVersion
-from orchdata.loaders.versions import TABLE_FORMAT
 
 _READ_BYTES: Final = 4 << 20
 _ATTEMPTS: Final = 3
@@ -261,56 +257,3 @@ def _make(file: IndexFile, files: Files, cache: CacheFolder, path: Path) -> None
                 raise DamagedIndexError(
                     file.url, "it was replaced or cut since the first rank looked at it: start again"
                 )
-
-
-SOURCE: Final = "record_source"
-
-
-def open_index(
-    urls: Sequence[str], recipe: Recipe, *, cache: CacheFolder | None = None, reading: Reading = PLAIN, first: int = 0
-) -> Index | None:
-    """Open the index that `build_index` made of these shards, or their first samples, under the recipe; None if there
-    is none. No shard is read.
-
-    Raises DamagedIndexError; StorageError; FunctionError if it was made with another function that had the same id.
-    """
-    try:
-        index = Index(index_path(urls, recipe.count_fingerprint(), cache or CacheFolder(), reading, first=first))
-    except FileNotFoundError:
-        return None
-    index.check_urls([identity(url) for url in (urls[: len(index.shards)] if first else urls)])
-    check_function_of(index.recipe, recipe)
-    return index
-
-
-def stored_description(recipe: Recipe) -> dict[str, Any]:
-    """Return what an index stores of its recipe: its description, and a digest of its function's source text."""
-    source = {} if recipe.record is None else {SOURCE: recipe.record.digest}
-    return recipe.describe() | source
-
-
-def check_function_of(recorded: Mapping[str, Any], recipe: Recipe) -> None:
-    """Raise FunctionError if the function of a recipe has another source text than that of the same id in the recorded
-    description of a recipe.
-    """
-    before = recorded.get(SOURCE)
-    if recipe.record is not None and before and recipe.record.digest and before != recipe.record.digest:
-        raise recipe.record.unfit(
-            f"has the record_id {recipe.record.id!r} of the function that these shards were indexed with, and another "
-            "source text: give it another record_id. If both return the same, build the index again with `orchdata "
-            "index --again`"
-        )
-
-
-def index_path(
-    urls: Sequence[str],
-    recipe: str,
-    cache: CacheFolder,
-    reading: Reading = PLAIN,
-    *,
-    first: int = 0,
-) -> Path:
-    """Return the path of the index of these shards, or of their `first` samples, under a recipe fingerprint."""
-    only = [{"first": first}] if first else []
-    name = digest([TABLE_FORMAT, versions.rules(), recipe, [identity(url) for url in urls], *reading.identity(), *only])
-    return cache.root / "index" / f"{name}.index"

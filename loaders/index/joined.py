@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DamagedIndexError, DataError
-from orchdata.loaders.index.index import Index, PartTable, digest, spread
+from orchdata.loaders.index.index import Index, PartTable, spread
 from orchdata.loaders.index.table import sum_totals
 from orchdata.loaders.modalities.modality import PartSize
-from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.recipe import Recipe, digest
 from orchdata.loaders.samples.members import Member
 
 Ints = NDArray[np.int64]

@@ -21,12 +21,11 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from orchdata.loaders import versions
 from orchdata.loaders.errors import FieldError
-from orchdata.loaders.index.index_file import SOURCE, check_function_of
+from orchdata.loaders.index.index import SOURCE, check_function_of
 from orchdata.loaders.limits import OF_MEDIA, scan_limits
 from orchdata.loaders.modalities.modality import PartSize
-from orchdata.loaders.recipe import Recipe, plain_fields
+from orchdata.loaders.recipe import Recipe, plain_fields, versions
 from orchdata.loaders.records import LeftOut
 from orchdata.loaders.samples.measure import Outline, Sizes, part_sizes, shape_of, writes_between
 from orchdata.loaders.samples.members import Member
@@ -36,9 +35,10 @@ from orchdata.loaders.shards.shard import Facts
 from orchdata.loaders.storage.atomic import Buffer, write_whole
 from orchdata.loaders.storage.sealed import read_sealed, seal
 from orchdata.loaders.unread_names import UnreadNames
-from orchdata.loaders.versions import KEPT_FORMAT
 
 _COMPRESSED_BYTES: Final = 64 << 10
+KEPT_FORMAT: Final = 2
+"""Layout of what is kept of one shard: facts, counts and costs. After an increase, it is made again."""
 
 
 def keep(path: str, kind: bytes, values: Mapping[str, Any], *bodies: Buffer | pa.Buffer) -> None:
@@ -146,7 +146,7 @@ class KeptCounts:
         limits, now = self._values.get("limits", {}), self._now[_TEXTS]
         self._is_lower = any(now[name] < limit for name, limit in limits.items() if name in now.keys() - OF_MEDIA)
         # Counts hold under other verdicts, refusals do not.
-        judged, counted = (a == b for a, b in zip(self._values.get("rules", (0, 0)), versions.rules(), strict=True))
+        judged, counted = (a == b for a, b in zip(self._values.get("rules", (0, 0)), versions(), strict=True))
         self._valid = {_TEXT: counted, _CHAT: counted, _LEFT_OUT: judged and counted, _FAILED: judged and counted}
         self._new = {name: SampleLists() for name in paths}
         self._codes = {name: code for code, name in enumerate(recipe.kinds)}
@@ -221,7 +221,7 @@ class KeptCounts:
                 values |= {
                     "limits": {each: max(most, before.get(each, most)) for each, most in self._now[name].items()},
                     "source": record.digest if record is not None and record.digest else "",
-                    "rules": versions.rules(),
+                    "rules": versions(),
                     "modalities": [*self._codes],
                     "names": self._names.numbers(),
                     "failed": self._failed,

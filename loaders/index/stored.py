@@ -26,7 +26,6 @@ from orchdata.loaders.modalities.modality import PartSize, counts_from_header, r
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import ADDED_FIELDS, RECORD_FIELD
 from orchdata.loaders.samples.compose import Composition, composition_of, text_members
-from orchdata.loaders.samples.measure import divided, num_tokens, unpacked
 from orchdata.loaders.samples.members import (
     Fields,
     KeptValue,
@@ -41,7 +40,16 @@ from orchdata.loaders.samples.members import (
 )
 from orchdata.loaders.samples.record import MadeSample, made_sample
 from orchdata.loaders.samples.sample import Sample, TextPart, decode_sample
-from orchdata.loaders.samples.spans import SizeOf, SizesInTurn, Span, TextSpan, Window
+from orchdata.loaders.samples.spans import (
+    SizeOf,
+    SizesInTurn,
+    Span,
+    TextSpan,
+    Window,
+    divided,
+    num_tokens,
+    unpacked,
+)
 from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.fields import NAMED
 from orchdata.loaders.shards.open import NO_CONTAINERS, OpenShards
@@ -64,6 +72,8 @@ _LOOKED_AT: Final = 32
 class StoredSample:
     """One row of the index, with access to its bytes; with `whole`, the sample whose first piece it is."""
 
+    _made_sample: MadeSample | None = None
+
     def __init__(self, index: Index, shards: OpenShards, row: int, *, whole: bool = False) -> None:
         self.row = row
         self._rows = index.rows_of_sample(row)
@@ -76,16 +86,18 @@ class StoredSample:
         self._shards = shards
         self._name = (index.fingerprint, index.build_id, self._rows.start)
         self._is_undivided = whole or len(self._rows) == 1
-        # The range of a piece's text, if it can be tokenized alone.
-        self._window: Window | None = None
-        begins = index.text_start
-        if not self._is_undivided and begins[row] >= 0:
-            start, skipped = unpacked(int(begins[row]))
-            stop = None if row + 1 == self._rows.stop else unpacked(int(begins[row + 1]))[0]
-            self._window = Window(start, stop, skipped, int(index.llm_tokens[row]))
         needs_whole_text = not self._is_undivided and self._window is None
-        self._made_sample: MadeSample | None = None
         self._cached: list[list[Span]] | None = shards.texts.get(self._name) if needs_whole_text else None
+
+    @cached_property
+    def _window(self) -> Window | None:
+        """The range of a piece's text; None if it cannot be tokenized alone."""
+        row, begins = self.row, self._index.text_start
+        if begins[row] < 0:
+            return None
+        start, skipped = unpacked(int(begins[row]))
+        stop = None if row + 1 == self._rows.stop else unpacked(int(begins[row + 1]))[0]
+        return Window(start, stop, skipped, int(self._index.llm_tokens[row]))
 
     @property
     def piece(self) -> int:
@@ -179,8 +191,7 @@ class StoredSample:
     def _places(self, recipe: Recipe, *, text: bool, parts: Iterable[int] | None, kept: bool) -> dict[int, Spec]:
         """Return where the members to read are."""
         before: tuple[int, ...] = ()
-        count = len(self.members)
-        wanted = {self._index.member_of(part, count) for part in (self.parts if parts is None else parts)}
+        wanted = {self.member_of(part) for part in (self.parts if parts is None else parts)}
         if kept:
             uses = uses_of(self.members, recipe)
             wanted.update(uses.kept, uses.records, uses.made)
@@ -395,10 +406,8 @@ def read_ahead(
     _check_room(sum(size for _, _, ranges in by_shard.values() for _, size, _, _ in ranges))
     reading: list[object] = []
     for info, recipe, ranges in by_shard.values():
-        try:
+        with suppress(ShardError):
             reading.append(shards.get(info.url, info, recipe.record).expect(ranges))
-        except ShardError:
-            continue
     return reading
 
 

@@ -5,8 +5,8 @@
 A row is a sample, or one piece of a split sample; pieces follow each other.
 
 The body does not contain positions of its columns, so no value can make a reader leave it; offsets into other columns
-are checked when they are used. `views` makes arrays of a body in memory or mapped; `TableWriter` writes one of any
-size, table by table, in bounded memory.
+are checked when they are used. `index.views` makes arrays of a body; `TableWriter` writes one of any size, table by
+table, in bounded memory.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ OFFSETS: Final = {
     "member_offsets": "member_field",
     **{f"{name}_offsets": f"{name}_bytes" for name in STRINGS},
 }
+TABLE_FORMAT = 1
+"""Version of the layout: after an increase, an index of an older one is made again."""
 _ALIGNMENT = 8
 MOST_BYTES = 1 << 60
 """Larger than any file."""
@@ -158,17 +160,6 @@ def pack(columns: Columns) -> bytes:
         if padding := -values.nbytes % _ALIGNMENT:
             pieces.append(bytes(padding))
     return b"".join(pieces)
-
-
-def views(body: Buffer, size: TableSize) -> Columns:
-    """Return the columns of a body, read-only if the body is. Raises ValueError if it has another length."""
-    view, places = memoryview(body), size.places()
-    if view.nbytes != places[""].stop:
-        raise ValueError(f"a table of {size} has {places[''].stop} bytes, there are {view.nbytes}")
-    arrays = {name: np.frombuffer(view[places[name]], dtype) for name, (dtype, _, _) in LAYOUT.items()}
-    for name, width in WIDTHS.items():
-        arrays[name] = arrays[name].reshape(getattr(size, LAYOUT[name][1]), getattr(size, width))
-    return Columns(**arrays)
 
 
 class TableWriter:

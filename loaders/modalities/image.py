@@ -275,21 +275,23 @@ class ImagePreprocessor(ImageFiles):
         """
         from orchdata.loaders.modalities.image_decode import is_avx, resized, to_rgb, upright_pixels
 
-        target = (grid[1] * self.patch_size, grid[0] * self.patch_size)
-
-        def least_of(width: int, height: int) -> tuple[int, int] | None:
-            extent = self.count_header((width, height), limits).extent
-            if extent != tuple(grid):
-                raise DecodeError(
-                    f"decoded to {width} x {height} pixels, {extent[0]} x {extent[1]} patches; the index says "
-                    f"{grid[0]} x {grid[1]} patches: index again"
-                )
-            return target if self.draft else None
-
         # Of a plain JPEG to be resized, vectors handle four bytes per pixel faster, torch on ARM only three.
         colours = "RGBX" if self.resizer == "pillow" or is_avx() else "RGB"
-        pixels = upright_pixels(data, limits, partial(to_rgb, alpha=self.alpha), least_of, colours)
-        return resized(pixels, target, self.resizer, self.resample)
+        convert, least = partial(to_rgb, alpha=self.alpha), partial(self._least, grid, limits)
+        pixels = upright_pixels(data, limits, convert, least, colours)
+        return resized(pixels, (grid[1] * self.patch_size, grid[0] * self.patch_size), self.resizer, self.resample)
+
+    def _least(self, grid: tuple[int, ...], limits: Limits, width: int, height: int) -> tuple[int, int] | None:
+        """Return the size below which a picture is not scaled while it is decoded, or None. Raises DecodeError for one
+        of another grid.
+        """
+        high, wide = self.count_header((width, height), limits).extent
+        if (high, wide) != tuple(grid):
+            raise DecodeError(
+                f"decoded to {width} x {height} pixels, {high} x {wide} patches; the index says {grid[0]} x {grid[1]} "
+                "patches: index again"
+            )
+        return (wide * self.patch_size, high * self.patch_size) if self.draft else None
 
     def extras(self, sizes: Sequence[PartSize]) -> Mapping[str, NDArray[Any]]:
         """grid_hw: int32 (num_images, 2), patches along height and width."""

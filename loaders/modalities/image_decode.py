@@ -35,13 +35,16 @@ from orchdata.loaders.environment import way_out
 from orchdata.loaders.errors import DecodeError, PackageError, as_failure, one_line, package_error, pass_trouble
 from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.modality import Header, check_pixels, starts_with
-from orchdata.loaders.scratch import Scratch
+from orchdata.loaders.modalities.modality import Header, Scratch, check_pixels, check_size, starts_with
 from orchdata.native.decoding import channel_table
 
 Pixels = NDArray[np.uint8]
 Size = tuple[int, int]  # (width, height), as in Pillow
 
+Payload = bytes | memoryview
+_Convert = Callable[[Image.Image], Image.Image]
+_LeastOf = Callable[[int, int], Size | None]
+_JPEG: Final = b"\xff\xd8\xff"
 _PNG: Final = b"\x89PNG\r\n\x1a\n"
 _ORIENTATION: Final = 0x0112
 _SIXTEEN_BIT: Final = ("I;16", "I;16L", "I;16B", "I;16N")
@@ -179,7 +182,7 @@ def _check_jpeg(data: bytes) -> None:
 @as_failure(DecodeError, "damaged image", before=pass_pillow)
 def probe_image(data: bytes, limits: Limits) -> Header:
     """Return (width, height) as displayed, from Pillow. Raises DecodeError."""
-    if data.startswith(b"\xff\xd8\xff"):
+    if data.startswith(_JPEG):
         _check_jpeg(data)
     try:
         with quiet_pillow(), open_image(data) as image:
@@ -231,11 +234,7 @@ def load_rgb(data: bytes | memoryview, limits: Limits) -> tuple[Pixels, object]:
 
 
 def upright_pixels(
-    data: bytes | memoryview,
-    limits: Limits,
-    convert: Callable[[Image.Image], Image.Image],
-    least_of: Callable[[int, int], Size | None] = lambda *_: None,
-    colours: str = "RGB",
+    data: Payload, limits: Limits, convert: _Convert, least_of: _LeastOf = lambda *_: None, colours: str = "RGB"
 ) -> Pixels:
     """Return upright pixels (height, width, channels), C-contiguous. Raises DecodeError. The memory may be this
     thread's scratch; its next image overwrites it. `convert` makes anything but a plain JPEG RGB. `least_of` takes the
@@ -250,43 +249,15 @@ def upright_pixels(
 
 
 @as_failure(DecodeError, "damaged image", before=pass_pillow)
-def _upright_pixels(
-    data: bytes | memoryview,
-    limits: Limits,
-    convert: Callable[[Image.Image], Image.Image],
-    least_of: Callable[[int, int], Size | None],
-    colours: str,
-) -> Pixels:
-    def checked(stored: Size, orientation: int) -> Size | None:
-        """Return the size, as stored, to which it may be scaled while decoding; None for no scaling."""
-        turned = orientation in (5, 6, 7, 8)
-        width, height = reversed(stored) if turned else stored
-        check_pixels(width, height, limits)
-        if width < 1 or height < 1:
-            raise DecodeError(f"damaged image: {width} x {height} pixels")
-        least = least_of(width, height)
-        return (least[1], least[0]) if least is not None and turned else least
-
-    def by_pillow(image: ImageFile.ImageFile) -> tuple[Pixels, int]:
-        # Check the size limits before decoding. Pillow gives TIFF sizes as displayed, others as stored.
-        check_pixels(image.width, image.height, limits)
-        image.load()
-        orientation = image.getexif().get(_ORIENTATION, 1)
-        checked(image.size, orientation)
-        return np.asarray(convert(image)), orientation
-
+def _upright_pixels(data: Payload, limits: Limits, convert: _Convert, least_of: _LeastOf, colours: str) -> Pixels:
     try:
         # Pillow decodes all formats but JPEG, and a JPEG that libjpeg-turbo cannot read.
-        if data[:3] != b"\xff\xd8\xff":
-            data = bytes(data)
-            if data.startswith(_PNG):
-                _check_png(data)
-            pixels, orientation = by_pillow(open_image(data))
-        elif (header := read_jpeg_header(data)) is None:
-            pixels, orientation = by_pillow(JpegImagePlugin.JpegImageFile(io.BytesIO(data)))
+        header = read_jpeg_header(data) if data[:3] == _JPEG else None
+        if header is None:
+            pixels, orientation = _by_pillow(bytes(data), limits, convert, least_of)
         else:  # a JPEG of colours, or of inks
             orientation = jpeg_orientation(data)
-            least = checked((header.width, header.height), orientation)
+            least = _least_stored((header.width, header.height), orientation, limits, least_of)
             has_inks = header.colours in ("CMYK", "YCCK")
             pixels = decode_jpeg(data, header, "CMYK" if has_inks else colours, least)
             if has_inks:
@@ -296,6 +267,26 @@ def _upright_pixels(
         raise too_large(error, limits) from None
     turn = _UPRIGHT.get(orientation)
     return np.ascontiguousarray(pixels if turn is None else turn(pixels))
+
+
+def _by_pillow(data: bytes, limits: Limits, convert: _Convert, least_of: _LeastOf) -> tuple[Pixels, int]:
+    """Return pixels as stored, and their orientation. Size limits are checked before decoding."""
+    if data.startswith(_PNG):
+        _check_png(data)
+    image = JpegImagePlugin.JpegImageFile(io.BytesIO(data)) if data[:3] == _JPEG else open_image(data)
+    check_pixels(image.width, image.height, limits)
+    image.load()
+    orientation = image.getexif().get(_ORIENTATION, 1)  # Pillow gives TIFF sizes as displayed, others as stored
+    _least_stored(image.size, orientation, limits, least_of)
+    return np.asarray(convert(image)), orientation
+
+
+def _least_stored(stored: Size, orientation: int, limits: Limits, least_of: _LeastOf) -> Size | None:
+    """Check a size; return that, as stored, to which it may be scaled while decoding, or None for no scaling."""
+    width, height = stored[::-1] if orientation in (5, 6, 7, 8) else stored
+    check_size(width, height, limits)
+    least = least_of(width, height)
+    return (least[1], least[0]) if least is not None and orientation in (5, 6, 7, 8) else least
 
 
 def _check_png(data: bytes) -> None:
@@ -415,8 +406,6 @@ _END: Final = b"\xff\xd9"
 # Segments that decoding needs: frame, Huffman and quantisation tables, restart interval, Adobe's colour transform.
 _NEEDED: Final = frozenset({*range(0xC0, 0xD0), 0xDB, 0xDD, 0xEE, 0xE0})
 _START_OF_SCAN: Final = 0xDA
-# Markers followed by a length: all but start, end and restarts.
-_SEGMENTS: Final = frozenset({*range(0xC0, 0xD0), *range(0xDA, 0xFF)})
 
 _scratch = Scratch()
 
@@ -440,15 +429,8 @@ def read_jpeg_header(data: bytes | memoryview) -> JpegHeader | None:
 
 def jpeg_orientation(data: bytes | memoryview) -> int:
     """Return the EXIF orientation, as Pillow reads it; 1 if there is none."""
-    # Its marks are in the segments before the first scan; if anything else comes there, anywhere.
-    at, end = 2, len(data)
-    while at + 4 <= end and data[at] == 0xFF and data[at + 1] in _SEGMENTS:
-        if data[at + 1] == _START_OF_SCAN:
-            end = at
-            break
-        at += 2 + (data[at + 2] << 8 | data[at + 3])
-    head = bytes(data[:end])
-    if not any(mark in head for mark in _ORIENTATION_MARKS):
+    data = bytes(data)
+    if not any(mark in data for mark in _ORIENTATION_MARKS):
         return 1
     image = JpegImagePlugin.JpegImageFile(io.BytesIO(data))
     orientation = image.getexif().get(_ORIENTATION, 1)
@@ -462,44 +444,31 @@ def decode_jpeg(
     `colours` are "RGB", "RGBX" or "CMYK" (only for a CMYK picture; Adobe's inversion is undone). The memory belongs to
     this thread; its next call overwrites it. Raises DecodeError for a damaged picture.
     """
-    try:
-        return _decode(data, header, colours, least)
-    except ValueError as error:
-        warning = str(error)
-    data = bytes(data)
-    # A flaw around the scan hides those in it: decode again, just as strictly, without the bytes with the flaw.
-    try:
-        if _HEADER_WARNING.search(warning) is not None:
-            return _decode(without_extras(data), header, colours, least)
-        if _TRAILING.search(warning) is not None and (picture := without_padding(data)) != data:
-            return _decode(picture, header, colours, least)
-    except ValueError as error:
-        warning = str(error)
-    raise DecodeError(f"damaged JPEG: {warning.removeprefix('Corrupt JPEG data: ')}")
-
-
-def _decode(
-    data: bytes | memoryview, header: JpegHeader, colours: str, least: tuple[int, int] | None
-) -> NDArray[np.uint8]:
     # Halvings only: other scales of n/8 take longer than full decoding.
     wide, high = least or (header.width, header.height)
     scale = next((n for n in (8, 4, 2) if header.width >= n * wide and header.height >= n * high), 1)
     width, height = -(-header.width // scale), -(-header.height // scale)
-    channels = 3 if colours == "RGB" else 4
-    pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(
-        data,
-        colours,
-        min_width=width if scale > 1 else 0,
-        min_height=height if scale > 1 else 0,
-        buffer=_scratch.take(height * width * channels),
-    )
+    how: dict[str, Any] = {"min_width": width, "min_height": height} if scale > 1 else {}
+    how["buffer"] = _scratch.take(height * width * (3 if colours == "RGB" else 4))
+    for is_mended in (False, True):
+        try:
+            pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(data, colours, **how)
+            break
+        except ValueError as error:
+            warning = str(error)
+        # A flaw around the scan hides those in it: decode again, just as strictly, without the bytes with the flaw.
+        given = bytes(data)
+        data = without_extras(given) if _HEADER_WARNING.search(warning) else given
+        data = without_padding(given) if _TRAILING.search(warning) else data
+        if is_mended or data == given:
+            raise DecodeError(f"damaged JPEG: {warning.removeprefix('Corrupt JPEG data: ')}")
     if colours == "CMYK":  # Adobe's files store ink inverted; all CMYK files are treated as such
         np.bitwise_not(pixels, out=pixels)
     return pixels
 
 
 def without_extras(data: bytes) -> bytes:
-    """Return the JPEG without the data before its first scan that decoding does not need. Raises ValueError if cut."""
+    """Return the JPEG without the data before its first scan that decoding does not need; itself without a scan."""
     kept = [b"\xff\xd8"]
     at = 2
     while at + 4 <= len(data):
@@ -512,7 +481,7 @@ def without_extras(data: bytes) -> bytes:
         if marker in _NEEDED:
             kept.append(data[at:end])
         at = end
-    raise ValueError("no start of scan")
+    return data
 
 
 def without_padding(data: bytes) -> bytes:

@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import inspect
 import io
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import Field, is_dataclass
 from dataclasses import fields as dataclass_fields
-from math import inf, isfinite
+from functools import lru_cache
+from math import inf, isfinite, prod
 from typing import Any, Final, Literal, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.errors import DecodeError, FieldError, as_field_error
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.memory import pass_shortage
+from orchdata.loaders.memory import DECODER_BYTES, pass_shortage, room
 from orchdata.native.scan import FOUND, MORE, UNUSUAL
 
 Header = tuple[int, ...]
@@ -153,10 +154,6 @@ class Modality:
         """Create what counting and decoding keep in a process, such as tables or a model. Called after the import of
         `required_modules`, before the first sample and possibly again; an exception ends the run.
         """
-
-    def _set_up_counting(self) -> None:
-        """`set_up_process`, in a process that may decode nothing: without what only decoding needs and takes long."""
-        self.set_up_process()
 
     def arrays(self) -> Mapping[str, ArraySpec]:
         """Return name -> array that every part fills."""
@@ -316,7 +313,7 @@ class Modality:
 
     def parameters(self) -> dict[str, Any]:
         """Its dataclass fields, JSON-safe. Raises TypeError for a field without a JSON form."""
-        return dataclass_values(self, "the recipe's fingerprint", "parameters()")
+        return dataclass_values(self)
 
     def row_bytes(self, itemsize: int = 0) -> int:
         """Memory of one row of all its arrays, with at least `itemsize` bytes a value."""
@@ -334,15 +331,10 @@ class TakesRng(NamedTuple):
     decode_into: bool
 
 
-_TAKES_RNG: Final[WeakKeyDictionary[type[Modality], TakesRng]] = WeakKeyDictionary()
-
-
-def takes_rng(kind: type[Modality]) -> TakesRng:
-    """Return which methods of a class have a parameter `rng`; looked up once per class. Raises TypeError if `decode`
-    has one, and an overridden `decode_into`, which calls it, has none.
+def _takes_rng(kind: type[Modality]) -> TakesRng:
+    """Return which methods of a class have a parameter `rng`. Raises TypeError if `decode` has one, and an overridden
+    `decode_into`, which calls it, has none.
     """
-    if kind in _TAKES_RNG:
-        return _TAKES_RNG[kind]
     found = TakesRng(False, False)
     for name in TakesRng._fields:
         with suppress(ValueError, TypeError):  # some functions of extension modules have no signature
@@ -351,29 +343,66 @@ def takes_rng(kind: type[Modality]) -> TakesRng:
         raise TypeError(
             f"{kind.__qualname__}.decode has a parameter rng, but its decode_into has none to pass on: add it there"
         )
-    _TAKES_RNG[kind] = found
     return found
 
 
-def decode_into(
+takes_rng: Final[Callable[[type[Modality]], TakesRng]] = lru_cache(maxsize=256)(_takes_rng)  # type: ignore[assignment]
+
+
+def decode_part(
     modality: Modality,
     data: bytes | memoryview,
     size: PartSize,
     out: Mapping[str, NDArray[Any]],
     limits: Limits,
-    rng: np.random.Generator | None,
+    field: str,
+    generator: Callable[[], np.random.Generator],
 ) -> None:
-    """Call `Modality.decode_into`, with the generator where its class asks for one. Raises what it raises."""
-    method: Any
+    """Decode one part into the given arrays, as `Modality.decode_into`; each call of a decoder is here. `generator` is
+    called only if the modality draws. Raises FieldError; MemoryError for lack of memory, and for any failure that may
+    be that in a process with its own memory limit.
+    """
     takes = takes_rng(type(modality))
-    if rng is None or not any(takes):
-        modality.decode_into(data, size, out, limits)
-    elif takes.decode_into:
-        method = modality.decode_into
-        method(data, size, out, limits, rng=rng)
-    else:
-        method = modality.decode
-        copy_into(modality, method(data, limits, rng=rng), out)
+    decode: Any = modality.decode_into if takes.decode_into else modality.decode
+    try:
+        if not any(takes) or not modality.draws():
+            modality.decode_into(data, size, out, limits)
+        elif takes.decode_into:
+            decode(data, size, out, limits, rng=generator())
+        else:
+            copy_into(modality, decode(data, limits, rng=generator()), out)
+    except Exception as error:  # noqa: BLE001 - any exception of a decoder is a failure of its part
+        doubt = _doubt(error, modality, data, size, limits)
+        failure = error.at(field) if isinstance(error, DecodeError) else as_field_error(error, "decoded", field)
+        cause = error.__cause__ if isinstance(error, DecodeError) else error
+        raise FieldError(failure.field, failure.reason + doubt) from cause
+
+
+_LEAST_BYTES: Final = 1 << 26
+"""Memory that a decoder may take for data of any size."""
+
+
+def _doubt(error: Exception, modality: Modality, data: bytes | memoryview, size: PartSize, limits: Limits) -> str:
+    """Return a remark if less memory is left than a decoder may need for a part of this size; else "". Raises
+    MemoryError in a process with its own memory limit: other processes then decode the sample alone.
+    """
+    left = room()
+    if left is None:
+        return ""
+    need_bytes = DECODER_BYTES
+    if counts_from_header(modality):
+        try:
+            header = read_header(type(modality), len(data), lambda count: bytes(data[:count]), limits)
+            need_bytes = _LEAST_BYTES + 4 * modality.decoding_bytes(((header, size),))
+        except MemoryError:
+            raise
+        except Exception:  # noqa: BLE001, S110 - `error` is reported already
+            pass
+    if left.is_own:
+        pass_shortage(error, need_bytes)
+    if left.left_bytes >= need_bytes:
+        return ""
+    return f" (or for lack of memory: {left.left_bytes} bytes are left under {left.limit})"
 
 
 def copy_into(modality: Modality, arrays: Mapping[str, Any], out: Mapping[str, NDArray[Any]]) -> None:
@@ -416,10 +445,9 @@ def names_no_counts(kind: type[Modality]) -> frozenset[str]:
     itself.
     """
     for base in kind.__mro__:
-        own = vars(base)
-        if "no_counts" in own:
-            return frozenset(own["no_counts"])
-        if any(name in own for name in _COUNTING):
+        if "no_counts" in vars(base):
+            return frozenset(base.no_counts)  # type: ignore[attr-defined]
+        if not vars(base).keys().isdisjoint(_COUNTING):
             return frozenset()
     return frozenset()
 
@@ -441,44 +469,36 @@ def qualified(kind: type[Any]) -> str:
     return f"{module}.{kind.__qualname__}"
 
 
-def dataclass_values(value: object, identity: str, method: str) -> dict[str, Any]:
-    """Return the dataclass fields of a value, JSON-safe. Raises TypeError for a field without a JSON form, which names
-    `identity`, what the fields are part of, and the `method` that a subclass may override.
-    """
+def dataclass_values(value: object) -> dict[str, Any]:
+    """Return the dataclass fields of a value, JSON-safe. Raises TypeError for a field without a JSON form."""
     own: tuple[Field[Any], ...] = dataclass_fields(value) if is_dataclass(value) else ()
     kind = type(value)
     hidden = [name for name in vars(value) if name not in {each.name for each in own} and not hasattr(kind, name)]
     if hidden:
         raise TypeError(
-            f"{kind.__qualname__} is no dataclass, so that {identity} would not see its {', '.join(hidden)}: make it "
-            f"a frozen dataclass, or override {method}"
+            f"{kind.__qualname__} is no dataclass, so that no fingerprint would see its {', '.join(hidden)}: make it a "
+            "frozen dataclass, or override the method that describes it"
         )
-    return {
-        each.name: plain(getattr(value, each.name), f"{kind.__qualname__}.{each.name}", identity, method)
-        for each in own
-        if NOT_DESCRIBED not in each.metadata
-    }
+    described = [each.name for each in own if NOT_DESCRIBED not in each.metadata]
+    return {name: plain(getattr(value, name), f"{kind.__qualname__}.{name}") for name in described}
 
 
-def plain(value: Any, name: str, identity: str = "the recipe's fingerprint", method: str = "parameters()") -> Any:
-    """Return a value in JSON form, the same in every process. Raises TypeError, as `dataclass_values`."""
+def plain(value: Any, name: str) -> Any:
+    """Return a value in JSON form, the same in every process. Raises TypeError for one that has none."""
     if isinstance(value, float) and not isfinite(value):
         return str(value)  # NaN does not even equal itself
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, tuple | list):
-        return [plain(item, name, identity, method) for item in value]
+        return [plain(item, name) for item in value]
     if isinstance(value, Mapping):
-        return {str(key): plain(item, name, identity, method) for key, item in value.items()}
+        return {str(key): plain(item, name) for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        own = {
-            each.name: plain(getattr(value, each.name), f"{name}.{each.name}", identity, method)
-            for each in dataclass_fields(value)
-        }
+        own = {each.name: plain(getattr(value, each.name), f"{name}.{each.name}") for each in dataclass_fields(value)}
         return {"class": qualified(type(value)), **own}
     raise TypeError(
-        f"{name} is a {type(value).__name__}, which {identity} cannot contain: use numbers, strings, tuples and frozen "
-        f"dataclasses, or override {method}"
+        f"{name} is a {type(value).__name__}, which no fingerprint can hold: use numbers, strings, tuples and frozen "
+        "dataclasses, or override the method that describes it"
     )
 
 
@@ -612,3 +632,33 @@ def _scan_one(kind: type[Modality], size: int, data: bytes) -> tuple[int, Header
     one = np.array([0, len(data), size], np.int64)
     kind.scan(Heads(view, one[:1], one[1:2], one[2:], rest, facts))
     return int(rest[0]), tuple(facts[0].tolist())
+
+
+# A thread keeps at most this much between samples; a larger buffer is freed with its sample.
+_KEPT_BYTES = 64 << 20
+_LINE_BYTES = 64
+
+
+class Scratch(threading.local):
+    """One buffer per thread, kept between samples, for decoders. The thread's next `take` overwrites the result of the
+    previous one.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = np.empty(0, np.uint8)
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return uninitialized bytes (num_bytes,), aligned to a cache line of the CPU, as torch's memory is."""
+        if num_bytes <= len(self._buffer):
+            return self._buffer[:num_bytes]
+        is_kept = num_bytes <= _KEPT_BYTES
+        # A power of two: samples that grow a little do not each allocate fresh pages.
+        size = max(1 << 20, 1 << (num_bytes - 1).bit_length()) if is_kept else num_bytes
+        memory = np.empty(size + _LINE_BYTES, np.uint8)
+        first = -memory.ctypes.data % _LINE_BYTES
+        self._buffer = memory[first : first + size] if is_kept else self._buffer
+        return memory[first : first + num_bytes]
+
+    def floats(self, *shape: int) -> NDArray[np.float32]:
+        """Return uninitialized float32 of `shape`."""
+        return self.take(4 * prod(shape)).view(np.float32).reshape(shape)

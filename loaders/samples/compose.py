@@ -1,34 +1,31 @@
 """Members and texts of a sample -> its spans in order: text with token ids, and slots of media.
 
-The indexer and the decoder both use this module, so decoding yields what the index says.
+The indexer and the decoder both use this module, so decoding yields what the index says. Checked is that the sample's
+words are read, that its media are those that its texts name, in their places, and that no mark is left over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.field_names import VALUE
-from orchdata.loaders.modalities.modality import outer_of
+from orchdata.loaders.modalities.builtin import BUILTINS
+from orchdata.loaders.modalities.modality import Modality, outer_of
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import ADDED_FIELDS
-from orchdata.loaders.samples.agreement import (
-    NO_RECORD,
-    OWN_LAYOUT,
-    SEVERAL_TEXTS,
-    check_context,
-    check_marks,
-    check_media_order,
-    check_named,
-    check_one_text,
-    check_unfit,
-    check_unread,
-    has_length,
-    unplaced,
-    value_of,
+from orchdata.loaders.samples.members import (
+    Fields,
+    Member,
+    Payloads,
+    is_made,
+    json_value,
+    named_modality,
+    stem,
+    uses_of,
 )
-from orchdata.loaders.samples.members import Fields, Member, Payloads, is_made, named_modality, stem, uses_of
 from orchdata.loaders.samples.record import MadeSample, made_sample
 from orchdata.loaders.samples.spans import Placed, SizeOf, Span, WholeWriter, spans_in_stretches
 from orchdata.loaders.shards.jsonl.named_media import FILE_NAMES
@@ -38,6 +35,7 @@ from orchdata.loaders.text.conversation import (
     Document,
     document_of,
     document_of_fields,
+    is_whole,
     named_in,
     parse_json,
     why_unread,
@@ -45,16 +43,44 @@ from orchdata.loaders.text.conversation import (
 from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.loaders.text.messages import (
     CHAT_KEYS,
+    HARMLESS,
     PAIR_KEYS,
+    Chat,
+    check_record,
+    has_strings,
     is_chat_context,
     is_record,
+    is_wrong,
+    kind_of,
+    phrases,
+    says,
     shown,
     split_placeholders,
 )
+from orchdata.loaders.text.preprocessor import TEXT_FIELDS
 from orchdata.loaders.text.rendering import render_chat
-from orchdata.loaders.text.template import Placeholder, Segment, TextSegment, render
+from orchdata.loaders.text.template import (
+    NOT_DECODED,
+    Placeholder,
+    Segment,
+    TextSegment,
+    holds_mark,
+    is_part,
+    media_marks,
+    render,
+    words_of_media,
+)
 from orchdata.loaders.unread_names import REJECTED, is_empty, name_of_member, names_of_record
 
+NO_RECORD: Final = "Recipe.record returned a record that cannot be used"
+RENAMED: Final = "ShardDataset(columns={old name: new name}) renames a field"
+SEVERAL_TEXTS: Final = (
+    "Recipe(record=...) reads all; a key ends at the first dot of a file's name: if they are several samples, rename "
+    "the files without further dots"
+)
+LAST_DOT: Final = ', or pass ShardDataset(key="last_dot"), --key last_dot'
+"""Follows SEVERAL_TEXTS if all samples of the shard then have the same fields."""
+OWN_LAYOUT: Final = "Recipe(record=...), a function of yours, reads data in a layout of its own (docs/layouts.md)"
 _SHOWN_KEYS = 8
 _MARK_BYTES = 16
 """A text of more bytes is no placeholder alone."""
@@ -118,10 +144,7 @@ def composition_of(
         made = made_sample(fields)
     if made is not None:
         fields = fields._replace(uses=fields.uses._replace(media=made.media))
-        segments, is_chat, record = _made_segments(made, fields)
-        used, records = list(range(len(members))), [record]
-    else:
-        used, segments, is_chat, records = _segments(fields)
+    used, segments, is_chat, records = _segments(fields) if made is None else _made_segments(made, fields)
     media, made_record = fields.uses.media, None if made is None else made.record
     has_media = any(media.values())
     if not used and not has_media:
@@ -129,24 +152,16 @@ def composition_of(
     where = members[used[0]].field if used and made is None else "*"
     leading = unplaced(media, segments, where, recipe)
     if recipe.text.marks == "refuse":
-
-        def said() -> Any:  # the values that a chat is from
-            return [fields.json_or_text(at) for at in used] if made is None else made.record
-
-        check_marks(segments, said if is_chat else None, where, recipe, next_to_media=has_media)
-    if not has_media:  # then no placeholder is left
-        texts_alone = cast("list[Placed]", segments)
-        return Composition(texts_alone, [], used, is_chat, where, {}, made_record, records)
+        check_marks(segments, used, made_record, where, fields, is_chat=is_chat)
     parts = [(modality, member) for modality in leading for member in media[modality]]
     ordered: list[Placed] = [*parts]
     queues = {modality: iter(indices) for modality, indices in media.items() if modality not in leading}
     items: dict[int, Mapping[str, Any]] = {}
     for segment in segments:
         if isinstance(segment, Placeholder):
-            index = next(queues[segment.modality])
-            parts.append((segment.modality, index))
+            parts.append((segment.modality, next(queues[segment.modality])))
             ordered.append(parts[-1])
-            items[index] = segment.about
+            items[parts[-1][1]] = segment.about
         else:
             ordered.append(segment)
     return Composition(ordered, parts, used, is_chat, where, items, made_record, records)
@@ -216,7 +231,9 @@ def _segments(fields: Fields) -> tuple[list[int], list[Segment], bool, list[Read
     # A conversation: in fields of the sample together, or in one of its members.
     values: dict[int, Any] = {}
     documents: dict[int, Document] = {}
-    used, document, records = _record_of_fields(fields)
+    used, document, records = list[int](), None, list[ReadRecord]()
+    if isinstance(recipe.text.template, JinjaTemplate) and not uses.json:
+        used, document, records = _record_of_fields(fields)
     if document is None and (uses.json or uses.other_text):
         for index in uses.json:
             values[index], documents[index] = _document(fields, index)
@@ -233,7 +250,8 @@ def _segments(fields: Fields) -> tuple[list[int], list[Segment], bool, list[Read
     if document is None:
         if len(uses.plain) > 1:
             check_one_text(fields, uses.plain)
-        check_unfit(uses.unfit, fields)
+        if uses.unfit:
+            check_unfit(uses.unfit, fields)
         for each in documents.values():
             missing = {name: names for name, names in each.named.items() if not uses.media.get(name)}
             check_named(missing, fields, exactly=False)
@@ -255,8 +273,8 @@ def _learns(segments: Sequence[Segment]) -> bool:
     return any(isinstance(each, TextSegment) and each.loss and each.text.strip() for each in segments)
 
 
-def _made_segments(made: MadeSample, fields: Fields) -> tuple[list[Segment], bool, ReadRecord]:
-    """Return the segments of the user's record, whether it is a chat, and the record."""
+def _made_segments(made: MadeSample, fields: Fields) -> tuple[list[int], list[Segment], bool, list[ReadRecord]]:
+    """As `_segments`, of the user's record; it is from all members."""
     recipe = fields.recipe
     try:
         document = document_of(made.record, recipe.rules)
@@ -272,21 +290,20 @@ def _made_segments(made: MadeSample, fields: Fields) -> tuple[list[Segment], boo
         reason = why_unread(left, recipe.rules) or (document.text is None and "it has neither a text nor a chat")
         if reason:
             raise FieldError("*", f"{NO_RECORD}: {reason}")
-    return segments, document.is_chat, record
+    return [*range(len(fields.members))], segments, document.is_chat, [record]
 
 
 def _segments_of(document: Document, used: list[int], fields: Fields) -> list[Segment]:
     """Return the segments of what was read. `used` gets the fields that a template renders with a chat."""
-    rules, modalities, media = fields.recipe.rules, fields.recipe.modalities, fields.uses.media
-    chat, template = document.chat, rules.template
+    rules, chat = fields.recipe.rules, document.chat
+    template = rules.template
     if chat is None:
         texts = [*zip(document.completion or (), (False, True), strict=False)]
         if document.completion is None and document.text is not None:
             if isinstance(template, JinjaTemplate) and template.pairs:
                 raise FieldError(
                     fields.name(used[0]) if used else "*",
-                    "plain text, and the model reads a prompt and then its completion: "
-                    '{"prompt": ..., "completion": ...}',
+                    'plain text; the model reads a prompt and then its completion: {"prompt": ..., "completion": ...}',
                 )
             texts = [(document.text, True)]
         pieces = [(piece, loss) for text, loss in texts for piece in split_placeholders(text, rules.words.marks)]
@@ -299,7 +316,14 @@ def _segments_of(document: Document, used: list[int], fields: Fields) -> list[Se
         if context:
             check_context(chat, context, fields)
         return list(render(chat.messages, template))
-    # Render it under a jinja template, which gets the fields of its context.
+    return _rendered(chat, template, used, context, fields)
+
+
+def _rendered(
+    chat: Chat, template: JinjaTemplate, used: list[int], context: Sequence[int], fields: Fields
+) -> list[Segment]:
+    """Return the segments of a chat under a jinja template, which gets the fields of its context."""
+    rules, modalities, media = fields.recipe.rules, fields.recipe.modalities, fields.uses.media
     used += context
     try:
         chat = chat.with_context({stem(fields.name(at)): fields.json_or_text(at) for at in context})
@@ -316,10 +340,10 @@ def _segments_of(document: Document, used: list[int], fields: Fields) -> list[Se
 
 
 def _record_of_fields(fields: Fields) -> tuple[list[int], Document | None, list[ReadRecord]]:
-    """Read a record with fields as keys, such as the columns of a row: alpaca, or prompt and completion."""
+    """Read a record with fields as keys, such as the columns of a row, under a jinja template: alpaca, or prompt and
+    completion.
+    """
     uses, recipe = fields.uses, fields.recipe
-    if not isinstance(recipe.text.template, JinjaTemplate) or uses.json:
-        return [], None, []
     indices = sorted({*uses.other_text, *uses.chat_context})
     names = {stem(fields.name(index)): index for index in indices}
     if not is_record(names):
@@ -378,3 +402,191 @@ def _nothing_usable(fields: Fields) -> str:
     found = (", ".join(member.field for member in members) or "none") + (f" (keys {', '.join(keys)})" if keys else "")
     known = f"{', '.join([*recipe.modalities, 'text'])} (fields {', '.join(('json', *recipe.text.fields))})"
     return f"no usable field among: {found}; the recipe reads {known}; columns= renames fields, and {OWN_LAYOUT}"
+
+
+def check_context(chat: Chat, context: Sequence[int], fields: Fields) -> None:
+    """Raise FieldError if fields that belong to the conversation (a column of tools) say more than its turns."""
+    record = {stem(fields.name(index)): fields.json_or_text(index) for index in context}
+    try:
+        check_record(record, (), chat.texts)
+    except DecodeError as error:
+        raise error.at(", ".join(map(fields.name, context))) from None
+
+
+def check_unread(documents: Mapping[int, Document], used: Collection[int], fields: Fields) -> None:
+    """Raise FieldError if a sample without a text to learn has words that are neither read nor kept."""
+    members, texts, recipe, uses = fields
+    for index in uses.json:
+        document = documents[index]
+        record = json_value(members[index].field, texts[index])
+        if isinstance(record, dict):
+            read = document.text if index in used else None
+            record = {key: value for key, value in record.items() if key.lower() not in recipe.keep and value != read}
+        if index in uses.kept or (document.is_chat and not (isinstance(record, dict) and {*record} & {*CHAT_KEYS})):
+            continue  # turns alone
+        reason = why_unread(record, recipe.rules, is_chat=document.is_chat)
+        if reason is not None:
+            said = f"{NO_RECORD}: {reason}" if recipe.record is not None else f"{reason}; {RENAMED}, and {OWN_LAYOUT}"
+            raise FieldError(members[index].field, said)
+    json = {*uses.json, *used}
+    for index in uses.chat_context:
+        if index not in json and says(fields.json_or_text(index)):
+            raise FieldError(members[index].field, "belongs to a conversation, and the sample has none")
+    spare = [index for index in uses.spare if index in texts]
+    others = [index for index in (*uses.other_text, *spare) if index not in json and index not in uses.kept]
+    unread = [members[index].field for index in others if _has_words(fields, index)]
+    if unread:
+        field, *more = (name.removesuffix(WORDS_SUFFIX) for name in unread)
+        kept = tuple(stem(name) for name in (field, *more))
+        filled = [at for at in others if stem(members[at].field) not in HARMLESS and not is_empty(texts[at])]
+        if unread[0].endswith(WORDS_SUFFIX) and not more:
+            way_out = f"a list or struct: {OWN_LAYOUT}, or write its words as a string column, or leave it out"
+        elif more or len(filled) != 1 or not is_whole(unread[0]):  # an answer that is a number is not alone
+            too = f"{', '.join(map(repr, more))} too: " if more else ""
+            way_out = f"{too}{OWN_LAYOUT}, or write what is to be learned as one chat, a list of turns under messages"
+        else:
+            chosen = f"TextPreprocessor(fields=({stem(unread[0])!r},))"
+            way_out = f"{chosen} reads them; leave them out if the model need not see them"
+        raise FieldError(
+            field,
+            f"has the sample's only words and is not read: {way_out}; Recipe(keep={kept!r}) delivers what is not "
+            "to be learned",
+        )
+
+
+def _has_words(fields: Fields, at: int) -> bool:
+    """Whether an unread field contains words. Default text fields do not count: the recipe left them out on purpose."""
+    name = stem(fields.name(at))
+    if name.removesuffix(WORDS_SUFFIX) in HARMLESS or name.rpartition(".")[2] in TEXT_FIELDS:
+        return False
+    return has_strings(fields.json_or_text(at)) if name.endswith(WORDS_SUFFIX) else says(fields.text(at))
+
+
+def check_unfit(unfit: Iterable[int], fields: Fields) -> None:
+    """Raise FieldError for a column with the name of a text or chat, whose values are of another type."""
+    for index in unfit:
+        value = fields.json_or_text(index)
+        if is_wrong(value):
+            name = fields.name(index).removesuffix(WORDS_SUFFIX)
+            raise FieldError(
+                name,
+                f"{kind_of(value)}, not a text: write the column as strings or turns, or rename it with columns=, or "
+                f"{OWN_LAYOUT}",
+            )
+
+
+def check_one_text(fields: Fields, texts: Sequence[int]) -> None:
+    """Raise FieldError for several texts of one name: one of them is the sample's, or they are of several samples."""
+    if len(texts) > 1:
+        names = [fields.name(index) for index in texts]
+        chooses = f"TextPreprocessor(fields=({shown(names[0].removesuffix('.gz'))},)) chooses one, and "
+        if len({name.removesuffix(".gz") for name in names}) < len(names):
+            chooses = ""
+        raise FieldError(
+            names[1], f"{', '.join(map(shown, names[:3]))} are texts of one sample: {chooses}{SEVERAL_TEXTS}"
+        )
+
+
+def value_of(payload: bytes | memoryview) -> Any:
+    """Return the JSON value of a field, or its text."""
+    try:
+        return parse_json(payload)
+    except DecodeError:
+        return bytes(payload).decode(errors="replace")
+
+
+def has_length(name: str, recipe: Recipe) -> bool:
+    return type(recipe.modalities[name]).seconds is not Modality.seconds
+
+
+def unplaced(
+    media: Mapping[str, tuple[int, ...]], segments: Sequence[Segment], where: str, recipe: Recipe
+) -> list[str]:
+    """Check media against placeholders. Return the modalities without placeholders: their media come first."""
+    marks = Counter(segment.modality for segment in segments if isinstance(segment, Placeholder))
+    for name, wanted in sorted(marks.items()):
+        mark = recipe.slots[name].mark
+        if name not in media:
+            raise FieldError(where, f"{mark} placeholder, but the recipe has no {name} preprocessor")
+        count = len(media[name])
+        if count < wanted:
+            raise FieldError(
+                where,
+                f"{mark} placeholder {count + 1} of {wanted} has no {name}: the sample holds {count}; its bytes are a "
+                f'field or column of the sample; where the mark is text, TextPreprocessor({name}_placeholder=""), or '
+                f'od.Slot(mark="") of the modality, says so; Recipe.record must leave the placeholder out where a '
+                f"sample has no {name}",
+            )
+        if count > wanted:
+            parts = recipe.modalities[name].plural or f"{name} parts"
+            raise FieldError(where, f"{count} {parts} but {wanted} {mark} placeholders")
+    return [name for name, indices in media.items() if indices and name not in marks]
+
+
+def check_marks(
+    segments: Iterable[Segment], used: Sequence[int], record: Any, where: str, fields: Fields, *, is_chat: bool
+) -> None:
+    """Raise FieldError for a mark of media, of any tool, that is left in the text. Left alone are added tokens that
+    stand for no part of media, `<image>` where the recipe says that it is text, and what a chat is not from (the user's
+    record, or the `used` fields): other marks in its text are its template's.
+    """
+    # Templates write the same text before and after each turn.
+    marked = (each.text for each in segments if type(each) is TextSegment and ("<" in each.text or "[" in each.text))
+    recipe, has_media = fields.recipe, any(fields.uses.media.values())
+    words, slots = recipe.rules.words, recipe.slots
+    own = dict(words.marks)
+    for mark in [mark for text in dict.fromkeys(marked) for mark in media_marks(text, next_to_media=has_media)]:
+        is_token = recipe.text.is_added_token(mark) and not is_part(mark) and mark not in words.slots.values()
+        is_text = any(mark == f"<{name}>" and not slot.mark for name, slot in slots.items())
+        if is_token or is_text:
+            continue
+        if is_chat and mark not in "\n".join(phrases(record or [fields.json_or_text(at) for at in used])):
+            continue
+        if mark in own:  # next to items that place its parts
+            raise FieldError(where, holds_mark(own[mark], mark))
+        name = next((each for each in recipe.modalities if each in words_of_media(mark) and slots[each].mark), "")
+        written = slots[name].mark if name else "what it stands for"
+        read = f"write {written} in its place, in the data or by Recipe(record=...)"
+        if name in BUILTINS and written == f"<{name}>" and not any(map(str.isdigit, mark)):
+            read = f"TextPreprocessor({name}_placeholder={mark!r}) reads it"
+        raise FieldError(
+            where,
+            f"{shown(mark)} is no placeholder here, and the model would read it as text: {read}; leave it out, or "
+            'TextPreprocessor(marks="keep") keeps it',
+        )
+
+
+def check_named(named: Mapping[str, list[str]], fields: Fields, *, exactly: bool) -> None:
+    """Raise FieldError if a conversation or record names more media than the sample has, or not all of them."""
+    for modality, names in named.items():
+        if modality not in fields.recipe.modalities:
+            continue
+        kind = fields.recipe.kinds.index(modality)
+        count = sum(member.kind == kind for member in fields.members)
+        if count < len(names) or (exactly and count > len(names)):
+            none = "" if count else f"none; files are read, not their decoded content: {NOT_DECODED}"
+            raise FieldError(
+                modality,
+                f"the {'conversation' if exactly else 'record'} names {len(names)} "
+                f"({', '.join(map(shown, names[:3]))}), the sample holds {none or count}",
+            )
+
+
+def check_media_order(document: Document, fields: Fields) -> None:
+    """Raise FieldError if a conversation names the sample's own members in another order than that of their slots."""
+    placed = {} if document.chat is None else document.chat.placed
+    for modality, names in [*document.named.items(), *placed.items()]:
+        own = [fields.name(index).lower() for index in fields.uses.media.get(modality, ())]
+        if not 1 < len(own) == len(names):
+            continue
+        # Its field: the name itself, its basename, or (as members are split) the part after its first dot.
+        named: list[str | None] = []
+        for name in map(str.lower, names):
+            base = name.rpartition("/")[2]
+            named.append(next((field for field in (name, base, base.partition(".")[2]) if field in own), None))
+        if None not in named and named != own:
+            raise FieldError(
+                modality,
+                f"the conversation names {', '.join(map(shown, names[:3]))}, and media fill their places in the order "
+                f"of the fields: {', '.join(own[:3])}; number the fields as they are named (0.jpg, 1.jpg)",
+            )

@@ -3,32 +3,40 @@
     members --prepare--> text and media in order --outlines--> counts of text --counted, with sizes of media--> counts
 
 The counts of text are the costly part. They are kept by themselves, so that other sizes of media need no tokenizer.
-Samples above `TextPreprocessor.max_tokens` fail, are truncated, or are split into rows (`divided`).
+Samples above `TextPreprocessor.max_tokens` fail, are truncated, or are split into rows (`spans.divided`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from operator import index as as_int
-from typing import Final, NamedTuple, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError, FieldError, as_field_error
+from orchdata.loaders.field_names import bare_name
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.memory import pass_shortage
-from orchdata.loaders.modalities.builtin import BUILTINS
+from orchdata.loaders.modalities.builtin import BUILTINS, TEXT
 from orchdata.loaders.modalities.modality import Header, Modality, PartSize, counts_from_header
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.agreement import check_whole, edges_of
-from orchdata.loaders.samples.compose import Composition, composition_of, text_members, unread_in
+from orchdata.loaders.samples.compose import (
+    Composition,
+    composition_of,
+    has_length,
+    text_members,
+    unread_in,
+    value_of,
+)
 from orchdata.loaders.samples.members import Member, uses_of
 from orchdata.loaders.samples.spans import (
     MediaSlot,
@@ -38,8 +46,12 @@ from orchdata.loaders.samples.spans import (
     TextSpan,
     WholeWriter,
     Window,
+    divided,
     expansion_of,
+    num_tokens,
+    packed,
 )
+from orchdata.loaders.shards.jsonl.stretch import NAMES_EDGE, is_edge, why_not_whole
 
 Sizes = dict[tuple[str, int], PartSize]
 """Sizes of parts that were counted from their bytes, by modality and index in the sample's members."""
@@ -465,102 +477,64 @@ def decoded_bytes(
     return total + sum([recipe.modalities[name].decoding_bytes(sizes) for name, sizes in headers.items()])
 
 
-_MOST_SHARED: Final = 16
-"""A piece that begins inside a character with this number of tokens is not tokenized alone."""
+def edges_of(members: Sequence[Member], recipe: Recipe) -> list[int]:
+    """Return the indices of columns, and of fields of containers, that may name a stretch of the sample's clip."""
+    if not any(has_length(name, recipe) for name, media in uses_of(members, recipe).media.items() if media):
+        return []
+    return [index for index, member in enumerate(members) if is_edge(bare_name(member.field), or_length=True)]
 
 
-AnySpan = TypeVar("AnySpan", TextSpan | MediaSlot, TextRun | MediaSlot)
-
-
-def divided(spans: list[AnySpan], recipe: Recipe) -> list[list[AnySpan]]:
-    """Return the spans of each row of a sample: all spans in one row, the rest of a truncated sample, or its pieces.
-    Every piece but the last has `max_tokens` tokens. The first token of each leads, like that of a sample. Raises
-    FieldError if the sample has more tokens than `max_tokens`, and may not be cut, or not at this token.
+def check_whole(
+    parts: Iterable[tuple[str, int]],
+    items: Mapping[int, Mapping[str, Any]],
+    record: Mapping[str, Any] | None,
+    members: Sequence[Member],
+    texts: Mapping[int, bytes | memoryview],
+    recipe: Recipe,
+) -> None:
+    """Raise FieldError for a clip that is longer than the stretch of it that an item of a turn, the user's record, or
+    else the row names.
     """
-    limit = recipe.text.max_tokens
-    if limit is None or (tokens := num_tokens(spans)) <= limit:
-        return [spans]
-    above = f"the sample has {tokens} LLM tokens, above TextPreprocessor.max_tokens={limit}"
-    if recipe.text.overflow == "truncate":
-        return [_truncated(spans, limit, above, recipe)]
-    if recipe.text.overflow == "error":
-        raise FieldError(
-            "*",
-            f"{above}: raise it, or cut such samples by overflow='truncate' (their first tokens are kept) or "
-            "overflow='split' (text in pieces)",
-        )
-    if any(isinstance(span, MediaSlot) for span in spans):
-        raise FieldError(
-            "*",
-            f"{above}, and overflow='split' divides text alone, not samples with media: raise max_tokens, give their "
-            "media fewer tokens, or cut their text in the data",
-        )
-    return _pieces(spans, limit)
-
-
-def packed(window: Window, *, alone: bool) -> int:
-    """Encode the start of a window as one number, negative if its piece cannot be tokenized alone; see `unpacked`."""
-    begin = window.start * _MOST_SHARED + window.skipped
-    return begin if alone and window.skipped < _MOST_SHARED else -1 - begin
-
-
-def unpacked(number: int) -> tuple[int, int]:
-    """Return `Window.start` and `Window.skipped`."""
-    return divmod(number if number >= 0 else -1 - number, _MOST_SHARED)
-
-
-def num_tokens(spans: Sequence[TextSpan | TextRun | MediaSlot]) -> int:
-    """Length of the sequence of these spans."""
-    return sum([span.tokens if isinstance(span, MediaSlot) else span.num_tokens for span in spans])
-
-
-def _pieces(spans: Sequence[AnySpan], limit: int) -> list[list[AnySpan]]:
-    """Cut text into pieces of `limit` tokens; the last has the rest."""
-    pieces: list[list[AnySpan]] = []
-    room = 0
-    for span in spans:
-        assert not isinstance(span, MediaSlot)
-        start = 0
-        while start < span.num_tokens:
-            if room == 0:
-                pieces.append([])
-                room = limit
-            stop = min(start + room, span.num_tokens)
-            pieces[-1].append(span.cut(start, stop, leads=not pieces[-1]))
-            room -= stop - start
-            start = stop
-    return pieces
-
-
-def _truncated(spans: Sequence[AnySpan], limit: int, above: str, recipe: Recipe) -> list[AnySpan]:
-    """Return the first `limit` tokens, and all parts without tokens."""
-    kept: list[AnySpan] = []
-    at = 0
-    for number, span in enumerate(spans):
-        if isinstance(span, MediaSlot):
-            at += span.tokens
-            after = spans[number + 1] if number + 1 < len(spans) else None
-            closing = recipe.slots[span.modality].end_id
-            is_closed = closing is not None and isinstance(after, TextSpan | TextRun) and after.first_id == closing
-            if span.tokens and at + is_closed > limit:
-                raise FieldError(
-                    span.modality,
-                    f"{above}, and overflow='truncate' would cut {span.modality} that ends at token {at}: media are "
-                    "never cut; raise max_tokens, or give media fewer tokens",
+    has_clips = any(has_length(name, recipe) for name, _ in parts)
+    if not has_clips and not any(items.values()):
+        return
+    media: dict[str, list[int]] = {}
+    for name, index in parts:
+        media.setdefault(name, []).append(index)
+    records = [] if not has_clips else [record] if record is not None else [*_records(members, texts)]
+    for name, indices in media.items():
+        modality, others = recipe.modalities[name], media.keys() - {name}
+        keys = [key for key, its_modality in recipe.rules.words.records.items() if its_modality == name]
+        for number, index in enumerate(indices):
+            member = members[index]
+            seconds = modality.seconds(member.header[: modality.num_facts] or (0,) * 5)
+            reasons = [why_not_whole(items.get(index, {}), seconds, others, strict=True)]
+            for value in records if seconds < math.inf else ():
+                named = next((value[key] for key in keys if value.get(key)), None)
+                named = named if isinstance(named, list) else [named]
+                own = named[number] if number < len(named) and isinstance(named[number], dict) else {}
+                reasons.append(why_not_whole(own, seconds))
+                # A list of frames is what it is.
+                is_listed = (
+                    "frames" in own
+                    or any(isinstance(each, list) for each in named)
+                    or member.field.endswith("frames.json")
                 )
-            kept.append(span)
-        else:
-            if at < limit:
-                kept.append(span.cut(0, limit - at, leads=span.leads))
-            at += span.num_tokens
-    if _has_loss(spans) and not _has_loss(kept):
-        raise FieldError(
-            "*",
-            f"{above}, and overflow='truncate' would leave no token with loss: raise max_tokens, shorten the text "
-            "before the first such token, or leave the sample out",
-        )
-    return kept
+                if len(indices) == 1 and not is_listed:
+                    reasons.append(why_not_whole(value, seconds, others))
+            for reason in filter(None, reasons):
+                raise FieldError(member.field, reason)
 
 
-def _has_loss(spans: Sequence[AnySpan]) -> bool:
-    return any(not isinstance(span, MediaSlot) and span.num_loss_tokens for span in spans)
+def _records(members: Sequence[Member], texts: Mapping[int, bytes | memoryview]) -> Iterator[Mapping[str, Any]]:
+    """Yield the JSON objects of a sample that may name a stretch, and its row."""
+    row: dict[str, Any] = {}
+    for index, payload in texts.items():
+        is_field = is_edge(name := bare_name(members[index].field), or_length=True)
+        if is_field or (members[index].kind == TEXT and NAMES_EDGE.search(payload)):
+            value = value_of(payload)
+            if is_field:
+                row[name] = value
+            elif isinstance(value, dict):
+                yield value
+    yield row

@@ -1,28 +1,18 @@
-"""A sample as a value: its parts decoded, in order. All calls of a modality's decoder are here."""
+"""A sample as a value: its parts decoded, in order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import orchdata
-from orchdata.loaders.errors import DecodeError, FieldError, as_field_error
 from orchdata.loaders.generators import GeneratorMaker, Pass, ShardIdentity
-from orchdata.loaders.memory import DECODER_BYTES, pass_shortage, room
-from orchdata.loaders.modalities.modality import (
-    Modality,
-    PartSize,
-    as_tensor,
-    counts_from_header,
-    decode_into,
-    read_header,
-    stored_dtype,
-)
+from orchdata.loaders.modalities.modality import PartSize, as_tensor, decode_part, stored_dtype
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.compose import composition_of
 from orchdata.loaders.samples.members import Member
@@ -113,60 +103,6 @@ class Sample:
     _repr_html_ = orchdata._html
 
 
-_LEAST_BYTES: Final = 1 << 26
-"""Memory that a decoder may take for data of any size."""
-
-
-def decode_part(
-    name: str,
-    data: bytes | memoryview,
-    size: PartSize,
-    out: Mapping[str, NDArray[Any]],
-    recipe: Recipe,
-    field: str,
-    generator: GeneratorMaker,
-) -> None:
-    """Decode one part of the modality `name` into the given arrays, as `Modality.decode_into`. `generator` is called
-    only if the modality draws. Raises FieldError; MemoryError for lack of memory, and for any failure that may be that
-    in a process with its own memory limit.
-    """
-    modality = recipe.modalities[name]
-    rng = generator() if modality.draws() else None
-    try:
-        decode_into(modality, data, size, out, recipe.limits, rng)
-    except DecodeError as error:
-        doubt = _doubt(error, modality, data, size, recipe)
-        failure = error.at(field)
-        raise FieldError(field, failure.reason + doubt) from error.__cause__
-    except Exception as error:  # any exception of a decoder is a failure of its part
-        doubt = _doubt(error, modality, data, size, recipe)
-        failure = as_field_error(error, "decoded", field)
-        raise FieldError(failure.field, failure.reason + doubt) from error
-
-
-def _doubt(error: Exception, modality: Modality, data: bytes | memoryview, size: PartSize, recipe: Recipe) -> str:
-    """Return a remark if less memory is left than a decoder may need for a part of this size; else "". Raises
-    MemoryError in a process with its own memory limit: other processes then decode the sample alone.
-    """
-    left = room()
-    if left is None:
-        return ""
-    need_bytes = DECODER_BYTES
-    if counts_from_header(modality):
-        try:
-            header = read_header(type(modality), len(data), lambda count: bytes(data[:count]), recipe.limits)
-            need_bytes = _LEAST_BYTES + 4 * modality.decoding_bytes(((header, size),))
-        except MemoryError:
-            raise
-        except Exception:  # noqa: BLE001, S110 - `error` is reported already
-            pass
-    if left.is_own:
-        pass_shortage(error, need_bytes)
-    if left.left_bytes >= need_bytes:
-        return ""
-    return f" (or for lack of memory: {left.left_bytes} bytes are left under {left.limit})"
-
-
 def decode_sample(
     members: Sequence[Member],
     payloads: Mapping[int, bytes | memoryview],
@@ -205,7 +141,7 @@ def decode_media(
         name: np.empty((size.num_rows if spec.per == "row" else 1, *spec.row_shape), stored_dtype(spec.dtype))
         for name, spec in specs.items()
     }
-    decode_part(name, data, size, out, recipe, field, generator)
+    decode_part(modality, data, size, out, recipe.limits, field, generator)
     # Values that follow from its size: a number or a tuple of numbers; a tuple of these for several rows.
     extras: dict[str, Any] = {}
     for extra, values in modality.extras([size]).items():

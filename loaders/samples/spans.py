@@ -1,4 +1,4 @@
-"""The spans of a sample's sequence, and how text and media become spans.
+"""The spans of a sample's sequence: how text and media become spans, and how those of a sample become its rows.
 
 Text is tokenized in stretches of equal loss between media, so the loss mask is exact for every tokenizer. A fast
 tokenizer gets all text in one call, as in Hugging Face's processors: each run of a part's tokens is written as one
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Final, NamedTuple
+from itertools import groupby
+from typing import Final, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,48 +171,33 @@ def expansion_of(recipe: Recipe, modality: str, size: PartSize) -> tuple[tuple[s
 
 def spans_in_stretches(segments: Iterable[Placed], recipe: Recipe, where: str, size_of: SizeOf) -> list[Span]:
     """Return the spans of text and media in order: neighbouring text of equal loss is joined before it is tokenized."""
-    pre, spans, pending = recipe.text, Spans(), list[str]()
-    has_loss = False
-
-    def flush() -> None:
-        if pending:
-            text = "".join(pending)
-            pending.clear()
-            try:
-                token_ids = pre.encode(text)
-            except DecodeError as error:
-                raise error.at(where) from error.__cause__
-            spans.ids(token_ids, has_loss)
-
-    def add(text: str, loss: bool) -> None:
-        nonlocal has_loss
-        if text and loss != has_loss:
-            flush()
-            has_loss = loss
-        if text:
-            pending.append(text)
-
-    spans.special(pre.bos_token_id)
+    # Texts, slots of parts, and special tokens; None divides texts where there is no token.
+    pre, items = recipe.text, list[TextSegment | MediaSlot | int | None]([recipe.text.bos_token_id])
     for segment in segments:
         if isinstance(segment, TextSegment):
-            add(*segment)
+            items += [segment] if segment.text else ()
             continue
-        # What stands for a part: its tokens, between those of its slot, or text and tokens in turns.
-        flush()
         modality, member = segment
+        slot, first = recipe.slots[modality], 0
         pieces, is_bare = expansion_of(recipe, modality, size_of(modality, member))
-        spans.special(recipe.slots[modality].start_id if is_bare else None)
-        first = 0
+        items.append(slot.start_id if is_bare else None)
         for piece in pieces:
-            if isinstance(piece, str):
-                add(piece, False)
-            else:
-                flush()
-                spans.slot(MediaSlot(modality, member, first, piece))
+            if isinstance(piece, int):
+                items.append(MediaSlot(modality, member, first, piece))
                 first += piece
-        flush()
-        spans.special(recipe.slots[modality].end_id if is_bare else None)
-    flush()
+            elif piece:
+                items.append(TextSegment(piece, False))
+        items.append(slot.end_id if is_bare else None)
+    spans = Spans()
+    for loss, group in groupby(items, key=lambda item: getattr(item, "loss", None)):
+        if loss is not None:
+            try:
+                spans.ids(pre.encode("".join([text for text, _ in cast("Iterable[TextSegment]", group)])), loss)
+            except DecodeError as error:
+                raise error.at(where) from error.__cause__
+            continue
+        for item in group:
+            spans.slot(item) if isinstance(item, MediaSlot) else spans.special(cast("int | None", item))
     spans.end(pre.eos_token_id)
     return spans.spans
 
@@ -416,3 +402,98 @@ class WholeWriter:
         if len(indices) != len(self._runs):
             raise FieldError(self._where, f"{len(self._runs)} marks of media became {len(indices)} tokens")
         return indices
+
+
+_MOST_SHARED: Final = 16
+"""A piece that begins inside a character with this number of tokens is not tokenized alone."""
+
+
+AnySpan = TypeVar("AnySpan", TextSpan | MediaSlot, TextRun | MediaSlot)
+
+
+def divided(spans: list[AnySpan], recipe: Recipe) -> list[list[AnySpan]]:
+    """Return the spans of each row of a sample: all spans in one row, the rest of a truncated sample, or its pieces.
+    Every piece but the last has `max_tokens` tokens. The first token of each leads, like that of a sample. Raises
+    FieldError if the sample has more tokens than `max_tokens`, and may not be cut, or not at this token.
+    """
+    limit, overflow = recipe.text.max_tokens, recipe.text.overflow
+    if limit is None or (tokens := num_tokens(spans)) <= limit:
+        return [spans]
+    above = f"the sample has {tokens} LLM tokens, above TextPreprocessor.max_tokens={limit}"
+    if overflow == "truncate":
+        return [_truncated(spans, limit, above, recipe)]
+    if overflow == "split" and not any(isinstance(span, MediaSlot) for span in spans):
+        return _pieces(spans, limit)
+    raise FieldError(
+        "*",
+        f"{above}: raise it, or cut such samples by overflow='truncate' (their first tokens are kept) or "
+        "overflow='split' (text in pieces; it divides text alone, not samples with media)",
+    )
+
+
+def packed(window: Window, *, alone: bool) -> int:
+    """Encode the start of a window as one number, negative if its piece cannot be tokenized alone; see `unpacked`."""
+    begin = window.start * _MOST_SHARED + window.skipped
+    return begin if alone and window.skipped < _MOST_SHARED else -1 - begin
+
+
+def unpacked(number: int) -> tuple[int, int]:
+    """Return `Window.start` and `Window.skipped`."""
+    return divmod(number if number >= 0 else -1 - number, _MOST_SHARED)
+
+
+def num_tokens(spans: Sequence[TextSpan | TextRun | MediaSlot]) -> int:
+    """Length of the sequence of these spans."""
+    return sum([span.tokens if isinstance(span, MediaSlot) else span.num_tokens for span in spans])
+
+
+def _pieces(spans: Sequence[AnySpan], limit: int) -> list[list[AnySpan]]:
+    """Cut text into pieces of `limit` tokens; the last has the rest."""
+    pieces: list[list[AnySpan]] = []
+    room = 0
+    for span in spans:
+        assert not isinstance(span, MediaSlot)
+        start = 0
+        while start < span.num_tokens:
+            if room == 0:
+                pieces.append([])
+                room = limit
+            stop = min(start + room, span.num_tokens)
+            pieces[-1].append(span.cut(start, stop, leads=not pieces[-1]))
+            room -= stop - start
+            start = stop
+    return pieces
+
+
+def _truncated(spans: Sequence[AnySpan], limit: int, above: str, recipe: Recipe) -> list[AnySpan]:
+    """Return the first `limit` tokens, and all parts without tokens."""
+    kept: list[AnySpan] = []
+    at = 0
+    for number, span in enumerate(spans):
+        if isinstance(span, MediaSlot):
+            at += span.tokens
+            after = spans[number + 1] if number + 1 < len(spans) else None
+            closing = recipe.slots[span.modality].end_id
+            is_closed = closing is not None and isinstance(after, TextSpan | TextRun) and after.first_id == closing
+            if span.tokens and at + is_closed > limit:
+                raise FieldError(
+                    span.modality,
+                    f"{above}, and overflow='truncate' would cut {span.modality} that ends at token {at}: media are "
+                    "never cut; raise max_tokens, or give media fewer tokens",
+                )
+            kept.append(span)
+        else:
+            if at < limit:
+                kept.append(span.cut(0, limit - at, leads=span.leads))
+            at += span.num_tokens
+    if _has_loss(spans) and not _has_loss(kept):
+        raise FieldError(
+            "*",
+            f"{above}, and overflow='truncate' would leave no token with loss: raise max_tokens, shorten the text "
+            "before the first such token, or leave the sample out",
+        )
+    return kept
+
+
+def _has_loss(spans: Sequence[AnySpan]) -> bool:
+    return any(not isinstance(span, MediaSlot) and span.num_loss_tokens for span in spans)

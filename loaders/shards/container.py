@@ -102,7 +102,7 @@ class Container(ABC):
 
     def describe(self) -> dict[str, Any]:
         """Return everything that its samples depend on, JSON-safe. Default: its class, version and dataclass fields."""
-        values = dataclass_values(self, "the identity of the data set", "describe()")
+        values = dataclass_values(self)
         return {"class": qualified(type(self)), "version": self.version, **values}
 
 

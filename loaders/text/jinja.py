@@ -45,12 +45,12 @@ class TooMuchWork(DecodeError):
     """A chat that takes more work than is allowed."""
 
 
+@dataclass
 class Work:
     """Counts the work for one chat."""
 
-    def __init__(self, most: int = _MOST_WORK) -> None:
-        self.done = 0
-        self._most = most
+    most: int = _MOST_WORK
+    done: int = 0
 
     def add(self, characters: int) -> None:
         """Count characters that are rendered or searched. Raises TooMuchWork."""
@@ -59,9 +59,9 @@ class Work:
 
     def check(self, more: int) -> None:
         """Raise TooMuchWork if `more` further characters would be too many."""
-        if self.done + more > self._most:
+        if self.done + more > self.most:
             raise TooMuchWork(
-                f"more than {self._most} characters are rendered or searched to find the chat's text and which of it "
+                f"more than {self.most} characters are rendered or searched to find the chat's text and which of it "
                 "has loss: split the chat, or leave it out (less work is needed with a chat template that marks the "
                 "text with loss by {% generation %})"
             )

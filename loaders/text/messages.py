@@ -381,12 +381,10 @@ def chat_of_turns(value: list[Any], template: Template, words: MediaWords) -> Ch
     marks = words.marks
     if isinstance(template, JinjaTemplate):
         marks = tuple((f"<{name}>", name) for name in words.slots)
-    if media:
-        marks = tuple((mark, name) for mark, name in marks if name not in media)
+    marks = tuple([(mark, name) for mark, name in marks if name not in media])
     for turn, _ in turns:
-        content = turn.get("content")
-        if content and (not isinstance(content, str) or _holds(content, marks)):
-            turn["content"] = _placed(content, marks)
+        if turn.get("content"):
+            turn["content"] = _placed(turn["content"], marks)
     placed = {name: names for name, names in media.items() if all(isinstance(each, str) and each for each in names)}
     return Chat(tuple([turn for turn, _ in turns]), tuple([trained for _, trained in turns]), placed=placed)
 
@@ -558,13 +556,12 @@ def _item_of_template(where: str, kind: Any, item: dict[str, Any], words: MediaW
 
 def _placed(content: str | list[Any], marks: Marks) -> str | list[Any]:
     """Return the content with placeholders in place of marks."""
-    items = items_of(content)
-    texts = ["" if isinstance(each, Placeholder) or each["type"] != "text" else each["text"] for each in items]
-    if not any(_holds(text, marks) for text in texts):
+    if isinstance(content, str) and not _holds(content, marks):
         return content
     split: list[Any] = []
-    for item, text in zip(items, texts, strict=True):
-        pieces = split_placeholders(text, marks)
+    for item in items_of(content):
+        text = "" if isinstance(item, Placeholder) or item["type"] != "text" else item["text"]
+        pieces = split_placeholders(text, marks) if _holds(text, marks) else ()
         split += [{"type": "text", "text": each} if isinstance(each, str) else each for each in pieces] or [item]
     return split
 
@@ -579,10 +576,7 @@ def split_placeholders(text: str, marks: Marks) -> tuple[str | Placeholder, ...]
 
 
 def _holds(text: str, marks: Marks) -> bool:
-    for mark, _ in marks:
-        if mark in text:
-            return True
-    return False
+    return any(mark in text for mark, _ in marks)
 
 
 @lru_cache(maxsize=16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
 from functools import cached_property
@@ -15,11 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError, pass_trouble
-from orchdata.loaders.locks import lock_of
+from orchdata.loaders.locks import lock_of, note_threads
 from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.loaders.text.loss_spans import learned_ending
 from orchdata.loaders.text.template import ChatTemplate
-from orchdata.loaders.tokenizer_threads import note_threads
 
 Tokenizer = Callable[[str], Sequence[int]]
 Overflow = Literal["error", "truncate", "split"]
@@ -231,15 +231,11 @@ class TextPreprocessor:
         Raises DecodeError if the tokenizer fails or returns no ids. An exception that says nothing about the text, such
         as a MemoryError, passes.
         """
-        if self.tokenizer is None:
-            try:
-                return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-            except UnicodeEncodeError as error:
-                raise _not_unicode(error) from None
         try:
-            if self.thread_safe or self.whole:
-                return _checked_ids(self.tokenizer(text), self.id)
-            with lock_of(self.tokenizer):  # until the ids are copied: the next call may reuse their memory
+            if self.tokenizer is None:
+                return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+            # Until the ids are copied: the next call may reuse their memory.
+            with nullcontext() if self.thread_safe or self.whole else lock_of(self.tokenizer):
                 return _checked_ids(self.tokenizer(text), self.id)
         except DecodeError:
             raise
@@ -271,26 +267,22 @@ class TextPreprocessor:
 
     def describe(self) -> dict[str, Any]:
         """All that token ids depend on, JSON-safe; the tokenizer is represented by its id."""
-        described: dict[str, Any] = {"tokenizer": self.id, "fields": list(self.fields)}
-        # A template by its fields, and by its class unless it is a ChatTemplate.
-        values = {each.name: getattr(self.template, each.name) for each in dataclass_fields(self.template)}
-        template = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-        kind = type(self.template)
-        described["template"] = (
-            template if kind is ChatTemplate else template | {"class": f"{kind.__module__}.{kind.__qualname__}"}
-        )
+        kind, values = type(self.template), dict[str, Any]()
+        for each in dataclass_fields(self.template):
+            value = getattr(self.template, each.name)
+            values[each.name] = list(value) if isinstance(value, tuple) else value
+        if kind is not ChatTemplate:
+            values["class"] = f"{kind.__module__}.{kind.__qualname__}"
+        described: dict[str, Any] = {"tokenizer": self.id, "fields": list(self.fields), "template": values}
         for name in (*_SPECIAL_IDS, "image_placeholder", "audio_placeholder"):
             described[name] = getattr(self, name)
-        if self.marks != "refuse":
-            described["marks"] = self.marks
-        if self.whole:
-            described["add_special_tokens"] = self.add_special_tokens
-        if self.max_tokens is not None:
-            described |= {"max_tokens": self.max_tokens, "overflow": self.overflow}
+        described |= {} if self.marks == "refuse" else {"marks": self.marks}
+        described |= {"add_special_tokens": self.add_special_tokens} if self.whole else {}
+        described |= {} if self.max_tokens is None else {"max_tokens": self.max_tokens, "overflow": self.overflow}
         if type(self) is not TextPreprocessor:
+            own = {each.name for each in dataclass_fields(self)} - _OWN_FIELDS
+            described |= {name: getattr(self, name) for name in sorted(own)}
             described["class"] = f"{type(self).__module__}.{type(self).__qualname__}"
-            own = [each.name for each in dataclass_fields(self) if each.name not in _OWN_FIELDS]
-            described |= {name: getattr(self, name) for name in own}
         return described
 
 

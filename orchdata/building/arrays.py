@@ -17,9 +17,8 @@ from orchdata.batch.tensors import IGNORE, MediaBatch
 from orchdata.building.step import Share
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.generators import GeneratorMaker
-from orchdata.loaders.modalities.modality import PartSize, as_tensor, stored_dtype
+from orchdata.loaders.modalities.modality import PartSize, as_tensor, decode_part, stored_dtype
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.sample import decode_part
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
 from orchdata.planning.balance import Layout
 from orchdata.planning.route import Route
@@ -164,7 +163,8 @@ class Media:
         self, part: int, data: bytes | memoryview, field: str, recipe: Recipe, generator: GeneratorMaker
     ) -> None:
         """Decode one part of a sample of `recipe` into its rows. Raises FieldError."""
-        decode_part(self._name, data, self._sizes[part], self._rows_of(part), recipe, field, generator)
+        modality = recipe.modalities[self._name]
+        decode_part(modality, data, self._sizes[part], self._rows_of(part), recipe.limits, field, generator)
         self._written[part] = True
 
     def batch(self) -> MediaBatch:

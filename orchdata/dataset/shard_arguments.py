@@ -19,19 +19,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from orchdata.dataset.selection import names_of_counts
-from orchdata.loaders import versions
 from orchdata.loaders.errors import DamagedIndexError, MissingIndexError
-from orchdata.loaders.index.index import Index, Place, digest
-from orchdata.loaders.index.index_file import (
-    IndexFile,
-    check_function_of,
-    fetched,
-    look,
-    opened_copy,
-    root_of,
-    write_index_file,
-)
-from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.index.index import Index, Place, check_function_of
+from orchdata.loaders.index.index_file import IndexFile, fetched, look, opened_copy, root_of, write_index_file
+from orchdata.loaders.recipe import Recipe, digest, versions
 from orchdata.loaders.shards.container import Container, checked_containers, container_of, identity_of
 from orchdata.loaders.shards.shard import Reading
 from orchdata.loaders.storage.atomic import is_folder, read_small, write_once
@@ -212,7 +203,7 @@ class NamedFile:
             raise MissingIndexError(
                 f"{self.url} is part {file.share} of an index: join all with `orchdata index --merge`"
             )
-        verdicts, counts = versions.rules()
+        verdicts, counts = versions()
         if file.counts != counts:
             raise self._unfit("was made by a release that counts samples otherwise")
         if file.recipe != self.recipe.count_fingerprint():
@@ -244,7 +235,7 @@ class NamedFile:
     def write(self, index: Index, share: str = "") -> None:
         """Write an index of the data set, or of a part of it, to the file. Raises ValueError, StorageError."""
         root, recipe, files = root_of(self.paths), self.recipe.count_fingerprint(), self.reading.files
-        write_index_file([index], self.url, files, root=root, recipe=recipe, rules=versions.rules(), share=share)
+        write_index_file([index], self.url, files, root=root, recipe=recipe, rules=versions(), share=share)
 
     def _check_paths(self, urls: Sequence[str]) -> None:
         """Raise MissingIndexError if the shards are not those of the paths, in their order, as far as that is known

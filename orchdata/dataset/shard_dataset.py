@@ -43,10 +43,10 @@ from orchdata.loaders.amounts import counted, these
 from orchdata.loaders.errors import DamagedIndexError, FieldError, MissingIndexError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.fields import with_fields
-from orchdata.loaders.index.index import Index, digest
-from orchdata.loaders.index.index_file import IndexFile, open_index
+from orchdata.loaders.index.index import Index, open_index
+from orchdata.loaders.index.index_file import IndexFile
 from orchdata.loaders.index.stored import StoredSample
-from orchdata.loaders.recipe import Recipe, checked_recipe, load_required
+from orchdata.loaders.recipe import Recipe, checked_recipe, digest, load_required
 from orchdata.loaders.samples.sample import Sample
 from orchdata.loaders.shards.changes import changed_media, find_changes
 from orchdata.loaders.shards.container import Container
@@ -429,7 +429,7 @@ class ShardDataset(Sharded):
         first = None if self.index_fields else num_first_samples(self.selections)
 
         # The full index is used where it is there, even if the first samples suffice.
-        problem = f"no index for {these(len(urls), 'shard')} under this recipe"
+        problem = ""
         is_full = first is None
         try:
             index = None if rebuild and is_full else open_index(urls, recipe, reading=reading)
@@ -443,6 +443,7 @@ class ShardDataset(Sharded):
         except DamagedIndexError as error:
             problem = f"the index of {these(len(urls), 'shard')} is damaged ({error.path}: {error.reason})"
         if not rebuild and num_ranks > 1 and rank is None:
+            problem = problem or f"no index for {these(len(urls), 'shard')} under this recipe"
             raise MissingIndexError(f"{problem}, and {num_ranks} ranks need one; {self._how_to_index}")
         if first is not None and not is_full:
             return build_index(urls, recipe, reading=reading, first=first, under_way=progress)

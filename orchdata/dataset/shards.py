@@ -50,9 +50,9 @@ from orchdata.dataset.indexed import (
 from orchdata.delivery.policy import ErrorPolicy, Unusable, reasons_of, refuse_above_budget
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import DataError, StorageError, TooManyFailures
-from orchdata.loaders.index.index import Index, digest
+from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
-from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.recipe import Recipe, digest
 from orchdata.loaders.records import LEFT_OUT
 from orchdata.loaders.shards.open import by_identity
 from orchdata.loaders.storage.paths import ARROW_SUFFIXES

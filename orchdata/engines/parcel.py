@@ -34,13 +34,13 @@ from orchdata.loaders.environment import OWN, distribution_of
 from orchdata.loaders.errors import DataError, OrchdataError, ShardError, StaleIndexError, StorageError, one_line
 from orchdata.loaders.generators import Pass
 from orchdata.loaders.index.index import KIND, Index, Place
+from orchdata.loaders.index.table import TABLE_FORMAT
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.sample import MediaPart, Sample
 from orchdata.loaders.storage import cache as mapped_array
 from orchdata.loaders.storage.atomic import lend, opened, opened_lent, replaced, write_at
 from orchdata.loaders.storage.cache import CacheFolder, MappedArray
 from orchdata.loaders.storage.sealed import Damaged, head_of
-from orchdata.loaders.versions import TABLE_FORMAT
 
 _PIECE_BYTES: Final = 16 << 20
 _AHEAD: Final = 3

@@ -26,7 +26,7 @@ import orchdata as od
 from orchdata.cli import app
 from orchdata.loaders.index import index as index_module
 from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.index_file import open_index
+from orchdata.loaders.index.index import open_index
 from orchdata.loaders.storage.cache import KINDS, CacheFolder, MappedArray, Pruned, prune
 
 pytestmark = pytest.mark.usefixtures("no_hang")

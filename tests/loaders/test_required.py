@@ -9,8 +9,6 @@ from pathlib import Path
 
 from shard_factory import omni_shards
 
-from orchdata.loaders.environment import is_installed
-
 JOB = """
 import sys
 from orchdata.cli import main
@@ -35,5 +33,4 @@ def test_the_command_indexes_images_and_audio_without_torch(tmp_path: Path) -> N
     *report, indexed, loaded = done.stdout.splitlines()
     found = json.loads("\n".join(report))
     assert (found["samples"], found["bad"]) == (6, 0)
-    # Decoding sound imports torchaudio, and torchaudio imports torch.
-    assert (indexed, loaded) == ("False", str(is_installed("torchaudio")))
+    assert (indexed, loaded) == ("False", "False")

@@ -18,7 +18,7 @@ from orchdata.loaders.errors import StorageError, TooManyFailures
 from orchdata.loaders.index import build as builder
 from orchdata.loaders.index import costs as chunk
 from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.index_file import open_index
+from orchdata.loaders.index.index import open_index
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
 from orchdata.loaders.storage.local import LocalFile
 

@@ -249,7 +249,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "no dataclass": (
         [Hidden()],
-        "Hidden is no dataclass, so that the identity of the data set would not see its secret",
+        "Hidden is no dataclass, so that no fingerprint would see its secret",
     ),
     "describe": (
         [Broken("describe")],

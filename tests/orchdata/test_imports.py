@@ -36,8 +36,8 @@ balancers: __init__
 loaders: environment
 loaders: child_process
 loaders: memory
-loaders: errors versions amounts compact locks scratch watch pace first_calls tokenizer_threads
-loaders: limits functions generators spread
+loaders: errors amounts compact locks watch first_calls
+loaders: limits functions generators pace
 loaders: records
 loaders: storage
 loaders: text modalities

@@ -17,7 +17,7 @@ from shard_factory import RECIPE, chat, jpeg, write_shard
 
 import orchdata as od
 from orchdata.loaders.errors import DataError
-from orchdata.loaders.samples.measure import unpacked
+from orchdata.loaders.samples.spans import unpacked
 from orchdata.loaders.text.preprocessor import FastTokenizer
 from orchdata.profiling.profile import profile
 

@@ -18,8 +18,7 @@ import numpy as np
 from golden_data import FILES_OF_RECIPE, OTHER_CONTAINERS, GoldenData
 
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.index.table import Columns
-from orchdata.loaders.versions import TABLE_FORMAT
+from orchdata.loaders.index.table import TABLE_FORMAT, Columns
 
 FOLDER = Path(__file__).resolve().parents[1] / "orchdata" / "golden" / "indexes"
 DIGESTS = FOLDER / "digests.json"

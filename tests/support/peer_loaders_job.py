@@ -148,9 +148,9 @@ def epoch(loader: od.DataLoader) -> dict[str, Any]:
     decoded: list[str] = []
     decode = arrays.decode_part
 
-    def counted(name: str, *arguments: Any) -> None:
-        decoded.append(name)
-        decode(name, *arguments)
+    def counted(modality: od.Modality, *arguments: Any) -> None:
+        decoded.append(type(modality).__name__)
+        decode(modality, *arguments)
 
     with mock.patch.object(arrays, "decode_part", counted):
         batches = list(loader)

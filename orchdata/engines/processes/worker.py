@@ -33,9 +33,9 @@ from orchdata.engines.processes.message import Unit, describe_step, describe_val
 from orchdata.engines.processes.slabs import Slabs, StepMemory
 from orchdata.loaders.child_process import Channel, leave_out_what_is_loaded, lower_limit, taken_bytes
 from orchdata.loaders.errors import StorageError
+from orchdata.loaders.locks import share_cores
 from orchdata.loaders.storage.remote import requests
 from orchdata.loaders.storage.storage import ReadBytes
-from orchdata.loaders.tokenizer_threads import share_cores
 from orchdata.loaders.watch import Watch
 from orchdata.native.jit import load_numba
 from orchdata.order.steps import StepTask

@@ -20,11 +20,11 @@ from forked_program import ForkedProgram
 from fresh_index import content
 from shard_factory import omni_samples, omni_shards, write_shard
 
-from orchdata.loaders import versions
+from orchdata.loaders import recipe as recipes
 from orchdata.loaders.errors import DataError, FieldError, StorageError
 from orchdata.loaders.index import build, table
 from orchdata.loaders.index.build import BuildProgress, build_index
-from orchdata.loaders.index.index_file import open_index
+from orchdata.loaders.index.index import open_index
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import ImagePreprocessor, Recipe, TextPreprocessor
 from orchdata.loaders.samples.sample import decode_sample
@@ -280,7 +280,7 @@ def test_under_another_number_of_rules_all_is_scanned(
     shards: list[str], scans: list[str], monkeypatch: pytest.MonkeyPatch, number: str
 ) -> None:
     first = build_index(shards, Recipe())
-    monkeypatch.setattr(versions, number, 9)
+    monkeypatch.setattr(recipes, number, 9)
     scans.clear()
     assert open_index(shards, Recipe()) is None
     second = build_index(shards, Recipe())

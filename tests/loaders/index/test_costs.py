@@ -16,11 +16,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from orchdata.loaders import versions
+from orchdata.loaders import recipe as recipes
 from orchdata.loaders.errors import FieldError, StaleIndexError, StorageError
 from orchdata.loaders.index.costs import CostTable, ShardCosts, cost_shard
 from orchdata.loaders.index.facts import KIND, Probes, facts_path, load_facts
-from orchdata.loaders.index.table import views
+from orchdata.loaders.index.index import views
+from orchdata.loaders.index.kept import KEPT_FORMAT
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.recipe import Recipe
@@ -29,7 +30,6 @@ from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.shards.shard import SCHEMA, Facts, FactsMeta, FactsTable, Shard, ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.sealed import read_sealed, seal
-from orchdata.loaders.versions import KEPT_FORMAT
 
 IMAGE, AUDIO = 1, 2
 
@@ -232,7 +232,7 @@ def test_stale_facts_are_scanned_again(
     elif change == "damage":
         kept.write_bytes(kept.read_bytes()[:-50])
     elif change == "rules":
-        monkeypatch.setattr(versions, "VERDICTS", 9)
+        monkeypatch.setattr(recipes, "VERDICTS", 9)
     else:
         head, body = read_sealed(kept, KIND, KEPT_FORMAT)
         kept.write_bytes(seal(KIND, KEPT_FORMAT + 1, head.values, [body])[0])

@@ -16,7 +16,7 @@ from hf_processors import processor, tokenizer
 from shard_factory import chat, jpeg, omni_samples, write_shard
 
 import orchdata as od
-from orchdata.loaders import versions
+from orchdata.loaders import recipe as recipes
 from orchdata.loaders.errors import FunctionError
 from orchdata.loaders.index import kept as kept_module
 from orchdata.loaders.index.build import build_index
@@ -214,7 +214,7 @@ def test_texts_go_by_the_number_of_counts(shard: str, number: str, monkeypatch: 
     first = build_index([shard], Recipe(text=text()))
     everything = len(words.calls)
     words.calls.clear()
-    monkeypatch.setattr(versions, number, 9)
+    monkeypatch.setattr(recipes, number, 9)
     again = build_index([shard], Recipe(text=text()))
     assert content(again) == content(first) and again.path != first.path
     assert len(words.calls) == (everything if number == "COUNTS" else 0)

@@ -200,7 +200,7 @@ def test_a_clip_may_lack_50_ms_or_1_percent(form: str) -> None:
                 header(AUDIO, cut)
 
 
-@pytest.mark.parametrize("size", [0, 0xFFFFFFFF, 0x7FFFFFFF, 0x7FFFF000, 0x80000000, 0xFFFFFFFF - 36])
+@pytest.mark.parametrize("size", [0xFFFFFFFF, 0x7FFFFFFF, 0x7FFFF000, 0x80000000, 0xFFFFFFFF - 36])
 def test_a_wav_written_to_a_pipe_declares_nothing(size: int) -> None:
     data = bytearray(noise("WAV", "PCM_16", 8_000))
     at = data.index(b"data") + 4

@@ -20,17 +20,15 @@ from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.errors import NOT_DATA, DamagedIndexError, MissingIndexError, StorageError
 from orchdata.loaders.index import index as index_module
 from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.index import KIND, Index
-from orchdata.loaders.index.index_file import open_index
+from orchdata.loaders.index.index import KIND, Index, open_index
 from orchdata.loaders.index.stored import StoredSample
-from orchdata.loaders.index.table import LAYOUT, OFFSETS
+from orchdata.loaders.index.table import LAYOUT, OFFSETS, TABLE_FORMAT
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage import sealed as verified
 from orchdata.loaders.storage.atomic import opened
 from orchdata.loaders.storage.cache import CacheFolder, MappedArray
 from orchdata.loaders.storage.sealed import Damaged, head_of, read_sealed, seal
-from orchdata.loaders.versions import TABLE_FORMAT
 
 IMAGE, AUDIO = 1, 2
 

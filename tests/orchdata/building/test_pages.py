@@ -14,9 +14,9 @@ from shard_factory import RECIPE, omni_shards
 from spec_job import delivered
 
 import orchdata as od
-from orchdata.building.arrays import Media
 from orchdata.building.pages import Pages
 from orchdata.building.step import BuildSpec, BuiltStep
+from orchdata.loaders.records import Media
 from orchdata.order.order import SampleOrder, Samples
 from orchdata.order.steps import StepTask
 

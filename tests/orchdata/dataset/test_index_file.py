@@ -23,11 +23,11 @@ from typer.testing import CliRunner
 
 import orchdata as od
 from orchdata.cli import app
-from orchdata.loaders import versions
+from orchdata.loaders import recipe as recipes
 from orchdata.loaders.index import build as builder
 from orchdata.loaders.index.index import KIND
+from orchdata.loaders.index.table import TABLE_FORMAT
 from orchdata.loaders.storage.sealed import head_of, seal
-from orchdata.loaders.versions import TABLE_FORMAT
 
 SHARDS = 6
 SAMPLES = 4
@@ -389,10 +389,10 @@ def test_a_file_serves_a_release_that_judges_otherwise_and_none_that_counts_othe
 
     expected = opened()
     with monkeypatch.context() as patch:
-        patch.setattr(versions, "VERDICTS", versions.VERDICTS + 1)
+        patch.setattr(recipes, "VERDICTS", recipes.VERDICTS + 1)
         with pytest.warns(UserWarning, match=r"judges samples otherwise.*`?orchdata index --again .*--out "):
             assert opened().build_id == expected.build_id
-    monkeypatch.setattr(versions, "COUNTS", versions.COUNTS + 1)
+    monkeypatch.setattr(recipes, "COUNTS", recipes.COUNTS + 1)
     with pytest.raises(od.MissingIndexError, match=r"counts samples otherwise: .*orchdata index .*--out "):
         opened()
 
