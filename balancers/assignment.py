@@ -7,7 +7,7 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -304,7 +304,7 @@ class Limits(NamedTuple):
 
     sizes: Ints
     caps: Ints
-    within: Ints32 | None = None
+    within: Any = None  # None where none is known
     pinned: Ints32 | None = None
 
 
