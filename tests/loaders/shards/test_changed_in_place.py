@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from hostile_tars import sparse_1_0
 
 import orchdata as od
 from orchdata.loaders.errors import StaleIndexError
@@ -54,11 +53,6 @@ def tar() -> bytes:
     return out.getvalue()
 
 
-def sparse_tar() -> bytes:
-    pieces = b"1\n0\n512\n".ljust(512, b"\0") + b"x" * 512
-    return b"".join(sparse_1_0(f"{number}.txt", 700, pieces) for number in range(SAMPLES)) + bytes(1024)
-
-
 def gzipped_members(path: Path) -> None:
     with tarfile.open(path, "w") as archive:
         for number, text in enumerate(TEXTS):
@@ -90,7 +84,6 @@ def table_of_media(path: Path) -> None:
 
 CONTAINERS = {
     "tar": Container("a.tar", lambda path: path.write_bytes(tar())),
-    "sparse tar": Container("a.tar", lambda path: path.write_bytes(sparse_tar())),
     "gzipped members": Container("a.tar", gzipped_members),
     "tar.gz": Container("a.tar.gz", lambda path: path.write_bytes(gzip.compress(tar())), True),
     "tar.zst": Container("a.tar.zst", lambda path: path.write_bytes(zstandard.compress(tar())), True),
