@@ -52,9 +52,9 @@ from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.shard import PLAIN, Facts, Reading, Shard
 from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.spread import Spread
-from orchdata.loaders.storage.atomic import status_of
 from orchdata.loaders.storage.cache import CacheFolder, Claims, remove_leftovers
 from orchdata.loaders.storage.files import PLAIN_FILES
+from orchdata.loaders.storage.local import status_of
 from orchdata.loaders.storage.remote.urls import identity, is_remote
 from orchdata.loaders.storage.storage import BUILD_SECONDS, Patience
 from orchdata.loaders.versions import KEPT_FORMAT

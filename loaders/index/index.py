@@ -37,7 +37,7 @@ from orchdata.loaders.modalities.modality import PartSize, outer_of
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.shards.jsonl.media_files import MISSING
 from orchdata.loaders.shards.shard import ShardInfo
-from orchdata.loaders.storage.atomic import Lent, lend, opened_lent
+from orchdata.loaders.storage.local import Lent, lend, opened_lent
 from orchdata.loaders.storage.paths import SUFFIXES, expand_paths, media_root_of, needs_listing
 from orchdata.loaders.storage.remote.urls import identity, is_remote
 from orchdata.loaders.storage.sealed import Head, forget, head_of, is_noted, note, still_used, verify_body

@@ -29,9 +29,9 @@ from orchdata.loaders.index.index import KIND, Index, Place, content_fingerprint
 from orchdata.loaders.index.table import TableSize, TableWriter, Totals, sum_totals
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.shard import PLAIN, Reading, ShardInfo
-from orchdata.loaders.storage.atomic import Buffer, opened, remove, replaced, status_of, write_at
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import Files
+from orchdata.loaders.storage.local import Buffer, opened, remove, replaced, status_of, write_at
 from orchdata.loaders.storage.remote.objects import COPIED_AHEAD, in_order
 from orchdata.loaders.storage.remote.urls import identity, is_remote
 from orchdata.loaders.storage.sealed import body_start, finish, head_by, head_of

@@ -9,12 +9,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError, FieldError
-from orchdata.loaders.field_names import bare_name
+from orchdata.loaders.field_names import NAMES_EDGE, bare_name, is_edge, why_not_whole
 from orchdata.loaders.modalities.builtin import BUILTINS, TEXT
 from orchdata.loaders.modalities.modality import Modality
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.members import Fields, Member, json_value, stem, uses_of
-from orchdata.loaders.shards.jsonl.stretch import NAMES_EDGE, is_edge, why_not_whole
 from orchdata.loaders.text.conversation import WORDS_SUFFIX, Document, is_whole, parse_json, why_unread
 from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.loaders.text.messages import (

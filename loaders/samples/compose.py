@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from orchdata.loaders.errors import DecodeError, FieldError
-from orchdata.loaders.field_names import VALUE
+from orchdata.loaders.field_names import VALUE, is_edge, says_edge
 from orchdata.loaders.modalities.modality import outer_of
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.records import ADDED_FIELDS
@@ -32,7 +32,6 @@ from orchdata.loaders.samples.members import Fields, Member, Payloads, is_made, 
 from orchdata.loaders.samples.record import MadeSample, made_sample
 from orchdata.loaders.samples.spans import Placed, SizeOf, Span, WholeWriter, spans_in_stretches
 from orchdata.loaders.shards.jsonl.named_media import FILE_NAMES
-from orchdata.loaders.shards.jsonl.stretch import is_edge, says_edge
 from orchdata.loaders.text.conversation import (
     WORDS_SUFFIX,
     Document,

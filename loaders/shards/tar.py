@@ -50,7 +50,7 @@ from orchdata.loaders.storage.cache import CacheFolder, copy_name
 from orchdata.loaders.storage.local import LocalFile
 from orchdata.loaders.storage.paths import compression
 from orchdata.loaders.storage.remote.objects import in_order
-from orchdata.loaders.storage.storage import FileVersion, Run, Storage, StorageFile, read_run, runs_of
+from orchdata.loaders.storage.storage import Extent, FileVersion, Run, Storage, StorageFile, runs_of, views_of
 from orchdata.loaders.watch import here
 
 Bytes = bytes | memoryview
@@ -74,9 +74,7 @@ class TarShard(Shard):
         names: Sequence[tuple[str, str]] = (),
         key: str = "",
     ) -> None:
-        self.url, self.size, self.version = url, file.size, file.version
-        self._file = file
-        self._limits = limits
+        super().__init__(url, file, limits)
         self._names = dict(names)
         self._key = key
 
@@ -133,42 +131,30 @@ class TarShard(Shard):
         headers.update(str(self.size).encode())
         return headers.hexdigest()
 
-    def read(self, offset: int, size: int, encoding: int, field: str) -> Bytes:
-        """Read one member; gzipped text is decompressed. Raises FieldError for content that is damaged, cut or above a
-        limit.
-        """
-        if size > self._limits.member_bytes:
-            raise FieldError(field, f"{size} bytes, above Limits.member_bytes={self._limits.member_bytes}")
-        if encoding not in (RAW, GZIP):
-            raise FieldError(field, "a sparse file, which is no longer read: `orchdata index --again`")
-        data = self._file.read(offset, size)
-        self._file.check_unchanged()
-        if len(data) < size:
-            raise FieldError(field, f"cut: {len(data)} of {size} bytes are in the shard")
-        return gunzip(data, field, self._limits) if encoding == GZIP else data
+    def ranges(self, members: Sequence[Member]) -> list[Extent]:
+        return [(offset, size) for offset, size, _, _ in members]
 
     def read_many(self, members: Sequence[Member]) -> list[Bytes]:
-        """Read the members of one sample; neighbours are read with one call, and share its memory."""
-        results: list[Bytes | None] = [None] * len(members)
-        spans = [(offset, size) for offset, size, _, _ in members]
+        """Read the members of one sample; neighbours are read with one call, and share its memory; gzipped text is
+        decompressed. Raises FieldError for content that is damaged, cut or above a limit.
+        """
+        results: list[Bytes] = [b""] * len(members)
         for run in _runs(members, self._limits.member_bytes):
-            if len(run.members) == 1:
-                results[run.members[0]] = self.read(*members[run.members[0]])
-                continue
-            contents = read_run(self._file.read, run, spans)
+            _, size, encoding, field = members[run.members[0]]
+            if size > self._limits.member_bytes:
+                raise FieldError(field, f"{size} bytes, above Limits.member_bytes={self._limits.member_bytes}")
+            if encoding not in (RAW, GZIP):
+                raise FieldError(field, "a sparse file, which is no longer read: `orchdata index --again`")
+            contents: list[Bytes] = [self._file.read(run.start, run.stop - run.start)]
+            if len(run.members) > 1:
+                contents = views_of(contents[0], run, self.ranges(members))
             self._file.check_unchanged()
             for i, content in zip(run.members, contents, strict=True):
-                _, size, _, field = members[i]
+                _, size, encoding, field = members[i]
                 if len(content) < size:
                     raise FieldError(field, f"cut: {len(content)} of {size} bytes are in the shard")
-                results[i] = content
-        return [content for content in results if content is not None]
-
-    def expect(self, members: Sequence[Member]) -> object:
-        return self._file.expect([(offset, size) for offset, size, _, _ in members])
-
-    def close(self) -> None:
-        self._file.close()
+                results[i] = gunzip(content, field, self._limits) if encoding == GZIP else content
+        return results
 
 
 def gunzip(data: Bytes, field: str, limits: Limits) -> bytes:

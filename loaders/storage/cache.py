@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import StorageError
-from orchdata.loaders.storage.atomic import (
+from orchdata.loaders.storage.local import (
     TEMPORARY_SUFFIX,
     Lent,
     create_temporary,

@@ -18,7 +18,7 @@ from pathlib import Path
 import braceexpand
 
 from orchdata.loaders.errors import OF_THE_FILE
-from orchdata.loaders.storage.atomic import is_folder, is_there, read_small
+from orchdata.loaders.storage.local import is_folder, is_there, read_small
 from orchdata.loaders.storage.remote.urls import (
     HTTP,
     check_key,

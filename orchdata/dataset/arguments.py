@@ -25,7 +25,7 @@ from orchdata.building.step import BuildSpec, Content
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.engines.engine import DEFAULT_PREFETCH, OpensEngine, Workers
 from orchdata.engines.warm import kernel_families
-from orchdata.loaders.storage.node import Cache, cache_of_environment
+from orchdata.loaders.storage.files import Cache, cache_of_environment
 from orchdata.order.order import SampleOrder, Shuffle
 from orchdata.order.steps import Batches, GlobalBatches, is_stateful
 from orchdata.planning.balance import Balance, Packed, Padded, as_balance, layout_of

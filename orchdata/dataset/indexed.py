@@ -40,8 +40,8 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.container import container_of, identity_of
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.shards.shard import Reading, ShardInfo
-from orchdata.loaders.storage.atomic import read_small, write_once
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.local import read_small, write_once
 from orchdata.loaders.storage.paths import media_root_of, names_and_patterns
 from orchdata.loaders.storage.remote.urls import has_magic, is_match
 from orchdata.loaders.storage.storage import basename, tried

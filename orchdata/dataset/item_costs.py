@@ -35,8 +35,8 @@ from orchdata.building.collate import map_loader
 from orchdata.engines.engine import Workers, described, pickles
 from orchdata.loaders.errors import NOT_DATA, DataError, FunctionError
 from orchdata.loaders.functions import line_in, source_digest
-from orchdata.loaders.storage.atomic import names_in, write_whole
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.local import names_in, write_whole
 from orchdata.loaders.storage.sealed import read_sealed, seal
 from orchdata.notices import warn_once, warn_user
 from orchdata.ranks.first_comer import done_by_first

@@ -13,8 +13,8 @@ from orchdata.dataset.selection import names_of_counts
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.container import Container, checked_containers
 from orchdata.loaders.shards.shard import Reading
-from orchdata.loaders.storage.atomic import is_folder
 from orchdata.loaders.storage.files import Files
+from orchdata.loaders.storage.local import is_folder
 from orchdata.loaders.storage.paths import expand_paths
 from orchdata.loaders.storage.remote.clients import is_filesystem
 from orchdata.loaders.storage.remote.urls import HTTP, identity, is_remote, parsed, scheme_of

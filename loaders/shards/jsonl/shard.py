@@ -44,7 +44,7 @@ from orchdata.loaders.shards.shard import (
     shard_failure,
 )
 from orchdata.loaders.storage.files import PLAIN_FILES, Files
-from orchdata.loaders.storage.storage import STAMP_BITS, ContentDigest, ReadBytes, Storage
+from orchdata.loaders.storage.storage import STAMP_BITS, Extent, ReadBytes, Storage
 from orchdata.loaders.text.conversation import parse_json
 from orchdata.loaders.watch import SCANNING, here
 
@@ -76,20 +76,14 @@ class JsonLinesShard(Shard):
         reads: ReadBytes | None = None,
         files: Files = PLAIN_FILES,
     ) -> None:
-        self.url, self.size, self.version = url, file.size, file.version
+        super().__init__(url, file, limits)
         self.folder = folder_of(media_root, files, reads)
-        self._file = file
-        self._limits = limits
         self._reads = reads
         self._moved_media = moved_media
         self._records = open_records(url, file, limits, rules)
         self._taken: set[int] = set()  # offsets of records whose objects are being read, by a sample or ahead
         self._lock = threading.Lock()
         self._last_media: dict[int, dict[str, NamedMedia]] = {}  # of the record that `read` used last
-
-    def checksum(self) -> str:
-        """Return the checksum of its whole content, without the media."""
-        return ContentDigest(self._file).hexdigest()
 
     def media_state(self) -> str:
         """Return a digest of which named files exist, their sizes and modification times; "" if no file is named. It is
@@ -167,10 +161,11 @@ class JsonLinesShard(Shard):
         self._file.check_unchanged()
         return value
 
+    def ranges(self, members: Sequence[Member]) -> list[Extent]:
+        return [(at, size) for at, size, encoding, _ in members if encoding != NAMED]
+
     def expect(self, members: Sequence[Member]) -> object:
-        ahead: list[object] = [
-            self._file.expect([(at, size) for at, size, encoding, _ in members if encoding != NAMED])
-        ]
+        ahead: list[object] = [super().expect(members)]
         named = [at >> STAMP_BITS for at, _, encoding, _ in members if encoding == NAMED]
         if isinstance(self.folder, ObjectFolder) and named:
             with self._lock:
@@ -201,9 +196,6 @@ class JsonLinesShard(Shard):
                 if record not in self._taken:
                     self._taken.add(record)
                     ahead.append(folder.expect(wanted))
-
-    def close(self) -> None:
-        self._file.close()
 
     def _read(self, members: Sequence[Member], media: dict[int, dict[str, NamedMedia]]) -> list[bytes | memoryview]:
         """Read members of one sample, the record first. `media` has the media of records that were parsed."""

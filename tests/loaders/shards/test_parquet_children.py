@@ -111,6 +111,7 @@ def patched(monkeypatch: pytest.MonkeyPatch, body: str) -> None:
     program = (
         "import json, os, signal, sys, time; given = json.loads(sys.argv[1]); sys.path[:] = given['path']\n"
         "import orchdata.loaders.shards.parquet.children as child\n"
+        "scan_all = child.scan\n"
         f"def scan(reader, limits):\n    {body}\n"
         "child.scan = scan\n"
         "child.CPU_SECONDS = 0\n"
@@ -148,7 +149,7 @@ def test_an_arrow_file_that_ends_its_process_costs_itself_only(tmp_path: Path, m
         with pa.ipc.new_stream(path, table.schema) as writer:
             writer.write_table(table)
     body = "os.abort() if 'caption' in reader.schema.names else None; return scan_all(reader, limits)"
-    patched(monkeypatch, f"from orchdata.loaders.shards.parquet.file import scan as scan_all; {body}")
+    patched(monkeypatch, body)
     index = build_index(paths, Recipe())
     failures = [index.failure(int(row)) for row in index.bad_rows()]
     found = [(failure.shard, failure.reason) for failure in failures]
