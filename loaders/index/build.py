@@ -44,11 +44,11 @@ from orchdata.loaders.index.table import pack
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.pace import Turns, threads_or_default
 from orchdata.loaders.recipe import Recipe, load_for_scanning
+from orchdata.loaders.shards.children import measuring
 from orchdata.loaders.shards.fields import check_met
-from orchdata.loaders.shards.jsonl.media_files import MissingMedia
-from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
+from orchdata.loaders.shards.lines import JsonLinesShard
+from orchdata.loaders.shards.named_media import MissingMedia
 from orchdata.loaders.shards.open import open_shard
-from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.shard import PLAIN, Facts, Reading, Shard
 from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.spread import Spread

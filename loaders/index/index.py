@@ -35,7 +35,7 @@ from orchdata.loaders.errors import DamagedIndexError, DataError, MissingIndexEr
 from orchdata.loaders.index.table import MOST_BYTES, OFFSETS, Columns, TableSize, Totals, views
 from orchdata.loaders.modalities.modality import PartSize, outer_of
 from orchdata.loaders.samples.members import Member
-from orchdata.loaders.shards.jsonl.media_files import MISSING
+from orchdata.loaders.shards.named_media import MISSING
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.local import Lent, lend, opened_lent
 from orchdata.loaders.storage.paths import SUFFIXES, expand_paths, media_root_of, needs_listing

@@ -31,8 +31,8 @@ from orchdata.loaders.child_process import Channel, Child, leave_out_what_is_loa
 from orchdata.loaders.errors import OrchdataError, ProcessError
 from orchdata.loaders.index.costs import Chunk, Progress, Result, measure_chunk
 from orchdata.loaders.recipe import Recipe, load_for_scanning
-from orchdata.loaders.shards.jsonl.media_files import Found
-from orchdata.loaders.shards.parquet.children import measuring
+from orchdata.loaders.shards.children import measuring
+from orchdata.loaders.shards.named_media import Found
 from orchdata.loaders.spread import Spread
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import Files

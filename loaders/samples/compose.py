@@ -31,7 +31,7 @@ from orchdata.loaders.samples.agreement import (
 from orchdata.loaders.samples.members import Fields, Member, Payloads, is_made, named_modality, stem, uses_of
 from orchdata.loaders.samples.record import MadeSample, made_sample
 from orchdata.loaders.samples.spans import Placed, SizeOf, Span, WholeWriter, spans_in_stretches
-from orchdata.loaders.shards.jsonl.named_media import FILE_NAMES
+from orchdata.loaders.shards.named_media import FILE_NAMES
 from orchdata.loaders.text.conversation import (
     WORDS_SUFFIX,
     Document,

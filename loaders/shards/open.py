@@ -47,12 +47,12 @@ from orchdata.loaders.memory import measured_at, pass_shortage
 from orchdata.loaders.modalities.builtin import OTHER, TEXT
 from orchdata.loaders.shards import container
 from orchdata.loaders.shards.arrow import ArrowShard
+from orchdata.loaders.shards.cells import declared_kind, sniff
+from orchdata.loaders.shards.columns import ParquetShard
 from orchdata.loaders.shards.container import Container, ShardSource, identity_of, name_of
 from orchdata.loaders.shards.fields import GZIP, NO_RULES, OWN_BYTES, FieldRules, Met, classify_renamed, printable
-from orchdata.loaders.shards.jsonl.media_files import MISSING, MediaFolder
-from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
-from orchdata.loaders.shards.parquet.cells import declared_kind, sniff
-from orchdata.loaders.shards.parquet.shard import ParquetShard
+from orchdata.loaders.shards.lines import JsonLinesShard
+from orchdata.loaders.shards.named_media import MISSING, MediaFolder
 from orchdata.loaders.shards.shard import (
     NO_HEADER,
     Facts,

@@ -27,7 +27,7 @@ from orchdata.loaders.modalities.builtin import OTHER, TEXT
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.measure import Measured, measure
 from orchdata.loaders.samples.members import Member
-from orchdata.loaders.shards.parquet.shard import ParquetShard
+from orchdata.loaders.shards.columns import ParquetShard
 from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.storage.local import LocalFile
 

@@ -24,7 +24,7 @@ from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.shards.jsonl.media_files import MediaFolder
+from orchdata.loaders.shards.named_media import MediaFolder
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.shards.shard import Reading
 from orchdata.loaders.storage.cache import CacheFolder

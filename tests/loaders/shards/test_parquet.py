@@ -21,8 +21,8 @@ from orchdata.loaders.index.build import build_index
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import OTHER
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.shards.columns import COLUMNS, ParquetShard
 from orchdata.loaders.shards.fields import PARQUET
-from orchdata.loaders.shards.parquet.shard import COLUMNS, ParquetShard
 from orchdata.loaders.storage.local import LocalFile
 
 pytestmark = pytest.mark.usefixtures("kept_parquet_processes")

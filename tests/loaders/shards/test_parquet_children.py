@@ -26,9 +26,9 @@ from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.facts import load_facts
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.shards.parquet import children as measuring_process
-from orchdata.loaders.shards.parquet.children import measuring
-from orchdata.loaders.shards.parquet.shard import ParquetShard
+from orchdata.loaders.shards import children as measuring_process
+from orchdata.loaders.shards.children import measuring
+from orchdata.loaders.shards.columns import ParquetShard
 from orchdata.loaders.shards.shard import Facts, FactsTable
 from orchdata.loaders.storage.local import LocalFile
 
@@ -110,7 +110,7 @@ def patched(monkeypatch: pytest.MonkeyPatch, body: str) -> None:
     """Children that run `body` instead of scanning a file."""
     program = (
         "import json, os, signal, sys, time; given = json.loads(sys.argv[1]); sys.path[:] = given['path']\n"
-        "import orchdata.loaders.shards.parquet.children as child\n"
+        "import orchdata.loaders.shards.children as child\n"
         "scan_all = child.scan\n"
         f"def scan(reader, limits):\n    {body}\n"
         "child.scan = scan\n"

@@ -28,8 +28,7 @@ import pyarrow.parquet as pq
 from orchdata.loaders.errors import NOT_DATA, FieldError, ShardError, as_failure, one_line, pass_trouble
 from orchdata.loaders.field_names import EMPTY, NULL
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules, Met
-from orchdata.loaders.shards.parquet.cells import (
+from orchdata.loaders.shards.cells import (
     PathOnly,
     Refused,
     column_of,
@@ -37,7 +36,8 @@ from orchdata.loaders.shards.parquet.cells import (
     plan_columns,
     renamed,
 )
-from orchdata.loaders.shards.parquet.children import measure
+from orchdata.loaders.shards.children import measure
+from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules, Met
 from orchdata.loaders.shards.shard import (
     Facts,
     Member,

@@ -28,9 +28,15 @@ from orchdata.loaders.modalities.builtin import OTHER, TEXT
 from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.records import LEFT_OUT, LeftOut
 from orchdata.loaders.shards.fields import NAMED, NO_RULES, FieldRules, printable
-from orchdata.loaders.shards.jsonl.media_files import joined_stamp, shown_name
-from orchdata.loaders.shards.jsonl.named_media import Folder, NamedMedia, ObjectFolder, folder_of
-from orchdata.loaders.shards.jsonl.records import Record, Records, open_records
+from orchdata.loaders.shards.named_media import (
+    Folder,
+    NamedMedia,
+    ObjectFolder,
+    folder_of,
+    joined_stamp,
+    shown_name,
+)
+from orchdata.loaders.shards.records import Record, Records, open_records
 from orchdata.loaders.shards.shard import (
     NO_HEADER,
     Beginning,
@@ -97,24 +103,20 @@ class JsonLinesShard(Shard):
     def names_same(self, members: Sequence[Member]) -> bool:
         """Return whether the files that a sample names still have the sizes and modification times of its members."""
         media: dict[int, dict[str, NamedMedia]] = {}
+        scan = _Scan(self._records, self.folder, self._limits)
         for offset, size, encoding, field in members:
             if encoding != NAMED:
                 continue
             try:
                 named = self._named_at(offset, field, media)
-                if named is None:
-                    return False
-                paths = [one.path for one in named.parts()]
-                if self.folder is None or None in paths:
-                    continue  # media inside the record: the checks of the record cover them
-                sizes, stamps = [], []
-                for path in paths:
-                    with self.folder.open(str(path)) as file:
-                        sizes.append(file.size)
-                        stamps.append(file.stamp)
             except (DecodeError, FieldError, StaleIndexError):
                 return False
-            if sum(sizes) != size or joined_stamp(stamps) != offset & _STAMP:
+            if named is None:
+                return False
+            if self.folder is None or any(one.path is None for one in named.parts()):
+                continue  # media inside the record: the checks of the record cover them
+            now = scan.probe(named, is_look=True)
+            if now.error is not None or (now.size, now.stamp) != (size, offset & _STAMP):
                 return False
         return True
 
@@ -375,7 +377,7 @@ class _Scan(Rows):
             mine = here()  # of the thread that probes
             mine.shard, mine.key = shard, one[0]
             try:
-                return self._probe(one[1], is_look)
+                return self.probe(one[1], is_look=is_look)
             except MemoryError as error:
                 raise measured_at(error, self._records.url, one[0], one[1].field) from error
             finally:
@@ -426,7 +428,8 @@ class _Scan(Rows):
             return _Read(record, key, error=reason)
         return _Read(record, key, names_itself, media)
 
-    def _probe(self, media: NamedMedia, is_look: bool) -> _Probed:
+    def probe(self, media: NamedMedia, *, is_look: bool) -> _Probed:
+        """Look at one image or clip, and read its header unless `is_look`."""
         if not media.files:
             return self._probe_one(media, is_look)
         files = [self._probe_one(one, is_look) for one in media.files]

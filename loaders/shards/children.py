@@ -51,15 +51,15 @@ from orchdata.loaders.limits import Limits, shortened
 from orchdata.loaders.memory import UnmeasuredError, is_limited_below, measured_at
 from orchdata.loaders.modalities.builtin import OTHER, TEXT
 from orchdata.loaders.modalities.modality import Header
+from orchdata.loaders.shards.cells import Column, PathOnly, Refused, is_text, sniff, text_bytes
 from orchdata.loaders.shards.fields import PARQUET, ColumnRules
-from orchdata.loaders.shards.parquet.cells import Column, PathOnly, Refused, is_text, sniff, text_bytes
 from orchdata.loaders.shards.shard import NO_HEADER, SCHEMA, FactsTable, Rows, header_of, shard_failure
 from orchdata.loaders.storage.storage import BLOCK_BYTES, ContentDigest, Storage
 from orchdata.loaders.text.conversation import WORDS_SUFFIX
 from orchdata.loaders.watch import here
 
 if TYPE_CHECKING:
-    from orchdata.loaders.shards.parquet.shard import RowReader
+    from orchdata.loaders.shards.columns import RowReader
 
 CPU_SECONDS = 60.0
 _START_SECONDS = 300.0
@@ -70,7 +70,7 @@ _CRASH_SIGNALS: Final = tuple(map(signal.Signals.__getitem__, "SIGSEGV SIGABRT S
 _NOT_STARTED: Final = "the process that measures shards cannot be started"
 _PROGRAM = (
     "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given['path']; "
-    "from orchdata.loaders.shards.parquet.children import main; main(given['end'])"
+    "from orchdata.loaders.shards.children import main; main(given['end'])"
 )
 # One thread, and an allocator that returns memory to the system: the limits of the child count its private memory.
 _ENVIRONMENT: Final = {
