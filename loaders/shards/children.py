@@ -617,7 +617,7 @@ class _Scan(Rows):
             except DecodeError as problem:
                 error = problem.reason
             except MemoryError as problem:
-                raise measured_at(problem, "", here().key, field) from problem
+                raise measured_at(problem, "", str(here().key), field) from problem
         return field, kind, len(data), header, error
 
 

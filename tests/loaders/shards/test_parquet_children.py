@@ -81,7 +81,7 @@ def children() -> list[int]:
         ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True
     )
     return [
-        int(line.split()[0]) for line in listed.stdout.splitlines() if "parquet.children" in line or "defunct" in line
+        int(line.split()[0]) for line in listed.stdout.splitlines() if "shards.children" in line or "defunct" in line
     ]
 
 
