@@ -508,7 +508,7 @@ class Reading:
         if not self.containers:
             return expand_paths(paths, matching=matching)
         urls = _expanded(paths, self.containers, matching)
-        used = _used(self.containers, urls)
+        used = _claiming(self.containers, urls)
         for each in self.containers:
             if not any(each is one for one in used):
                 raise ContainerError(
@@ -522,17 +522,14 @@ def used_containers(containers: tuple[Container, ...], paths: Paths) -> tuple[Co
     """Return the containers that claim some of the paths: of several data sets, each takes those that it needs. Raises
     as `Reading.expand`.
     """
-    return _used(containers, _expanded(paths, containers, PLAIN_FILES.matches)) if containers else ()
+    return _claiming(containers, _expanded(paths, containers, PLAIN_FILES.matches)) if containers else ()
 
 
 def _expanded(paths: Paths, containers: tuple[Container, ...], matching: Matching) -> list[str]:
-    def claims(path: str) -> bool:
-        return container_of(containers, identity(path)) is not None
-
-    return expand_paths(paths, own=claims, matching=matching)
+    return expand_paths(paths, own=lambda path: bool(_claiming(containers, [path])), matching=matching)
 
 
-def _used(containers: tuple[Container, ...], urls: list[str]) -> tuple[Container, ...]:
+def _claiming(containers: tuple[Container, ...], urls: list[str]) -> tuple[Container, ...]:
     claiming = [container_of(containers, identity(url)) for url in urls]
     return tuple(each for each in containers if any(each is one for one in claiming))
 

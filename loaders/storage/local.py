@@ -14,6 +14,7 @@ import stat
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
@@ -263,15 +264,9 @@ class LocalFile(Storage):
         self._path = path
         self._follow = follow
         self.count = count
-        try:
-            fd = self._open()
-        except OSError as error:
-            fd = retry(self.url, "cannot be opened", self._open, error)
+        fd = tried(self.url, "cannot be opened", self._open)
         self._descriptor: _Descriptor | None = _Descriptor(fd)
-        try:
-            status = os.fstat(fd)
-        except OSError as error:
-            status = retry(self.url, "cannot be opened", lambda: os.fstat(fd), error)
+        status = tried(self.url, "cannot be opened", lambda: os.fstat(fd))
         if not stat.S_ISREG(status.st_mode):
             self._descriptor = None
             raise ShardError(self.url, "cannot be opened: not a regular file")
@@ -316,12 +311,8 @@ class LocalFile(Storage):
         return held
 
     def check_unchanged(self) -> None:
-        held = self._held()
-        try:
-            now = os.fstat(held.number)
-        except OSError as error:
-            now = retry(self.url, "cannot be looked at", lambda: os.fstat(held.number), error)
-        then = self._opened
+        held, then = self._held(), self._opened
+        now = tried(self.url, "cannot be looked at", lambda: os.fstat(held.number))
         same = now.st_size == then.st_size and now.st_mtime_ns == then.st_mtime_ns
         # Removing a file changes its ctime too, but its content stays readable through open descriptors.
         if not same or (now.st_ctime_ns != then.st_ctime_ns and now.st_nlink):
@@ -427,8 +418,11 @@ def why_same(path: str, other: str) -> str | None:
     """Return why two paths with one `file_number` are the same file, in words; None if they are not: their real paths
     must be equal, or the file has several links, and size and modification time are equal.
     """
-    real = _real_path(path)
-    if real == _real_path(other):
+    # Strict: otherwise a link that cannot be read for a moment would be taken for a plain folder.
+    real, of_other = (
+        tried(each, "cannot be looked at", partial(os.path.realpath, each, strict=True)) for each in (path, other)
+    )
+    if real == of_other:
         return f"both are {real}"
     first, second = status_at(path), status_at(other)
     if first is None or second is None or min(first.st_nlink, second.st_nlink) < 2 or stat.S_ISDIR(first.st_mode):
@@ -465,11 +459,6 @@ def _joined(files: dict[str, FileVersion]) -> FileVersion:
     for name, version in files.items():
         digest.update(f"{name}\0{version.size} {version.version}\0".encode("utf-8", "surrogateescape"))
     return FileVersion(sum(version.size for version in files.values()), digest.hexdigest())
-
-
-def _real_path(path: str) -> str:
-    # Strict: otherwise a link that cannot be read for a moment would be taken for a plain folder.
-    return tried(path, "cannot be looked at", lambda: os.path.realpath(path, strict=True))
 
 
 def read_at(fd: int, offset: int, size: int) -> bytes:
