@@ -133,7 +133,8 @@ class Shard(ABC):
         """Have the storage begin to read members that are read soon, if that saves time. Keep the result until they
         were read.
         """
-        return self._file.expect(self.ranges(members))
+        ranges = self.ranges(members)
+        return self._file.expect(ranges) if ranges else None
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes | memoryview:
         """Read one member at the position given in its row of the facts. Raises FieldError(field, reason)."""
