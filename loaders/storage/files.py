@@ -413,6 +413,10 @@ class Files:
         is_new = time.monotonic() - self._known_at < _LISTED_SECONDS
         return self._known if is_new else {}
 
+    def forget(self, path: str) -> None:
+        """Look at an object again, in place of what a listing said."""
+        self._known.pop(path, None)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Files):
             return NotImplemented

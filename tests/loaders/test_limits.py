@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import math
 import struct
 import tarfile
@@ -17,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from hostile_tars import sparse_1_0
 from shard_factory import audio, jpeg
+from tars import rows, write_tar
 
 import orchdata as od
 import orchdata.building.memory
@@ -28,7 +28,6 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.measure import Measured, measure
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.shards.columns import ParquetShard
-from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.storage.local import LocalFile
 
 pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
@@ -60,15 +59,6 @@ def test_decoded_bytes_of_images() -> None:
         measured(images, Limits(sample_decoded_bytes=expected - 1))
 
 
-def tar_of(path: Path, members: Sequence[tuple[str, bytes]]) -> str:
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as archive:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    return str(path)
-
-
 def flac_header(seconds: int, rate: int = 16_000) -> bytes:
     """42 bytes: one channel of 16 bits, so many seconds, and nothing of them."""
     packed = rate << 44 | 0 << 41 | 15 << 36 | seconds * rate
@@ -92,7 +82,7 @@ BOMBS = {
 @pytest.mark.parametrize("kind", BOMBS)
 def test_headers_that_claim_too_much_are_one_bad_sample(tmp_path: Path, kind: str) -> None:
     good = [(f"{key}.txt", key.encode()) for key in ("a", "b", "f", "g")]
-    shard = tar_of(tmp_path / "a.tar", [*good[:2], *BOMBS[kind], ("evil.txt", b"hello"), *good[2:]])
+    shard = str(write_tar(tmp_path / "a.tar", [*good[:2], *BOMBS[kind], ("evil.txt", b"hello"), *good[2:]]))
     dataset = od.ShardDataset(shard)
     index = dataset.index()
     assert [index.key(int(row)) for row in index.bad_rows()] == ["evil"]
@@ -102,7 +92,7 @@ def test_headers_that_claim_too_much_are_one_bad_sample(tmp_path: Path, kind: st
 
 def test_texts_of_a_sample_count_together_and_decompressed(tmp_path: Path) -> None:
     text = b"x" * 1_000
-    shard = tar_of(tmp_path / "a.tar", [("k.json.gz", gzip.compress(b'"%s"' % text[2:])), ("k.txt", text)])
+    shard = str(write_tar(tmp_path / "a.tar", [("k.json.gz", gzip.compress(b'"%s"' % text[2:])), ("k.txt", text)]))
     for limit, bad in ((2_000, 0), (1_999, 1)):
         index = build_index([shard], Recipe(limits=Limits(text_bytes=limit)))
         assert index.totals["bad"] == bad
@@ -140,14 +130,10 @@ def test_a_column_is_held_while_it_is_decoded(tmp_path: Path, dictionary: bool) 
     assert int(error.split("decompresses to ")[1].split()[0]) < 9_000_000 + 64 * 10_000 * 2  # stopped at once
 
 
-def tar_rows(path: Path) -> list[dict[str, Any]]:
-    return TarShard(str(path), LocalFile(path), limits=Limits()).facts().table.arrow().to_pylist()
-
-
 def test_a_sparse_member_fails_its_sample(tmp_path: Path) -> None:
     pieces = b"2\n0\n10\n1000\n5\n".ljust(512, b"\0") + b"x" * 15
     (tmp_path / "a.tar").write_bytes(sparse_1_0("a.txt", 3_000, pieces) + bytes(1024))
-    (row,) = tar_rows(tmp_path / "a.tar")
+    (row,) = rows(tmp_path / "a.tar")
     assert (row["kind"], row["error"]) == (OTHER, "a sparse file: it is not read; write with tar without --sparse")
 
 
@@ -156,7 +142,7 @@ def test_extended_headers_of_one_member_are_bounded_together(tmp_path: Path) -> 
     for stretches, over in ((200_000, False), (300_000, True)):
         pieces = f"{stretches}\n".encode() + b"0\n0\n" * stretches
         (tmp_path / "a.tar").write_bytes(sparse_1_0("a.txt", 100, pieces) + bytes(1024))
-        (row,) = tar_rows(tmp_path / "a.tar")
+        (row,) = rows(tmp_path / "a.tar")
         assert ("extended headers claim more than 1048576 bytes" in (row["error"] or "")) == over
 
 
@@ -172,7 +158,7 @@ def test_global_headers_of_a_tar_are_bounded(tmp_path: Path, name: str) -> None:
     ):
         with tarfile.open(path, "w", format=tarfile.PAX_FORMAT, pax_headers=records) as archive:
             archive.addfile(tarfile.TarInfo(name))
-        (row,) = tar_rows(path)
+        (row,) = rows(path)
         assert ("global headers of more than 1024 records or 65536 characters" in (row["error"] or "")) == over
 
 
@@ -191,7 +177,7 @@ def none_left(*_: object, **__: object) -> None:
 def test_memory_that_runs_out_in_a_decoder_is_no_bad_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, content: bytes, target: str, collate_fn: Any
 ) -> None:
-    dataset = od.ShardDataset(tar_of(tmp_path / "a.tar", [(f"a.{field}", content), ("a.txt", b"hello")]))
+    dataset = od.ShardDataset(write_tar(tmp_path / "a.tar", [(f"a.{field}", content), ("a.txt", b"hello")]))
     dataset.index()
     monkeypatch.setattr(target, none_left)
     loader = od.DataLoader(
@@ -213,7 +199,7 @@ def test_memory_that_runs_out_in_a_header_is_no_bad_sample(
 ) -> None:
     monkeypatch.setattr(target, none_left)
     with pytest.raises(MemoryError, match="none left"):
-        build_index([tar_of(tmp_path / "a.tar", [(f"a.{field}", b"something else")])], Recipe())
+        build_index([str(write_tar(tmp_path / "a.tar", [(f"a.{field}", b"something else")]))], Recipe())
 
 
 @pytest.mark.parametrize("name", list(Limits.__dataclass_fields__))

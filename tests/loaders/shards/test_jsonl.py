@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import zstandard
 from PIL import Image
+from shard_factory import jpeg
 
 from orchdata.loaders.errors import DataError, DecodeError, FieldError, StorageError, reason_kind
 from orchdata.loaders.index.build import BuildProgress, build_index
@@ -34,10 +34,7 @@ CHAT = [{"role": "user", "content": "<image>What is it?"}, {"role": "assistant",
 
 
 def photo(seed: int, height: int = 64) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 255, (height, 56, 3), dtype=np.uint8)
-    stream = io.BytesIO()
-    Image.fromarray(pixels).save(stream, "JPEG")
-    return stream.getvalue()
+    return jpeg(56, height, seed)
 
 
 @pytest.fixture
