@@ -19,9 +19,8 @@ from PIL import Image
 from benchmarks.command import run_command
 from orchdata.bench import Result, interleave, work_folder
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.shards.parquet.children import measuring
-from orchdata.loaders.shards.parquet.file import ParquetReader, scan
-from orchdata.loaders.shards.parquet.shard import ParquetShard
+from orchdata.loaders.shards.children import measuring, scan
+from orchdata.loaders.shards.columns import ParquetReader, ParquetShard
 from orchdata.loaders.storage.local import LocalFile
 
 SMALL_FILES = 100

@@ -14,11 +14,10 @@ from functools import lru_cache
 from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.field_names import FILE_KEYS, NUMBER, bare_name
+from orchdata.loaders.field_names import FILE_KEYS, NUMBER, bare_name, is_edge, says_edge
 from orchdata.loaders.modalities.builtin import BUILTINS, ON_REQUEST, UNDECODED
 from orchdata.loaders.modalities.video.containers import TIMING
 from orchdata.loaders.records import ADDED_FIELDS
-from orchdata.loaders.shards.jsonl.stretch import is_edge, says_edge
 from orchdata.loaders.text.conversation import Document, Rules, parse_json
 from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.loaders.text.messages import (

@@ -50,7 +50,7 @@ from .loaders.shards.container import Container as Container
 from .loaders.shards.container import Shard as Shard
 from .loaders.shards.container import ShardSource as ShardSource
 from .loaders.shards.container import TextFiles as TextFiles
-from .loaders.storage.node import Cache as Cache
+from .loaders.storage.files import Cache as Cache
 from .loaders.text.preprocessor import TextPreprocessor as TextPreprocessor
 from .loaders.text.template import ChatTemplate as ChatTemplate
 from .order.order import Order as Order

@@ -26,8 +26,7 @@ from orchdata.loaders.errors import OrchdataError, StaleIndexError
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.cache import copy_name
-from orchdata.loaders.storage.files import Files
-from orchdata.loaders.storage.node import Cache, Copies
+from orchdata.loaders.storage.files import Cache, Copies, Files
 from orchdata.loaders.storage.remote.objects import BLOCK_BYTES, COPIED_AHEAD, Blocks, RemoteFile
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.storage import FileVersion, ReadBytes

@@ -31,7 +31,7 @@ from orchdata.delivery.export import export_plan
 from orchdata.delivery.policy import ErrorPolicy, flattened
 from orchdata.engines.engine import DEFAULT_PREFETCH, OpensEngine
 from orchdata.loaders.errors import BLANK, DataError
-from orchdata.loaders.storage.node import Cache
+from orchdata.loaders.storage.files import Cache
 from orchdata.loop.loop import LoaderIterator, Position, Progress, TrainerEpochs
 from orchdata.order.order import Shuffle
 from orchdata.order.steps import StepTask

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from orchdata.loaders.errors import DataError
-from orchdata.loaders.storage.atomic import check_given, read_small, write_whole
+from orchdata.loaders.storage.local import check_given, read_small, write_whole
 
 _MOST_BYTES: Final = 1 << 30
 

@@ -34,7 +34,7 @@ from orchdata.loaders.samples.sample import MediaPart
 from orchdata.loaders.samples.spans import MediaSlot, TextSpan
 from orchdata.loaders.shards.fields import printable
 from orchdata.loaders.shards.open import by_identity
-from orchdata.loaders.storage.atomic import write_whole
+from orchdata.loaders.storage.local import write_whole
 from orchdata.loaders.storage.storage import basename
 
 _EXAMPLES: Final = 3

@@ -32,8 +32,8 @@ from orchdata.loaders.shards.container import Container, checked_containers, nam
 from orchdata.loaders.shards.fields import FieldRules
 from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.shards.shard import FactsTable, Shard
-from orchdata.loaders.storage.atomic import is_folder
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.local import is_folder
 from orchdata.loaders.storage.remote.urls import identity
 
 _EPOCHS: Final = 2

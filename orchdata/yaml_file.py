@@ -13,7 +13,7 @@ import yaml
 from yaml.composer import ComposerError
 from yaml.constructor import ConstructorError
 
-from orchdata.loaders.storage.atomic import read_small
+from orchdata.loaders.storage.local import read_small
 
 MOST_BYTES: Final = 4 << 20
 MOST_VALUES: Final = 50_000

@@ -160,7 +160,7 @@ def module_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def kept_parquet_processes() -> Iterator[None]:
     """Processes that measure Parquet files stay from one test of a module to the next: a start takes half a second."""
-    from orchdata.loaders.shards.parquet.children import measuring
+    from orchdata.loaders.shards.children import measuring
 
     with measuring():
         yield

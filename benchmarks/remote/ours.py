@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from benchmarks.loading.job import Shards
 from benchmarks.remote.job import EPOCHS, RemoteJob
-from orchdata.loaders.storage.node import Cache
+from orchdata.loaders.storage.files import Cache
 
 _CACHE_BYTES: Final = 1 << 40
 _READERS: Final = 32

@@ -44,16 +44,16 @@ from orchdata.loaders.index.table import pack
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.pace import Spread, Turns, threads_or_default
 from orchdata.loaders.recipe import Recipe, digest, load_for_scanning, versions
+from orchdata.loaders.shards.children import measuring
 from orchdata.loaders.shards.fields import check_met
-from orchdata.loaders.shards.jsonl.media_files import MissingMedia
-from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
+from orchdata.loaders.shards.lines import JsonLinesShard
+from orchdata.loaders.shards.named_media import MissingMedia
 from orchdata.loaders.shards.open import open_shard
-from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.shard import PLAIN, Facts, Reading, Shard
 from orchdata.loaders.shards.tar import TarShard
-from orchdata.loaders.storage.atomic import status_of
 from orchdata.loaders.storage.cache import CacheFolder, Claims, remove_leftovers
 from orchdata.loaders.storage.files import PLAIN_FILES
+from orchdata.loaders.storage.local import status_of
 from orchdata.loaders.storage.remote.urls import identity, is_remote
 from orchdata.loaders.storage.storage import BUILD_SECONDS, Patience
 from orchdata.loaders.watch import here, shards_under_way

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from itertools import groupby, islice, repeat
 from typing import Any, Final, NamedTuple
 
@@ -59,11 +58,11 @@ from orchdata.loaders.samples.measure import (
 from orchdata.loaders.samples.members import Member, has_keys, is_made
 from orchdata.loaders.samples.record import record_of
 from orchdata.loaders.shards.container import identity_of
-from orchdata.loaders.shards.fields import NO_RULES, RAW, SPARSE, FieldRules, split_at_last_dot
+from orchdata.loaders.shards.fields import GZIP, NO_RULES, RAW, FieldRules, split_at_last_dot
 from orchdata.loaders.shards.shard import Facts, FactsMeta, FactsTable, Shard, ShardInfo
-from orchdata.loaders.storage.atomic import Buffer, write_whole
+from orchdata.loaders.storage.local import Buffer, write_whole
 from orchdata.loaders.storage.sealed import Damaged, head_for, read_sealed
-from orchdata.loaders.storage.storage import read_run, runs_of
+from orchdata.loaders.storage.storage import runs_of, views_of
 from orchdata.loaders.text.conversation import WORDS_SUFFIX
 from orchdata.loaders.unread_names import UnreadNames, above, name_of_member
 from orchdata.loaders.watch import SCANNING, ThreadProgress, here
@@ -218,7 +217,7 @@ def _way_out_of_dots(table: FactsTable) -> str:
     for name in map(".".join, zip(table.key, table.field, strict=True)):
         key, field = split_at_last_dot(name) or ("", "")
         fields.setdefault(key, set()).add(field)
-    is_more = max(table.encoding) <= SPARSE and len(fields) > len({*table.key})
+    is_more = max(table.encoding) <= GZIP and len(fields) > len({*table.key})
     return LAST_DOT if is_more and len({*map(frozenset, fields.values())}) == 1 else ""
 
 
@@ -454,9 +453,9 @@ def _read_texts(chunk: Sequence[ShardSample], table: FactsTable, shard: Shard, l
     for run in runs_of(extents, gap_bytes=_GAP_BYTES, run_bytes=_RUN_BYTES):
         contents: Sequence[Content] = ()
         if len(run.members) > 1:
-            read = partial(shard.read, encoding=RAW, field=raw[run.members[0]][1].field)
+            field = raw[run.members[0]][1].field
             try:
-                contents = read_run(read, run, extents)
+                contents = views_of(shard.read(run.start, run.stop - run.start, RAW, field), run, extents)
             except Exception as error:  # noqa: BLE001 - each is then read alone, and gets its own error
                 pass_trouble(error)
         contents = contents or [_read(shard, extents[at][0], raw[at][1], RAW) for at in run.members]

@@ -33,7 +33,7 @@ from orchdata.loaders.modalities.modality import (
 )
 from orchdata.loaders.recipe import Recipe, versions
 from orchdata.loaders.shards.fields import NO_RULES, RAW, FieldRules
-from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
+from orchdata.loaders.shards.lines import JsonLinesShard
 from orchdata.loaders.shards.shard import SCHEMA, Facts, FactsMeta, FactsTable, Shard, shard_failure
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import PLAIN_FILES, Files

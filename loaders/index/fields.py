@@ -40,12 +40,12 @@ from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.recipe import Recipe, digest
 from orchdata.loaders.samples.members import has_keys
 from orchdata.loaders.shards.arrow import ArrowShard
+from orchdata.loaders.shards.children import measuring
+from orchdata.loaders.shards.columns import ParquetShard
 from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.fields import TABLE_ROW
-from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
+from orchdata.loaders.shards.lines import JsonLinesShard
 from orchdata.loaders.shards.open import by_identity, open_indexed, rules_of
-from orchdata.loaders.shards.parquet.children import measuring
-from orchdata.loaders.shards.parquet.shard import ParquetShard
 from orchdata.loaders.shards.shard import FactsTable, Shard, ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import PLAIN_FILES, Files

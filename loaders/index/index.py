@@ -43,10 +43,10 @@ from orchdata.loaders.index.table import (
 from orchdata.loaders.modalities.modality import PartSize, outer_of
 from orchdata.loaders.recipe import Recipe, digest, versions
 from orchdata.loaders.samples.members import Member
-from orchdata.loaders.shards.jsonl.media_files import MISSING
+from orchdata.loaders.shards.named_media import MISSING
 from orchdata.loaders.shards.shard import PLAIN, Reading, ShardInfo
-from orchdata.loaders.storage.atomic import Buffer, Lent, lend, opened_lent
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.local import Buffer, Lent, lend, opened_lent
 from orchdata.loaders.storage.paths import SUFFIXES, expand_paths, media_root_of, needs_listing
 from orchdata.loaders.storage.remote.urls import identity, is_remote
 from orchdata.loaders.storage.sealed import Head, forget, head_of, is_noted, note, still_used, verify_body

@@ -26,9 +26,9 @@ from orchdata.loaders.index.index import KIND, Index, Place, content_fingerprint
 from orchdata.loaders.index.table import TABLE_FORMAT, TableSize, TableWriter, Totals, sum_totals
 from orchdata.loaders.recipe import digest
 from orchdata.loaders.shards.shard import ShardInfo
-from orchdata.loaders.storage.atomic import Buffer, opened, remove, replaced, status_of, write_at
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import Files
+from orchdata.loaders.storage.local import Buffer, opened, remove, replaced, status_of, write_at
 from orchdata.loaders.storage.remote.objects import COPIED_AHEAD, in_order
 from orchdata.loaders.storage.remote.urls import is_remote
 from orchdata.loaders.storage.sealed import body_start, finish, head_by, head_of

@@ -33,8 +33,8 @@ from orchdata.loaders.index.costs import Chunk, Progress, Result, measure_chunk
 from orchdata.loaders.locks import share_cores
 from orchdata.loaders.pace import Spread
 from orchdata.loaders.recipe import Recipe, load_for_scanning
-from orchdata.loaders.shards.jsonl.media_files import Found
-from orchdata.loaders.shards.parquet.children import measuring
+from orchdata.loaders.shards.children import measuring
+from orchdata.loaders.shards.named_media import Found
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import Files
 from orchdata.loaders.watch import ThreadProgress, here, shards_under_way

@@ -32,7 +32,7 @@ from orchdata.loaders.samples.members import Member
 from orchdata.loaders.samples.spans import TextRun
 from orchdata.loaders.shards.fields import RAW
 from orchdata.loaders.shards.shard import Facts
-from orchdata.loaders.storage.atomic import Buffer, write_whole
+from orchdata.loaders.storage.local import Buffer, write_whole
 from orchdata.loaders.storage.sealed import read_sealed, seal
 from orchdata.loaders.unread_names import UnreadNames
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.storage.atomic import Buffer, write_at
+from orchdata.loaders.storage.local import Buffer, write_at
 from orchdata.loaders.unread_names import sum_unread
 
 _I1, _I4, _I8 = np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.int64)

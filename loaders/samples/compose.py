@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError, FieldError
-from orchdata.loaders.field_names import VALUE
+from orchdata.loaders.field_names import VALUE, is_edge, says_edge
 from orchdata.loaders.modalities.builtin import BUILTINS
 from orchdata.loaders.modalities.modality import Modality, outer_of
 from orchdata.loaders.recipe import Recipe
@@ -28,8 +28,7 @@ from orchdata.loaders.samples.members import (
 )
 from orchdata.loaders.samples.record import MadeSample, made_sample
 from orchdata.loaders.samples.spans import Placed, SizeOf, Span, WholeWriter, spans_in_stretches
-from orchdata.loaders.shards.jsonl.named_media import FILE_NAMES
-from orchdata.loaders.shards.jsonl.stretch import is_edge, says_edge
+from orchdata.loaders.shards.named_media import FILE_NAMES
 from orchdata.loaders.text.conversation import (
     WORDS_SUFFIX,
     Document,

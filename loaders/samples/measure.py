@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError, FieldError, as_field_error
-from orchdata.loaders.field_names import bare_name
+from orchdata.loaders.field_names import NAMES_EDGE, bare_name, is_edge, why_not_whole
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.memory import pass_shortage
 from orchdata.loaders.modalities.builtin import BUILTINS, TEXT
@@ -51,7 +51,6 @@ from orchdata.loaders.samples.spans import (
     num_tokens,
     packed,
 )
-from orchdata.loaders.shards.jsonl.stretch import NAMES_EDGE, is_edge, why_not_whole
 
 Sizes = dict[tuple[str, int], PartSize]
 """Sizes of parts that were counted from their bytes, by modality and index in the sample's members."""

@@ -3,7 +3,7 @@
     members --record_of--> {"jpg": Media("jpg", 0), "json": {...}, "txt": "..."} --Recipe.record--> record with Media
     --made_sample--> the record without Media, and the members that they refer to
 
-Files of records are not read here: their function is called before the media that they name are read (`shards.jsonl`).
+Files of records are not read here: their function is called before the media that they name are read (`shards.lines`).
 """
 
 from __future__ import annotations

@@ -21,10 +21,9 @@ import pyarrow as pa
 
 from orchdata.loaders.errors import one_line, pass_trouble
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.shards.cells import Refused, field_clash
+from orchdata.loaders.shards.columns import COLUMNS, ColumnShard, DecodedColumn, RowReader
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules
-from orchdata.loaders.shards.parquet.cells import field_clash
-from orchdata.loaders.shards.parquet.file import Refused, RowReader
-from orchdata.loaders.shards.parquet.shard import COLUMNS, ColumnShard, DecodedColumn
 from orchdata.loaders.storage.storage import Storage
 
 _MAGIC: Final = b"ARROW1"

@@ -41,6 +41,7 @@ from orchdata.loaders.shards.fields import RAW, FieldRules
 from orchdata.loaders.storage.files import PLAIN_FILES, Files
 from orchdata.loaders.storage.paths import Matching, Paths, expand_paths, media_root_of
 from orchdata.loaders.storage.remote.urls import identity, is_remote
+from orchdata.loaders.storage.storage import ContentDigest, Extent, Storage
 
 Member = tuple[int, int, int, str]
 """Offset, size, encoding and field of a member, as its row of the facts has them."""
@@ -108,19 +109,32 @@ class Shard(ABC):
         packed: whether it is compressed.
     """
 
-    url: str
-    size: int
-    version: str
     is_new = False
     packed = False
+
+    def __init__(self, url: str, file: Storage, limits: Limits) -> None:
+        self.url, self.size, self.version = url, file.size, file.version
+        self._file = file
+        self._limits = limits
 
     @abstractmethod
     def facts(self) -> Facts:
         """Read the whole shard and return its facts. Bad data become rows with an error, never an exception."""
 
-    @abstractmethod
     def checksum(self) -> str:
-        """Return the checksum of its size and headers (Parquet: of its whole content), as in its facts."""
+        """Return the checksum of its size and content (tar: of its size and headers), as in its facts."""
+        return ContentDigest(self._file).hexdigest()
+
+    def ranges(self, members: Sequence[Member]) -> list[Extent]:
+        """Return the ranges of its file that `read_many` reads for members, as far as these say it."""
+        return []
+
+    def expect(self, members: Sequence[Member]) -> object:
+        """Have the storage begin to read members that are read soon, if that saves time. Keep the result until they
+        were read.
+        """
+        ranges = self.ranges(members)
+        return self._file.expect(ranges) if ranges else None
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes | memoryview:
         """Read one member at the position given in its row of the facts. Raises FieldError(field, reason)."""
@@ -138,13 +152,9 @@ class Shard(ABC):
         """Return whether a field is JSON in this container, such as a column of numbers; its bytes are UTF-8 then."""
         return False
 
-    def expect(self, members: Sequence[Member]) -> object:
-        """Begin to read members that are read soon, if that saves time. Keep the result until they were read."""
-        return None
-
-    @abstractmethod
     def close(self) -> None:
         """Close its file after running reads have finished. Later reads raise ValueError."""
+        self._file.close()
 
 
 Value = TypeVar("Value")
@@ -499,7 +509,7 @@ class Reading:
         if not self.containers:
             return expand_paths(paths, matching=matching)
         urls = _expanded(paths, self.containers, matching)
-        used = _used(self.containers, urls)
+        used = _claiming(self.containers, urls)
         for each in self.containers:
             if not any(each is one for one in used):
                 raise ContainerError(
@@ -513,17 +523,14 @@ def used_containers(containers: tuple[Container, ...], paths: Paths) -> tuple[Co
     """Return the containers that claim some of the paths: of several data sets, each takes those that it needs. Raises
     as `Reading.expand`.
     """
-    return _used(containers, _expanded(paths, containers, PLAIN_FILES.matches)) if containers else ()
+    return _claiming(containers, _expanded(paths, containers, PLAIN_FILES.matches)) if containers else ()
 
 
 def _expanded(paths: Paths, containers: tuple[Container, ...], matching: Matching) -> list[str]:
-    def claims(path: str) -> bool:
-        return container_of(containers, identity(path)) is not None
-
-    return expand_paths(paths, own=claims, matching=matching)
+    return expand_paths(paths, own=lambda path: bool(_claiming(containers, [path])), matching=matching)
 
 
-def _used(containers: tuple[Container, ...], urls: list[str]) -> tuple[Container, ...]:
+def _claiming(containers: tuple[Container, ...], urls: list[str]) -> tuple[Container, ...]:
     claiming = [container_of(containers, identity(url)) for url in urls]
     return tuple(each for each in containers if any(each is one for one in claiming))
 

@@ -15,6 +15,7 @@ import zlib
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import IO, TypeVar
 
 import numpy as np
@@ -25,8 +26,8 @@ from orchdata.loaders.errors import DecodeError, FieldError, ShardError, Storage
 from orchdata.loaders.limits import Limits, shortened
 from orchdata.loaders.memory import measured_at, says_memory
 from orchdata.loaders.modalities.builtin import BUILTINS, NUM_FACTS, OTHER, TEXT
-from orchdata.loaders.modalities.modality import Header, Modality, read_header, scan_heads, starts_with
-from orchdata.loaders.shards.fields import GZIP, RAW, SPARSE, SPLITS, Met, classify_renamed, nfc, printable
+from orchdata.loaders.modalities.modality import read_header, scan_heads, starts_with
+from orchdata.loaders.shards.fields import GZIP, RAW, SPLITS, Met, classify_renamed, nfc, printable
 from orchdata.loaders.shards.shard import (
     Beginning,
     Facts,
@@ -40,10 +41,8 @@ from orchdata.loaders.shards.shard import (
 from orchdata.loaders.shards.tar_walk import (
     BLOCKS,
     NotATar,
-    SparseError,
     TarBatch,
     UnusualTar,
-    read_sparse,
     walk_any,
     walk_plain,
 )
@@ -51,7 +50,7 @@ from orchdata.loaders.storage.cache import CacheFolder, copy_name
 from orchdata.loaders.storage.local import LocalFile
 from orchdata.loaders.storage.paths import compression
 from orchdata.loaders.storage.remote.objects import in_order
-from orchdata.loaders.storage.storage import FileVersion, Run, Storage, StorageFile, read_run, runs_of
+from orchdata.loaders.storage.storage import Extent, FileVersion, Run, Storage, StorageFile, runs_of, views_of
 from orchdata.loaders.watch import here
 
 Bytes = bytes | memoryview
@@ -75,9 +74,7 @@ class TarShard(Shard):
         names: Sequence[tuple[str, str]] = (),
         key: str = "",
     ) -> None:
-        self.url, self.size, self.version = url, file.size, file.version
-        self._file = file
-        self._limits = limits
+        super().__init__(url, file, limits)
         self._names = dict(names)
         self._key = key
 
@@ -134,48 +131,30 @@ class TarShard(Shard):
         headers.update(str(self.size).encode())
         return headers.hexdigest()
 
-    def read(self, offset: int, size: int, encoding: int, field: str) -> Bytes:
-        """Read one member; gzipped text is decompressed. Raises FieldError for content that is damaged, cut or above a
-        limit.
-        """
-        if size > self._limits.member_bytes:
-            raise FieldError(field, f"{size} bytes, above Limits.member_bytes={self._limits.member_bytes}")
-        if encoding == SPARSE:
-            try:
-                data: Bytes = read_sparse(self._file, offset, size, limits=self._limits)
-            except SparseError as error:
-                self._file.check_unchanged()  # a change of the file can look like damage
-                raise FieldError(field, str(error)) from error
-        else:
-            data = self._file.read(offset, size)
-        self._file.check_unchanged()
-        if len(data) < size:
-            raise FieldError(field, f"cut: {len(data)} of {size} bytes are in the shard")
-        return gunzip(data, field, self._limits) if encoding == GZIP else data
+    def ranges(self, members: Sequence[Member]) -> list[Extent]:
+        return [(offset, size) for offset, size, _, _ in members]
 
     def read_many(self, members: Sequence[Member]) -> list[Bytes]:
-        """Read the members of one sample; neighbours are read with one call, and share its memory."""
-        results: list[Bytes | None] = [None] * len(members)
-        spans = [(offset, size) for offset, size, _, _ in members]
+        """Read the members of one sample; neighbours are read with one call, and share its memory; gzipped text is
+        decompressed. Raises FieldError for content that is damaged, cut or above a limit.
+        """
+        results: list[Bytes] = [b""] * len(members)
         for run in _runs(members, self._limits.member_bytes):
-            if len(run.members) == 1:
-                results[run.members[0]] = self.read(*members[run.members[0]])
-                continue
-            contents = read_run(self._file.read, run, spans)
+            _, size, encoding, field = members[run.members[0]]
+            if size > self._limits.member_bytes:
+                raise FieldError(field, f"{size} bytes, above Limits.member_bytes={self._limits.member_bytes}")
+            if encoding not in (RAW, GZIP):
+                raise FieldError(field, "a sparse file, which is no longer read: `orchdata index --again`")
+            contents: list[Bytes] = [self._file.read(run.start, run.stop - run.start)]
+            if len(run.members) > 1:
+                contents = views_of(contents[0], run, self.ranges(members))
             self._file.check_unchanged()
             for i, content in zip(run.members, contents, strict=True):
-                _, size, _, field = members[i]
+                _, size, encoding, field = members[i]
                 if len(content) < size:
                     raise FieldError(field, f"cut: {len(content)} of {size} bytes are in the shard")
-                results[i] = content
-        return [content for content in results if content is not None]
-
-    def expect(self, members: Sequence[Member]) -> object:
-        # The map of a sparse member says what is read of it.
-        return self._file.expect([(offset, size) for offset, size, encoding, _ in members if encoding != SPARSE])
-
-    def close(self) -> None:
-        self._file.close()
+                results[i] = gunzip(content, field, self._limits) if encoding == GZIP else content
+        return results
 
 
 def gunzip(data: Bytes, field: str, limits: Limits) -> bytes:
@@ -372,7 +351,7 @@ class TarScan:
         limits, classes, unread, names = self._limits, self._classes, batch.unread, self._names
         # Most members pass these checks without a function call.
         largest, short = min(limits.member_bytes, limits.text_bytes), limits.short_name
-        offsets, sizes, encodings = batch.offsets, batch.sizes, batch.encodings
+        offsets, sizes = batch.offsets, batch.sizes
         for i, name in enumerate(batch.names):
             is_ascii = name.isascii()
             split = self._split(name if is_ascii else printable(name))
@@ -417,7 +396,7 @@ class TarScan:
                 too_large = limits.size_error(size, is_text=kind == TEXT)
                 if too_large is not None:
                     self._table.errors[row] = too_large
-            rows.append((self._sample, key, field, kind, offsets[i], size, encodings[i] or encoding))
+            rows.append((self._sample, key, field, kind, offsets[i], size, encoding))
             taken.append(i)
         self._table.extend(rows)
         for row, reason in structural:
@@ -429,7 +408,7 @@ class TarScan:
 
     def _scan_headers(self, batch: TarBatch, taken: NDArray[np.int64], first_row: int) -> None:
         """Add the headers of the rows from `first_row` on, which are the members `taken` of the batch."""
-        table = self._table
+        table, limits = self._table, self._limits
         kinds = np.array(table.kind[first_row:], np.uint8)
         if table.errors:
             kinds[[first_row + i in table.errors for i in range(taken.size)]] = OTHER
@@ -444,7 +423,9 @@ class TarScan:
                 row = first_row + int(mine[i])
                 current.key = table.key[row]
                 try:
-                    found[i] = self._read_header(modality, row)
+                    found[i] = read_header(
+                        modality, table.size[row], partial(self._file.read, table.offset[row]), limits
+                    )
                 except DecodeError as error:
                     table.errors[row] = error.reason
                 except MemoryError as error:
@@ -452,17 +433,3 @@ class TarScan:
             current.key = None
             headers[mine, : modality.num_facts] = found
         table.extend_headers(headers)
-
-    def _read_header(self, modality: type[Modality], row: int) -> Header:
-        table = self._table
-        offset, size = table.offset[row], table.size[row]
-        if table.encoding[row] == SPARSE:
-
-            def read(count: int) -> bytes:
-                return bytes(read_sparse(self._file, offset, size, limits=self._limits, count=count))
-
-            try:
-                return read_header(modality, size, read, self._limits)
-            except SparseError as error:
-                raise DecodeError(str(error)) from error
-        return read_header(modality, size, lambda count: self._file.read(offset, count), self._limits)

@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import StorageError
-from orchdata.loaders.storage.atomic import (
+from orchdata.loaders.storage.local import (
     TEMPORARY_SUFFIX,
     Lent,
     create_temporary,
@@ -490,7 +490,7 @@ class Pruned:
 
 def kept_files(cache: CacheFolder) -> list[KeptFile]:
     """Return what is kept, the least recently used first; a missing folder keeps nothing. Raises StorageError."""
-    return sorted(file for name in KINDS for file in _files(cache.root / name) if _is_ours(name, file.paths[0].name))
+    return sorted(file for name in KINDS for file in _files(cache.root / name))
 
 
 def prune(
@@ -511,7 +511,9 @@ def prune(
         is_old = older_than_seconds is not None and file.last_used <= now - older_than_seconds
         if is_old or (most_bytes is not None and left > most_bytes):
             if not dry_run:
-                tried(str(file.paths[0]), "cannot be removed", partial(_unlink, file))
+                tried(str(file.paths[0]), "cannot be removed", partial(file.paths[0].unlink, missing_ok=True))
+                for companion in file.paths[1:]:
+                    remove(companion)
             pruned.removed.setdefault(file.kind, Amount()).add(file)
             left -= file.size
         else:
@@ -527,7 +529,8 @@ def remove_leftovers(cache: CacheFolder) -> None:
         with suppress(OSError):
             for name in names_in(cache.root / kind):
                 path = cache.root / kind / name
-                status = status_of(path) if _is_leftover(name) else None
+                is_leftover = name.startswith(".") and name.endswith((TEMPORARY_SUFFIX, PARTIAL_SUFFIX, NOTE_SUFFIX))
+                status = status_of(path) if is_leftover else None
                 if status is not None and status.st_uid == os.geteuid():
                     kept_seconds = _NOTES_SECONDS if name.endswith(NOTE_SUFFIX) else _DAY_SECONDS
                     if time.time() - status.st_mtime > kept_seconds:
@@ -535,7 +538,7 @@ def remove_leftovers(cache: CacheFolder) -> None:
 
 
 def _files(folder: Path) -> Iterator[KeptFile]:
-    """Yield all regular files of this user with their companions."""
+    """Yield the files of this user with names as orchdata gives them, with their companions."""
     statuses: dict[str, os.stat_result] = {}
     for name in tried(str(folder), "cannot be listed", partial(names_in, folder)):
         path = folder / name
@@ -553,19 +556,5 @@ def _files(folder: Path) -> Iterator[KeptFile]:
         used = max((statuses[each].st_mtime for each in mine), default=0.0)
         size = status.st_size + sum(statuses[each].st_size for each in mine)
         paths = (folder / name, *(folder / each for each in mine))
-        yield KeptFile(max(status.st_mtime, used), size, folder.name, paths)
-
-
-def _is_ours(kind: str, name: str) -> bool:
-    return name.endswith(KINDS[kind].suffixes) and _DIGEST.search(name.partition(".")[0]) is not None
-
-
-def _is_leftover(name: str) -> bool:
-    return name.startswith(".") and name.endswith((TEMPORARY_SUFFIX, PARTIAL_SUFFIX, NOTE_SUFFIX))
-
-
-def _unlink(file: KeptFile) -> None:
-    with suppress(FileNotFoundError):
-        os.unlink(file.paths[0])
-    for companion in file.paths[1:]:
-        remove(companion)
+        if name.endswith(KINDS[folder.name].suffixes) and _DIGEST.search(name.partition(".")[0]):
+            yield KeptFile(max(status.st_mtime, used), size, folder.name, paths)

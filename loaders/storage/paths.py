@@ -18,7 +18,7 @@ from pathlib import Path
 import braceexpand
 
 from orchdata.loaders.errors import OF_THE_FILE
-from orchdata.loaders.storage.atomic import is_folder, is_there, read_small
+from orchdata.loaders.storage.local import is_folder, is_there, read_small
 from orchdata.loaders.storage.remote.urls import (
     HTTP,
     check_key,
@@ -273,22 +273,22 @@ def _matches(pattern: Path) -> set[str]:
 
 def _below(folder: Path, above: tuple[str, ...]) -> Iterator[Path]:
     """Yield a folder and all folders below it, except hidden ones; links to a folder above are not followed."""
-    real = tried(str(folder), "cannot be looked at", lambda: _real(folder))
+
+    def real_path() -> str | None:
+        try:
+            return os.path.realpath(folder, strict=True)
+        except OSError as error:
+            if error.errno in OF_THE_FILE:
+                return None
+            raise
+
+    real = tried(str(folder), "cannot be looked at", real_path)
     if real is None or real in above:
         return
     yield folder
     for name in _names(folder):
         if not name.startswith(".") and is_folder(str(folder / name)):
             yield from _below(folder / name, (*above, real))
-
-
-def _real(folder: Path) -> str | None:
-    try:
-        return os.path.realpath(folder, strict=True)
-    except OSError as error:
-        if error.errno in OF_THE_FILE:
-            return None
-        raise
 
 
 def _names(folder: Path) -> list[str]:

@@ -25,8 +25,16 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from orchdata.loaders.storage.atomic import Buffer, opened, read_small, record_use, remove, write_at, write_once
-from orchdata.loaders.storage.local import read_into_at
+from orchdata.loaders.storage.local import (
+    Buffer,
+    opened,
+    read_into_at,
+    read_small,
+    record_use,
+    remove,
+    write_at,
+    write_once,
+)
 
 BLOCK_BYTES = 1 << 20
 ALIGNMENT = 64

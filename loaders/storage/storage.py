@@ -181,9 +181,9 @@ def runs_of(extents: Sequence[Extent], *, gap_bytes: int, run_bytes: int | None 
     return runs
 
 
-def read_run(read: Callable[[int, int], Bytes], run: Run, extents: Sequence[Extent]) -> list[Bytes]:
-    """Read a run with one `read(offset, size)`. Return a view of each member, shorter at the end of the file."""
-    view = memoryview(read(run.start, run.stop - run.start))
+def views_of(content: Bytes, run: Run, extents: Sequence[Extent]) -> list[Bytes]:
+    """Return a view of each member in what was read of a run, shorter at the end of the file."""
+    view = memoryview(content)
     starts = [extents[index][0] - run.start for index in run.members]
     return [view[start : start + extents[index][1]] for start, index in zip(starts, run.members, strict=True)]
 

@@ -27,7 +27,7 @@ from orchdata.delivery.policy import ErrorPolicy
 from orchdata.engines.engine import DEFAULT_PREFETCH, OpensEngine, Workers
 from orchdata.engines.warm import kernel_families
 from orchdata.loaders.errors import DataError
-from orchdata.loaders.storage.node import Cache, cache_of_environment
+from orchdata.loaders.storage.files import Cache, cache_of_environment
 from orchdata.loop.loop import Position
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import SampleOrder, Shuffle

@@ -52,8 +52,8 @@ from orchdata.delivery.policy import Unusable, refuse_above_budget
 from orchdata.engines.engine import Workers, described, pickles
 from orchdata.loaders.errors import NOT_DATA, DataError, FunctionError
 from orchdata.loaders.functions import line_in, source_digest
-from orchdata.loaders.storage.atomic import names_in, write_whole
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.local import names_in, write_whole
 from orchdata.loaders.storage.sealed import read_sealed, seal
 from orchdata.loop.torch_workers import IterableContent
 from orchdata.notices import progress_bar, warn_once, warn_user

@@ -25,9 +25,9 @@ from orchdata.loaders.index.index_file import IndexFile, fetched, look, opened_c
 from orchdata.loaders.recipe import Recipe, digest, versions
 from orchdata.loaders.shards.container import Container, checked_containers, container_of, identity_of
 from orchdata.loaders.shards.shard import Reading
-from orchdata.loaders.storage.atomic import is_folder, read_small, write_once
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import Files
+from orchdata.loaders.storage.local import is_folder, read_small, write_once
 from orchdata.loaders.storage.paths import expand_paths, media_root_of, names_and_patterns
 from orchdata.loaders.storage.remote.clients import is_filesystem
 from orchdata.loaders.storage.remote.urls import HTTP, has_magic, identity, is_match, is_remote, parsed, scheme_of

@@ -48,10 +48,9 @@ from orchdata.loaders.index.index_file import IndexFile
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.recipe import Recipe, checked_recipe, digest, load_required
 from orchdata.loaders.samples.sample import Sample
-from orchdata.loaders.shards.changes import changed_media, find_changes
 from orchdata.loaders.shards.container import Container
 from orchdata.loaders.shards.fields import printable
-from orchdata.loaders.shards.open import OpenShards, by_identity
+from orchdata.loaders.shards.open import OpenShards, by_identity, changed_media, find_changes
 from orchdata.loaders.shards.shard import PLAIN, Reading, listed_paths
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.files import Files

@@ -38,8 +38,8 @@ from orchdata.loaders.index.table import TABLE_FORMAT
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.sample import MediaPart, Sample
 from orchdata.loaders.storage import cache as mapped_array
-from orchdata.loaders.storage.atomic import lend, opened, opened_lent, replaced, write_at
 from orchdata.loaders.storage.cache import CacheFolder, MappedArray
+from orchdata.loaders.storage.local import lend, opened, opened_lent, replaced, write_at
 from orchdata.loaders.storage.sealed import Damaged, head_of
 
 _PIECE_BYTES: Final = 16 << 20

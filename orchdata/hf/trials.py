@@ -42,8 +42,8 @@ from orchdata.hf.models import (
     undisturbed,
 )
 from orchdata.loaders.errors import StorageError
-from orchdata.loaders.storage.atomic import write_once
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.local import write_once
 from orchdata.planning.plan import Plan
 from orchdata.ranks.team_attention import Kernel, TeamAttention, attend_over, sdpa_by_sequence
 

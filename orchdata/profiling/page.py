@@ -30,7 +30,7 @@ from orchdata.html import bar, check_plots, number, paragraph, plain, shown, vie
 from orchdata.html import table as html_table
 from orchdata.loaders.amounts import counted
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.storage.atomic import write_whole
+from orchdata.loaders.storage.local import write_whole
 from orchdata.loaders.storage.remote.urls import identity
 from orchdata.profiling import summary
 from orchdata.profiling.content import Figures

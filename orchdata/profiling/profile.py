@@ -41,8 +41,8 @@ from orchdata.loaders.amounts import counted
 from orchdata.loaders.errors import ShardError
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.shards.columns import ParquetShard
 from orchdata.loaders.shards.open import by_identity, open_indexed
-from orchdata.loaders.shards.parquet.shard import ParquetShard
 from orchdata.loaders.shards.tar import bytes_read_together
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.paths import PARQUET_SUFFIXES, RECORD_SUFFIXES, suffix_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import math
 import struct
 import tarfile
@@ -15,20 +14,20 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hostile_tars import sparse_1_0
 from shard_factory import audio, jpeg
+from tars import rows, write_tar
 
 import orchdata as od
 import orchdata.building.step
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.builtin import TEXT
+from orchdata.loaders.modalities.builtin import OTHER, TEXT
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.measure import Measured, measure
 from orchdata.loaders.samples.members import Member
-from orchdata.loaders.shards.fields import SPARSE
-from orchdata.loaders.shards.parquet.shard import ParquetShard
-from orchdata.loaders.shards.tar import TarShard
+from orchdata.loaders.shards.columns import ParquetShard
 from orchdata.loaders.storage.local import LocalFile
 
 pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
@@ -60,15 +59,6 @@ def test_decoded_bytes_of_images() -> None:
         measured(images, Limits(sample_decoded_bytes=expected - 1))
 
 
-def tar_of(path: Path, members: Sequence[tuple[str, bytes]]) -> str:
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as archive:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    return str(path)
-
-
 def flac_header(seconds: int, rate: int = 16_000) -> bytes:
     """42 bytes: one channel of 16 bits, so many seconds, and nothing of them."""
     packed = rate << 44 | 0 << 41 | 15 << 36 | seconds * rate
@@ -92,7 +82,7 @@ BOMBS = {
 @pytest.mark.parametrize("kind", BOMBS)
 def test_headers_that_claim_too_much_are_one_bad_sample(tmp_path: Path, kind: str) -> None:
     good = [(f"{key}.txt", key.encode()) for key in ("a", "b", "f", "g")]
-    shard = tar_of(tmp_path / "a.tar", [*good[:2], *BOMBS[kind], ("evil.txt", b"hello"), *good[2:]])
+    shard = str(write_tar(tmp_path / "a.tar", [*good[:2], *BOMBS[kind], ("evil.txt", b"hello"), *good[2:]]))
     dataset = od.ShardDataset(shard)
     index = dataset.index()
     assert [index.key(int(row)) for row in index.bad_rows()] == ["evil"]
@@ -102,7 +92,7 @@ def test_headers_that_claim_too_much_are_one_bad_sample(tmp_path: Path, kind: st
 
 def test_texts_of_a_sample_count_together_and_decompressed(tmp_path: Path) -> None:
     text = b"x" * 1_000
-    shard = tar_of(tmp_path / "a.tar", [("k.json.gz", gzip.compress(b'"%s"' % text[2:])), ("k.txt", text)])
+    shard = str(write_tar(tmp_path / "a.tar", [("k.json.gz", gzip.compress(b'"%s"' % text[2:])), ("k.txt", text)]))
     for limit, bad in ((2_000, 0), (1_999, 1)):
         index = build_index([shard], Recipe(limits=Limits(text_bytes=limit)))
         assert index.totals["bad"] == bad
@@ -140,50 +130,19 @@ def test_a_column_is_held_while_it_is_decoded(tmp_path: Path, dictionary: bool) 
     assert int(error.split("decompresses to ")[1].split()[0]) < 9_000_000 + 64 * 10_000 * 2  # stopped at once
 
 
-def sparse_tar(path: Path, size: int, stretches: Sequence[tuple[int, int]], name: str = "a.txt") -> str:
-    """A member as GNU tar's PAX format 1.0 stores it: a map, then the stretches of x that are there."""
-    written = f"{len(stretches)}\n" + "".join(f"{at}\n{length}\n" for at, length in stretches)
-    content = written.encode().ljust(-(-len(written) // 512) * 512, b"\0") + b"x" * sum(n for _, n in stretches)
-    info = tarfile.TarInfo(f"GNUSparseFile.0/{name}")
-    info.size = len(content)
-    info.pax_headers = {
-        "GNU.sparse.major": "1",
-        "GNU.sparse.minor": "0",
-        "GNU.sparse.name": name,
-        "GNU.sparse.realsize": str(size),
-    }
-    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
-        archive.addfile(info, io.BytesIO(content))
-    return str(path)
-
-
-def sparse_rows(path: str, limits: Limits) -> list[dict[str, Any]]:
-    return TarShard(path, LocalFile(path), limits=limits).facts().table.arrow().to_pylist()
-
-
-def test_a_sparse_member_reads_as_tarfile_reads_it(tmp_path: Path) -> None:
-    path = sparse_tar(tmp_path / "a.tar", 3_000, [(0, 10), (1_000, 5), (2_990, 0), (2_995, 5)])
-    (row,) = sparse_rows(path, Limits())
-    assert row["encoding"] == SPARSE
-    shard = TarShard(path, LocalFile(path), limits=Limits())
-    with tarfile.open(path) as archive:
-        expected = archive.extractfile(archive.getmembers()[0]).read()  # type: ignore[union-attr]
-    assert bytes(shard.read(row["offset"], row["size"], SPARSE, "txt")) == expected
-
-
-def test_a_sparse_member_is_held_against_what_is_stored(tmp_path: Path) -> None:
-    path = sparse_tar(tmp_path / "a.tar", 2 << 20, [(0, 1 << 14)])  # 2 MiB of 16 KiB: 128 to 1
-    for ratio, bad in ((128, 0), (127, 1)):
-        index = build_index([path], Recipe(limits=Limits(decompression_ratio=ratio)))
-        assert index.totals["bad"] == bad
-    reason = index.failure(0).reason
-    assert reason == "a sparse member of 2097152 bytes, 16384 of them stored, above Limits.decompression_ratio=127"
+def test_a_sparse_member_fails_its_sample(tmp_path: Path) -> None:
+    pieces = b"2\n0\n10\n1000\n5\n".ljust(512, b"\0") + b"x" * 15
+    (tmp_path / "a.tar").write_bytes(sparse_1_0("a.txt", 3_000, pieces) + bytes(1024))
+    (row,) = rows(tmp_path / "a.tar")
+    assert (row["kind"], row["error"]) == (OTHER, "a sparse file: it is not read; write with tar without --sparse")
 
 
 def test_extended_headers_of_one_member_are_bounded_together(tmp_path: Path) -> None:
     # Maps of stretches of nothing, four bytes each: the second one is above 1 MiB.
     for stretches, over in ((200_000, False), (300_000, True)):
-        (row,) = sparse_rows(sparse_tar(tmp_path / "a.tar", 100, [(0, 0)] * stretches), Limits())
+        pieces = f"{stretches}\n".encode() + b"0\n0\n" * stretches
+        (tmp_path / "a.tar").write_bytes(sparse_1_0("a.txt", 100, pieces) + bytes(1024))
+        (row,) = rows(tmp_path / "a.tar")
         assert ("extended headers claim more than 1048576 bytes" in (row["error"] or "")) == over
 
 
@@ -199,7 +158,7 @@ def test_global_headers_of_a_tar_are_bounded(tmp_path: Path, name: str) -> None:
     ):
         with tarfile.open(path, "w", format=tarfile.PAX_FORMAT, pax_headers=records) as archive:
             archive.addfile(tarfile.TarInfo(name))
-        (row,) = sparse_rows(str(path), Limits())
+        (row,) = rows(path)
         assert ("global headers of more than 1024 records or 65536 characters" in (row["error"] or "")) == over
 
 
@@ -218,7 +177,7 @@ def none_left(*_: object, **__: object) -> None:
 def test_memory_that_runs_out_in_a_decoder_is_no_bad_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, content: bytes, target: str, collate_fn: Any
 ) -> None:
-    dataset = od.ShardDataset(tar_of(tmp_path / "a.tar", [(f"a.{field}", content), ("a.txt", b"hello")]))
+    dataset = od.ShardDataset(write_tar(tmp_path / "a.tar", [(f"a.{field}", content), ("a.txt", b"hello")]))
     dataset.index()
     monkeypatch.setattr(target, none_left)
     loader = od.DataLoader(
@@ -240,7 +199,7 @@ def test_memory_that_runs_out_in_a_header_is_no_bad_sample(
 ) -> None:
     monkeypatch.setattr(target, none_left)
     with pytest.raises(MemoryError, match="none left"):
-        build_index([tar_of(tmp_path / "a.tar", [(f"a.{field}", b"something else")])], Recipe())
+        build_index([str(write_tar(tmp_path / "a.tar", [(f"a.{field}", b"something else")]))], Recipe())
 
 
 @pytest.mark.parametrize("name", list(Limits.__dataclass_fields__))

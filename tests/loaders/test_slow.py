@@ -22,7 +22,7 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.video.decode import open_video
 from orchdata.loaders.pace import Pace, Turns
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
-from orchdata.loaders.shards.jsonl.named_media import media_of
+from orchdata.loaders.shards.named_media import media_of
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.text.jinja import Inputs, JinjaTemplate, Work
 from orchdata.loaders.text.loss_spans import loss_spans

@@ -87,7 +87,7 @@ ALLOWED = {
     "loaders/limits.py": "how large they may be",
     "loaders/recipe.py": "those of a recipe that names none",
     "loaders/text/template.py": "words of the marks that tools write for them",
-    "loaders/shards/jsonl/stretch.py": "words before the names of a start and an end",
+    "loaders/field_names.py": "words before the names of a start and an end",
     "loaders/text/preprocessor.py": "their tokens, by parameters of their own",
     "orchdata/batch/": "batch.image and batch.audio",
     "orchdata/hf/": "what processors and models of Hugging Face call them",

@@ -7,8 +7,7 @@ import sys
 
 from orchdata.caching import Filler
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.storage.files import Files
-from orchdata.loaders.storage.node import Cache
+from orchdata.loaders.storage.files import Cache, Files
 from orchdata.loaders.storage.storage import ReadBytes
 from orchdata.order.order import Order, Shuffle
 

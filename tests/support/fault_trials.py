@@ -40,7 +40,7 @@ import orchdata as od
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.table import Columns
-from orchdata.loaders.shards.parquet.children import measuring
+from orchdata.loaders.shards.children import measuring
 from orchdata.loaders.storage import storage
 from orchdata.loaders.storage.cache import SUM_SUFFIX, CacheFolder, kept_files, prune
 from orchdata.loaders.storage.sealed import NOTE_SUFFIX, is_noted

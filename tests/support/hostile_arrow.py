@@ -276,7 +276,7 @@ def _woven(listed: Sequence[Any], endless: Iterator[Any]) -> Iterator[Any]:
 def scanned(path: Path, limits: Any) -> Any:
     """The facts of a file, read as a child of a build reads them, in this process."""
     from orchdata.loaders.shards.arrow import ArrowReader
-    from orchdata.loaders.shards.parquet.file import scan
+    from orchdata.loaders.shards.children import scan
     from orchdata.loaders.shards.shard import shard_failure
     from orchdata.loaders.storage.local import LocalFile
 

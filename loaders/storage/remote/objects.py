@@ -93,8 +93,8 @@ class Objects:
         for url in wanted:
             client, key = self._client_of(url)
             if key and not key.endswith("/"):
-                request = self._request(url, "cannot be looked at", "head", client, partial(client.head, key))
-                begun.append((url, requests.HERE.begin(request)))
+                look = partial(client.head, key)
+                begun.append((url, self._begun(url, "cannot be looked at", "head", client, look)))
         found = {}
         for url, pending in begun:
             try:
@@ -168,10 +168,10 @@ class Objects:
         self._called(url, "cannot be written", "put", client, partial(client.put, key, data))
 
     def _called(self, url: str, doing: str, kind: str, client: Client, call: Callable[[], T]) -> T:
-        """Have a thread of the pool make a request, with retries, and wait for it."""
-        return requests.HERE.wait(requests.HERE.begin(self._request(url, doing, kind, client, call)))
+        """Return the result of a request."""
+        return requests.HERE.wait(self._begun(url, doing, kind, client, call))
 
-    def _request(
+    def _begun(
         self,
         url: str,
         doing: str,
@@ -180,10 +180,11 @@ class Objects:
         call: Callable[[], T],
         reads: ReadBytes | None = None,
         num_bytes: int = 0,
-    ) -> Request[T]:
+    ) -> Pending[T]:
+        """Have a thread of the pool make a request, with retries."""
         counts = requests.HERE.counts if reads is None else reads.requests
         how: dict[str, Any] = {"retry_seconds": self._retry_seconds, "counts": counts, "refresh": client.refresh}
-        return Request(call=call, url=url, doing=doing, kind=kind, num_bytes=num_bytes, **how)
+        return requests.HERE.begin(Request(call=call, url=url, doing=doing, kind=kind, num_bytes=num_bytes, **how))
 
     def _run(self, wanted: ObjectRange, reads: ReadBytes | None) -> _Run:
         """Begin to read a range, in pieces."""
@@ -202,8 +203,7 @@ class Objects:
         for start in range(first, last, PIECE_BYTES):
             piece = ObjectRange(url, file, start, min(last, start + PIECE_BYTES))
             doing, num_bytes = f"cannot be read at {start}", piece.stop - start
-            request = self._request(url, doing, "get", client, partial(get, piece), reads, num_bytes)
-            pieces.append((start, requests.HERE.begin(request)))
+            pieces.append((start, self._begun(url, doing, "get", client, partial(get, piece), reads, num_bytes)))
         return _Run(wanted, pieces)
 
     def _client_of(self, url: str) -> tuple[Client, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import random
@@ -12,12 +11,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
-import soundfile
 from hostile_arrow import Case, good_files, huge_batch, mutations, scanned, try_cases, written
-from PIL import Image
+from shard_factory import audio, png
 
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.index.build import build_index
@@ -37,16 +34,11 @@ pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
 
 
 def photo(seed: int) -> bytes:
-    stream = io.BytesIO()
-    pixels = np.random.default_rng(seed).integers(0, 255, (56, 28 * (2 + seed % 4), 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(stream, "PNG")
-    return stream.getvalue()
+    return png(28 * (2 + seed % 4), 56, seed)
 
 
 def clip(seed: int) -> bytes:
-    stream = io.BytesIO()
-    soundfile.write(stream, np.random.default_rng(seed).normal(0, 0.1, 8000 + 100 * seed), 16_000, format="WAV")
-    return stream.getvalue()
+    return audio(0.5 + seed / 160, seed=seed)
 
 
 def write_stream(path: Path, table: pa.Table, rows: int = 7, options: Any = None, *, is_file: bool = False) -> str:

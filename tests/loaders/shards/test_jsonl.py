@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import zstandard
 from PIL import Image
+from shard_factory import jpeg
 
 from orchdata.loaders.errors import DataError, DecodeError, FieldError, StorageError, reason_kind
 from orchdata.loaders.index.build import BuildProgress, build_index
@@ -24,7 +24,7 @@ from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.shards.jsonl.media_files import MediaFolder
+from orchdata.loaders.shards.named_media import MediaFolder
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.shards.shard import Reading
 from orchdata.loaders.storage.cache import CacheFolder
@@ -34,10 +34,7 @@ CHAT = [{"role": "user", "content": "<image>What is it?"}, {"role": "assistant",
 
 
 def photo(seed: int, height: int = 64) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 255, (height, 56, 3), dtype=np.uint8)
-    stream = io.BytesIO()
-    Image.fromarray(pixels).save(stream, "JPEG")
-    return stream.getvalue()
+    return jpeg(56, height, seed)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,31 +12,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import soundfile
-from PIL import Image
+from shard_factory import audio, png
 
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import OTHER
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.shards.columns import COLUMNS, ParquetShard
 from orchdata.loaders.shards.fields import PARQUET
-from orchdata.loaders.shards.parquet.shard import COLUMNS, ParquetShard
 from orchdata.loaders.storage.local import LocalFile
 
 pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
 
 
-def png(width: int, height: int) -> bytes:
-    out = io.BytesIO()
-    Image.new("RGB", (width, height)).save(out, "PNG")
-    return out.getvalue()
-
-
 def flac(frames: int) -> bytes:
-    out = io.BytesIO()
-    soundfile.write(out, np.zeros(frames), 16_000, format="FLAC")
-    return out.getvalue()
+    return audio(frames / 16_000, suffix="flac")
 
 
 def write(path: Path, columns: Mapping[str, Any], **options: Any) -> Path:

@@ -26,9 +26,9 @@ from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.facts import load_facts
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.shards.parquet import children as measuring_process
-from orchdata.loaders.shards.parquet.children import measuring
-from orchdata.loaders.shards.parquet.shard import ParquetShard
+from orchdata.loaders.shards import children as measuring_process
+from orchdata.loaders.shards.children import measuring
+from orchdata.loaders.shards.columns import ParquetShard
 from orchdata.loaders.shards.shard import Facts, FactsTable
 from orchdata.loaders.storage.local import LocalFile
 
@@ -81,7 +81,7 @@ def children() -> list[int]:
         ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True
     )
     return [
-        int(line.split()[0]) for line in listed.stdout.splitlines() if "parquet.children" in line or "defunct" in line
+        int(line.split()[0]) for line in listed.stdout.splitlines() if "shards.children" in line or "defunct" in line
     ]
 
 
@@ -110,7 +110,8 @@ def patched(monkeypatch: pytest.MonkeyPatch, body: str) -> None:
     """Children that run `body` instead of scanning a file."""
     program = (
         "import json, os, signal, sys, time; given = json.loads(sys.argv[1]); sys.path[:] = given['path']\n"
-        "import orchdata.loaders.shards.parquet.children as child\n"
+        "import orchdata.loaders.shards.children as child\n"
+        "scan_all = child.scan\n"
         f"def scan(reader, limits):\n    {body}\n"
         "child.scan = scan\n"
         "child.CPU_SECONDS = 0\n"
@@ -148,7 +149,7 @@ def test_an_arrow_file_that_ends_its_process_costs_itself_only(tmp_path: Path, m
         with pa.ipc.new_stream(path, table.schema) as writer:
             writer.write_table(table)
     body = "os.abort() if 'caption' in reader.schema.names else None; return scan_all(reader, limits)"
-    patched(monkeypatch, f"from orchdata.loaders.shards.parquet.file import scan as scan_all; {body}")
+    patched(monkeypatch, body)
     index = build_index(paths, Recipe())
     failures = [index.failure(int(row)) for row in index.bad_rows()]
     found = [(failure.shard, failure.reason) for failure in failures]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import gzip
-import io
 import os
 import re
-import tarfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
+from hostile import tar_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,12 +31,7 @@ from orchdata.loaders.storage.local import LocalFile
 
 
 def tar_bytes(text: bytes) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as tar:
-        info = tarfile.TarInfo("a.txt")
-        info.size = len(text)
-        tar.addfile(info, io.BytesIO(text))
-    return out.getvalue()
+    return tar_of({"a.txt": text})
 
 
 @pytest.fixture
@@ -187,14 +181,8 @@ SKIPPABLE = b"\x50\x2a\x4d\x18" + (5).to_bytes(4, "little") + b"hello"
 
 def archive(num_bytes: int = 3_000_000) -> bytes:
     """A tar of text and incompressible bytes."""
-    out = io.BytesIO()
     noise = np.random.default_rng(0).bytes(num_bytes)
-    with tarfile.open(fileobj=out, mode="w") as tar:
-        for name, content in (("a.txt", b"one"), ("a.bin", noise), ("b.txt", b"two" * 1000)):
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return out.getvalue()
+    return tar_of({"a.txt": b"one", "a.bin": noise, "b.txt": b"two" * 1000})
 
 
 def zstd(data: bytes) -> bytes:

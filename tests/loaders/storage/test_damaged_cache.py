@@ -26,8 +26,8 @@ from orchdata.loaders.index.table import LAYOUT, OFFSETS, TABLE_FORMAT
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage import sealed as verified
-from orchdata.loaders.storage.atomic import opened
 from orchdata.loaders.storage.cache import CacheFolder, MappedArray
+from orchdata.loaders.storage.local import opened
 from orchdata.loaders.storage.sealed import Damaged, head_of, read_sealed, seal
 
 IMAGE, AUDIO = 1, 2

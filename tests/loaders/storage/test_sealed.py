@@ -14,9 +14,8 @@ from typing import IO
 import pytest
 
 from orchdata.loaders.storage import sealed
-from orchdata.loaders.storage.atomic import new_file, replaced, write_at, write_once, write_whole
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.local import LocalFile
+from orchdata.loaders.storage.local import LocalFile, new_file, replaced, write_at, write_once, write_whole
 from orchdata.loaders.storage.sealed import (
     BLOCK_BYTES,
     Damaged,

@@ -24,7 +24,7 @@ from orchdata.loaders.samples.compose import composition_of, text_members
 from orchdata.loaders.samples.measure import measure
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.samples.spans import MediaSlot
-from orchdata.loaders.shards.jsonl.named_media import media_of
+from orchdata.loaders.shards.named_media import media_of
 from orchdata.loaders.text.conversation import document_of, parse_json
 from orchdata.loaders.text.template import text_of
 

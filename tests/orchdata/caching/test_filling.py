@@ -18,7 +18,7 @@ from servers.s3_server import S3Server
 from shard_factory import RECIPE, omni_samples, write_shard
 
 import orchdata as od
-from orchdata.loaders.storage.node import FOLDER, SUFFIX
+from orchdata.loaders.storage.files import FOLDER, SUFFIX
 
 SUPPORT = Path(__file__).resolve().parents[2] / "support"
 PROCESSES, KILLED, SHARDS = 8, 4, 12

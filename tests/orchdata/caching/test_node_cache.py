@@ -20,7 +20,7 @@ from shard_factory import RECIPE, omni_samples, omni_shards, write_shard
 
 import orchdata as od
 from orchdata.caching import own_streams
-from orchdata.loaders.storage.node import FOLDER, SUFFIX, cache_of_environment
+from orchdata.loaders.storage.files import FOLDER, SUFFIX, cache_of_environment
 from orchdata.ranks.parallel import Rank
 
 pytestmark = pytest.mark.usefixtures("kept_parquet_processes")

@@ -14,8 +14,8 @@ from shard_factory import RECIPE, omni_samples, omni_shards, write_shard
 
 import orchdata as od
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.shards import changes
-from orchdata.loaders.shards.changes import find_changes
+from orchdata.loaders.shards import open as changes
+from orchdata.loaders.shards.open import find_changes
 from orchdata.loaders.storage.cache import CacheFolder
 
 AGAIN = "changed since the index was built: measured again"

@@ -21,7 +21,7 @@ from orchdata import notices
 from orchdata.dataset.prepared import PreparedDataset, check_allowed, restore
 from orchdata.delivery.policy import Stats
 from orchdata.loaders.errors import StateError
-from orchdata.loaders.shards.parquet.shard import COLUMNS
+from orchdata.loaders.shards.columns import COLUMNS
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loop.loop import Position
 from orchdata.loop.state import State

@@ -54,7 +54,7 @@ def test_a_given_store_of_obstore(s3_server: S3Server, new_bucket: Callable[[], 
 
 def test_a_given_store_with_a_prefix(s3_server: S3Server, new_bucket: Callable[[], str], local: Epochs) -> None:
     """The keys of URLs are those of the store."""
-    from servers.stores import store_at
+    from servers.s3_server import store_at
 
     bucket = new_bucket()
     local.to_s3(s3_server, bucket, "deep/train")

@@ -75,7 +75,7 @@ def test_a_child_of_a_process_whose_own_code_used_obstore_gives_up(s3_server: S3
     program = """
         import json, os
         import obstore
-        from servers.stores import store_at
+        from servers.s3_server import store_at
         from orchdata.loaders.storage.remote import requests
         from orchdata.loaders.storage.files import Files
 

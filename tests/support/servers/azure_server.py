@@ -13,20 +13,17 @@ import os
 import secrets
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from email.utils import format_datetime
 from fcntl import LOCK_EX, flock
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
 import obstore
 from obstore.exceptions import BaseError
 
-from servers.processes import end, free_ports, start, starting, wait_until
-from servers.stores import store_at
+from servers.processes import ProcessServer, asked, free_ports, start, wait_until
+from servers.s3_server import store_at
 
 PACKAGE = "azurite@3.35.0"
 INSTALL_SECONDS = 240
@@ -67,78 +64,37 @@ def _install(cache: Path) -> None:
         raise NoAzurite(f"npm cannot install {PACKAGE}: {done.stderr[-500:]}")
 
 
-class AzureServer:
+class AzureServer(ProcessServer):
     """One server, from `with` to its end, with one account. Containers are made by `make_container`."""
 
     def __init__(self) -> None:
         self._script = azurite()
-        self._folder = Path(tempfile.mkdtemp(prefix="azure-server-"))
+        super().__init__()
         # Other servers know no such account: an answer can come only from this one.
         self.account = f"tests{secrets.token_hex(4)}"
         self.key = base64.b64encode(secrets.token_bytes(64)).decode()
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> Self:
-        try:
-            self._process = starting(self._attempt)
-        except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._process:
-            end(self._process)
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    @property
-    def endpoint(self) -> str:
-        """Where the server listens; a proxy may stand before it."""
-        return f"http://127.0.0.1:{self.port}"
 
     @property
     def options(self) -> dict[str, str]:
-        return self.options_at()
-
-    def options_at(self, endpoint: str | None = None) -> dict[str, str]:
         """`storage_options`, in obstore's names, for URLs such as `az://container/`.
 
         The account is a part of the endpoint's path here; on Azure it is one of the host's name.
         """
-        address = f"{endpoint or self.endpoint}/{self.account}"
+        address = f"{self.endpoint}/{self.account}"
         return {"account_name": self.account, "account_key": self.key, "endpoint": address, "allow_http": "true"}
-
-    def store(self, container: str, endpoint: str | None = None) -> Any:
-        """An obstore store of a container, which tries each request once."""
-        return store_at(f"az://{container}/", self.options_at(endpoint))
 
     def make_container(self, name: str) -> str:
         """A new container; its name has at least three characters, of lower case."""
         path = f"/{self.account}/{name}"
         headers = {"x-ms-date": format_datetime(datetime.now(UTC), usegmt=True), "x-ms-version": _VERSION}
         headers |= {"Content-Length": "0", "Authorization": self._signature(path, {"restype": "container"}, headers)}
-        asked = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        asked.request("PUT", f"{path}?restype=container", headers=headers)
-        answer = asked.getresponse()
-        said = answer.read()
-        asked.close()
-        if answer.status != 201:
-            raise RuntimeError(f"Azurite made no container {name}: {answer.status} {said!r}")
+        status, said = asked(self.port, "PUT", f"{path}?restype=container", headers)
+        if status != 201:
+            raise RuntimeError(f"Azurite made no container {name}: {status} {said!r}")
         return name
 
-    def put(self, container: str, key: str, content: bytes) -> str:
-        """Store a blob; returns its etag."""
-        return obstore.put(self.store(container), key, content, use_multipart=False)["e_tag"]
-
-    def get(self, container: str, key: str) -> bytes:
-        return bytes(obstore.get(self.store(container), key).bytes())
-
-    def delete(self, container: str, key: str) -> None:
-        obstore.delete(self.store(container), key)
-
-    def list(self, container: str, prefix: str = "") -> list[str]:
-        """The keys of a container that begin with a prefix of whole folders, sorted."""
-        return sorted(each["path"] for some in obstore.list(self.store(container), prefix or None) for each in some)
+    def put(self, container: str, key: str, content: bytes) -> None:
+        obstore.put(store_at(f"az://{container}/", self.options), key, content, use_multipart=False)
 
     def _signature(self, path: str, query: Mapping[str, str], headers: Mapping[str, str]) -> str:
         """The Authorization header of a PUT without a body."""

@@ -5,21 +5,19 @@ A server that does not start is a failure. Where its program is not installed, a
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
 # Names alone: what starts a server imports it, and most tests start none.
 if TYPE_CHECKING:
     from servers.azure_server import AzureServer
-    from servers.gcs_server import GcsServer
     from servers.http_server import HttpServer
-    from servers.hub_server import HubServer
-    from servers.odd_server import OddServer
     from servers.proxy import Fault, Proxy
     from servers.s3_server import S3Server
 
@@ -96,26 +94,15 @@ def azure_server() -> Iterator[AzureServer]:
         yield server
 
 
-@pytest.fixture
-def gcs_server() -> Iterator[GcsServer]:
-    from servers.gcs_server import GcsServer
+def _stub(module: str, name: str) -> Callable[[], Iterator[Any]]:
+    @pytest.fixture(name=module)
+    def server() -> Iterator[Any]:
+        with getattr(importlib.import_module(f"servers.{module}"), name)() as made:
+            yield made
 
-    with GcsServer() as server:
-        yield server
-
-
-@pytest.fixture
-def hub_server() -> Iterator[HubServer]:
-    from servers.hub_server import HubServer
-
-    with HubServer() as server:
-        yield server
+    return server
 
 
-@pytest.fixture
-def odd_server() -> Iterator[OddServer]:
-    """Its switches are off at first."""
-    from servers.odd_server import OddServer
-
-    with OddServer() as server:
-        yield server
+gcs_server = _stub("gcs_server", "GcsServer")
+hub_server = _stub("hub_server", "HubServer")
+odd_server = _stub("odd_server", "OddServer")

@@ -11,10 +11,9 @@ import gzip
 from collections.abc import Mapping
 from email.utils import formatdate
 from hashlib import sha256
-from typing import Any, ClassVar
+from typing import ClassVar
 from urllib.parse import quote, urlencode
 
-from servers.stores import store_at
 from servers.stub_server import Answer, Seen, StubServer, part_of
 
 _FIRST_MODIFIED = 1_700_000_000
@@ -63,10 +62,6 @@ class OddServer(StubServer):
 
     def url(self, key: str, **query: str) -> str:
         return f"{self.endpoint}/{quote(key)}" + (f"?{urlencode(query)}" if query else "")
-
-    def store(self, folder: str = "", endpoint: str | None = None) -> Any:
-        """An obstore store of a folder, which tries each request once."""
-        return store_at(f"{endpoint or self.endpoint}/{folder}", self.options)
 
     def put(self, key: str, content: bytes) -> str:
         """Make a file; returns its URL."""

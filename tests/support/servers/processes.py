@@ -1,21 +1,27 @@
 """Servers in processes of their own: free ports, a start that is tried again, a wait for the first answer, and the end.
 
-    starting(attempt) --> attempt(): choose ports, start a process --> ready()? --yes--> the process
-                             ^----------- it ended: a port was taken ----'
+    ProcessServer.__enter__ --> _attempt(): choose ports, start a process --> ready()? --yes--> the process
+                                   ^----------- it ended: a port was taken ----'
 
 All listen on 127.0.0.1 alone.
 """
 
 from __future__ import annotations
 
+import http.client
 import random
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 START_SECONDS = 120
 """What a server may take until its first answer: it takes some three seconds on an idle machine."""
@@ -89,17 +95,6 @@ def last_words(log: Path) -> str:
     return log.read_text(errors="replace")[-4000:] if log.exists() else ""
 
 
-def starting(attempt: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-    """The process that an attempt started. One that ends at once is tried again, with other ports: one was taken."""
-    for number in range(1, TRIES + 1):
-        try:
-            return attempt()
-        except Ended:
-            if number == TRIES:
-                raise
-    raise AssertionError
-
-
 def answers(port: int) -> bool:
     """Whether a server takes connections there."""
     try:
@@ -107,3 +102,51 @@ def answers(port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def asked(port: int, method: str, path: str, headers: Mapping[str, str] | None = None) -> tuple[int, bytes]:
+    """The status and body of an answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request(method, path, headers=headers or {})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+class ProcessServer(ABC):
+    """One server, from `with` to its end, with a temporary folder."""
+
+    port: int
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="server-"))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            for number in range(1, TRIES + 1):
+                try:
+                    self._process = self._attempt()
+                    break
+                except Ended:  # at once: one of its ports was taken
+                    if number == TRIES:
+                        raise
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._process:
+            end(self._process)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @abstractmethod
+    def _attempt(self) -> subprocess.Popen[bytes]:
+        """Choose ports, start a process, and return it when it answers."""

@@ -11,19 +11,18 @@ import http.client
 import json
 import os
 import secrets
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import obstore
+import obstore.store
 from obstore.exceptions import BaseError
 
-from servers.processes import answers, end, free_ports, program, start, starting, wait_until
-from servers.stores import store_at
+from servers.processes import ProcessServer, answers, asked, free_ports, program, start, wait_until
 
 REGION = "us-east-1"
 _READY = "is-it-ready"
@@ -32,7 +31,7 @@ _ONE_VOLUME = {"WEED_MASTER_VOLUME_GROWTH_COPY_1": "1"}
 _RIGHTS = {"all": ["Admin", "Read", "Write", "List", "Tagging"], "reader": ["Read"], "lister": ["List"], "nothing": []}
 
 
-class S3Server:
+class S3Server(ProcessServer):
     """One server, from `with` to its end, with credentials for each of: `all`, `reader`, `lister`, `nothing`.
 
     A reader may read any key and list no bucket. Buckets are made by `make_bucket` alone.
@@ -41,28 +40,10 @@ class S3Server:
     region = REGION
 
     def __init__(self, options: Mapping[str, object] | None = None) -> None:
+        super().__init__()
         self._more = dict(options or {})
-        self._folder = Path(tempfile.mkdtemp(prefix="s3-server-"))
         # Other servers know no such key: an answer can come only from this one.
         self._credentials = {name: (secrets.token_hex(10), secrets.token_hex(20)) for name in _RIGHTS}
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> Self:
-        try:
-            self._process = starting(self._attempt)
-        except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._process:
-            end(self._process)
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
     @property
     def access_key(self) -> str:
@@ -89,13 +70,9 @@ class S3Server:
 
     def make_bucket(self, name: str) -> str:
         """A new bucket; its name has at least three characters, of lower case."""
-        to_filer = http.client.HTTPConnection("127.0.0.1", self._filer_port, timeout=60)
-        to_filer.request("POST", f"/buckets/{name}/")
-        answer = to_filer.getresponse()
-        said = answer.read()
-        to_filer.close()
-        if answer.status != 201:
-            raise RuntimeError(f"SeaweedFS made no bucket {name}: {answer.status} {said!r}")
+        status, said = asked(self._filer_port, "POST", f"/buckets/{name}/")
+        if status != 201:
+            raise RuntimeError(f"SeaweedFS made no bucket {name}: {status} {said!r}")
         return name
 
     def put(self, bucket: str, key: str, content: bytes) -> str:
@@ -162,3 +139,16 @@ class S3Server:
         except (BaseError, RuntimeError, OSError, http.client.HTTPException):
             return False
         return True
+
+
+# obstore takes these in `client_options` only: among its other options S3Store panics over them.
+OF_THE_CLIENT = {"allow_http", "connect_timeout", "timeout", "user_agent", "proxy_url", "default_headers"}
+ONCE = {"max_retries": 0, "retry_timeout": timedelta(seconds=60)}
+"""A `retry_config` under which each error comes out at once."""
+
+
+def store_at(url: str, options: Mapping[str, Any], retry: Mapping[str, Any] = ONCE) -> Any:
+    """The store at a URL such as `s3://bucket/prefix`. By default it tries each request once."""
+    client = {key: value for key, value in options.items() if key in OF_THE_CLIENT}
+    others = {key: value for key, value in options.items() if key not in OF_THE_CLIENT}
+    return obstore.store.from_url(url, client_options=client, retry_config=retry, **others)

@@ -15,8 +15,7 @@ from servers.s3_server import S3Server
 
 import orchdata as od
 from orchdata.loaders.storage.cache import CacheFolder, copy_name, kept_files, prune
-from orchdata.loaders.storage.files import Files
-from orchdata.loaders.storage.node import FOLDER, Copies
+from orchdata.loaders.storage.files import FOLDER, Copies, Files
 from orchdata.loaders.storage.remote.objects import BLOCK_BYTES, Blocks, RemoteFile
 from orchdata.loaders.storage.storage import FileVersion, ReadBytes
 from orchdata.loaders.watch import Ended, here

@@ -1,45 +1,52 @@
-"""An open Parquet file: its checked footer, and its columns in batches of bounded size; one pass over such a file.
+"""Parquet shards: one sample per row; images, audio, text and chats in columns; cells are read by row number.
 
     storage --> footer --check against file and limits--> row groups --batches--> columns --scan--> rows of the facts
 
-Both measuring and reading use this reader, so that a file is decoded the same way each time. An exception of the
+Both measuring and reading use the same reader, so that a file is decoded the same way each time. An exception of the
 storage during a call of pyarrow is raised unchanged, even if pyarrow hides or replaces it.
+
+This process decodes no page before a child process has measured the file (see `children`): before reads, the size and
+modification time, or the checksum of all bytes, are compared with those of the measured file.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from orchdata.loaders.errors import NOT_DATA, DecodeError, one_line, pass_trouble
-from orchdata.loaders.field_names import NULL
-from orchdata.loaders.limits import Limits, shortened
-from orchdata.loaders.memory import measured_at
-from orchdata.loaders.modalities.builtin import OTHER, TEXT
-from orchdata.loaders.modalities.modality import Header
-from orchdata.loaders.shards.fields import ALL_AS_NAMED, PARQUET, ColumnRules, Met
-from orchdata.loaders.shards.parquet.cells import (
-    Column,
+from orchdata.loaders.errors import NOT_DATA, FieldError, ShardError, as_failure, one_line, pass_trouble
+from orchdata.loaders.field_names import EMPTY, NULL
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.shards.cells import (
     PathOnly,
+    Refused,
+    column_of,
     field_clash,
-    is_text,
     plan_columns,
     renamed,
-    sniff,
-    text_bytes,
 )
-from orchdata.loaders.shards.shard import NO_HEADER, FactsTable, Rows, header_of
+from orchdata.loaders.shards.children import measure
+from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules, Met
+from orchdata.loaders.shards.shard import (
+    Facts,
+    Member,
+    Recent,
+    Shard,
+    facts_of,
+    shard_failure,
+)
 from orchdata.loaders.storage.storage import Storage, StorageFile
-from orchdata.loaders.text.conversation import WORDS_SUFFIX
-from orchdata.loaders.watch import here
 
 _STREAM_BYTES = 1 << 20
 _SCAN_ROWS = 64
@@ -51,10 +58,6 @@ _SIGNATURE_BYTES = 28
 """Of a plain footer of an encrypted file, after its content. Every call for a column would end the process."""
 INDEX_BYTES_OF_A_ROW = 200
 """About the memory that a row takes while the index is built."""
-
-
-class Refused(Exception):
-    """The file can be read, but cannot be used as a shard; the message is the reason."""
 
 
 class RowReader(ABC):
@@ -292,149 +295,179 @@ class _Stream(StorageFile):
             raise
 
 
-# A date or time outside of Python's range is an ArithmeticError.
-_CELL_ERRORS = (pa.ArrowException, ArithmeticError, ValueError, TypeError, LookupError, RecursionError)
-_NUMBER = (1, *NO_HEADER[1:])  # header of a number that is no longer than an empty list
-
-
-def scan(reader: RowReader, limits: Limits) -> tuple[FactsTable, dict[str, int]]:
-    """Return the facts of a file, and the number of rows of each ignored column that have a value, as far as that is
-    known. Bad cells are rows with an error. Raises Refused: the file as a whole cannot be a shard, or is above the
-    limits. It runs in a child process, because the first decoding of a file may crash the library.
+class ColumnValues(NamedTuple):
+    """Columns of a file: keys of its rows (empty without columns), name -> values of all rows, and name -> names of the
+    classes that a column has the numbers of.
     """
-    if not reader.columns and reader.promised_rows:
-        raise Refused(f"no column has text or media (columns: {', '.join(map(str, reader.schema.names))[:200]})")
-    reader.check()
-    for column in reader.columns:
-        too_long = limits.name_error("column's name", column.name)
-        if too_long is not None:
-            raise Refused(f"{shortened(column.name)!r}: {too_long}")
-    rows = _Scan(limits)
-    rows.run(reader)
-    ignored = {name: reader.promised_rows - reader.nulls(name.removesuffix(WORDS_SUFFIX)) for name in reader.ignored}
-    return rows.table, ignored
+
+    keys: list[str]
+    columns: Mapping[str, pa.ChunkedArray]
+    labels: Mapping[str, tuple[str, ...]]
 
 
-class _Scan(Rows):
-    """One pass over a file: cells to rows of the facts, with the headers of media."""
+class DecodedColumn:
+    """A decoded column of a row group, in pieces."""
 
-    def run(self, reader: RowReader) -> None:
-        key = reader.key
-        names = list(dict.fromkeys([*(column.name for column in reader.columns), *([] if key is None else [key])]))
-        columns = [] if reader.columns.are_whole else reader.columns
-        number = 0
-        current = here()
-        for group in range(len(reader.starts) - 1):
-            current.key = f"row {number}"
-            for batch in reader.batches(group, names, scan=True):
-                cells = [batch.column(column.name) for column in columns]
-                keys = batch.column(key) if key is not None else None
-                for i in range(batch.num_rows):
-                    given = _key(keys[i]) if keys is not None else None
-                    current.key = name = str(number) if given is None else given
-                    self._add_row(number, name, columns, [cell[i] for cell in cells], is_id=key != "__key__")
-                    number += 1
-                current.key = f"row {number}"  # its batch is decoded next
-                if len(self.table) > self.limits.shard_rows:
-                    raise Refused(f"more than {self.limits.shard_rows} fields, above Limits.shard_rows")
-        current.key = None
+    def __init__(self, pieces: Sequence[pa.Array]) -> None:
+        self.num_bytes = int(pa.chunked_array(pieces).get_total_buffer_size())
+        self._pieces = pieces
+        self._starts = np.cumsum([0, *map(len, pieces)])
 
-    def _add_row(self, number: int, key: str, columns: list[Column], scalars: list[pa.Scalar], *, is_id: bool) -> None:
-        first = len(self.table)
-        too_long = self.limits.name_error("key", key)
-        if too_long is not None:
-            self._append(number, shortened(key), "", error=too_long)
-            return
-        key = self.distinct(key, number) if is_id else key
-        for column, scalar in zip(columns, scalars, strict=True):
-            try:
-                self._add_cells(number, key, column, scalar)
-            except NOT_DATA:
-                raise
-            except _CELL_ERRORS as error:  # the other cells may be readable
-                pass_trouble(error)
-                self._append(number, key, column.name, column.kind, error=f"cannot be read: {one_line(error)}")
-        if len(self.table) == first:
-            self._append(number, key, "")
-        reason = "rows {} and {} both have the key {!r}: give each row a different __key__, or drop that column, "
-        self.end_sample(key, first, reason + "so that rows are named by id or number")
+    def __getitem__(self, row: int) -> pa.Scalar:
+        piece = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return self._pieces[piece][row - int(self._starts[piece])]
 
-    def _add_cells(self, number: int, key: str, column: Column, scalar: pa.Scalar) -> None:
-        excess = column.excess(scalar, self.limits)
-        if excess is not None:
-            self._append(number, key, column.name, column.kind, error=excess)
-            return
-        missing = column.missing(scalar)
-        if missing is not None:
-            self._append(number, key, missing, TEXT)
-            return
-        if not column.listed:
-            self._add_cell(number, key, column.field, column, scalar)
-        elif scalar.is_valid:
-            for i, item in enumerate(scalar.values):
-                self._add_cell(number, key, f"{column.name}.{i}", column, item)
-        for at, data in enumerate(column.media(scalar)):
-            error = self.limits.size_error(len(data), is_text=False)
-            self._add_content(number, key, f"{column.name}.{at}", sniff(data), data, error)
 
-    def _add_cell(self, number: int, key: str, field: str, column: Column, scalar: pa.Scalar) -> None:
-        error: str | None
+COLUMNS: Recent[DecodedColumn] = Recent(512 << 20, or_one=True)
+"""Decoded columns, by number of the shard, row group and name; of all shards of the process."""
+NUMBERS = itertools.count()
+
+
+class ColumnShard(Shard):
+    """A file of columns, read by cells. `read` and `read_many` are safe from many threads."""
+
+    reader: ClassVar[type[Any]]
+    """Reads its descriptions: of a file, limits, rules."""
+
+    def __init__(self, url: str, file: Storage, *, limits: Limits, rules: ColumnRules = ALL_AS_NAMED) -> None:
+        super().__init__(url, file, limits)
+        self._rules = rules
+        self._number = next(NUMBERS)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._reader: Any = None
+
+    def checksum(self) -> str:
+        """Return the checksum of the whole content; computed once per process and version of the file."""
+        key = (self.url, self.size, self.version)
+        if key not in _checksums:
+            _checksums[key] = super().checksum()
+        return _checksums[key]
+
+    def facts(self) -> Facts:
+        """Read all cells of the columns with media or text, in a child process. Bad data become rows with an error."""
+        if self.size == 0:
+            table = shard_failure("empty file")
+            found: dict[str, Any] = {"checksum": self.checksum(), "lost_bytes": 1}
+        else:
+            table, found = measure(self._file, self._limits, self._rules, self.reader)
+        self._file.check_unchanged()
+        return facts_of(self, table, **found)
+
+    def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
+        """Read `field` ("images.0": an item of a list) of row `offset`, and check that it has the size in the index.
+        Raises FieldError if it cannot be read; ShardError if the file cannot be read at all; StaleIndexError if it
+        changed.
+        """
+        if self._closed:
+            raise ValueError(f"{self.url}: read after close")
+        if not size and field.endswith((NULL, EMPTY)):
+            return b""
         try:
-            data = column.content(scalar)
-            path = column.path(scalar)
-        except (PathOnly, UnicodeDecodeError) as problem:
-            error = str(problem)
-            if isinstance(problem, UnicodeDecodeError):
-                error = f"contains a string that is not valid UTF-8: {problem.reason}"
-            self._append(number, key, field, column.kind, error=error)
-            return
-        if data is None:
-            if column.has_nulls and column.listed:  # the other items keep their numbers
-                self._append(number, key, field + NULL, TEXT)
-            return
-        kind, is_json = column.kind_of(data, path), column.is_json
-        is_read = kind != OTHER or is_json
-        error = self.limits.size_error(len(data), is_text=kind == TEXT or is_json) if is_read else None
-        is_number = column.form == "words" and len(data) <= 2 and data not in (b"[]", b"{}")
-        self._add_content(number, key, field, kind, data, error, _NUMBER if is_number else NO_HEADER)
+            data = self._cell(offset, field)
+            if data is None or len(data) != size:
+                now = "nothing" if data is None else f"{len(data)} bytes"
+                raise FieldError(field, f"row {offset} has {now}, {size} bytes were indexed: index the shard again")
+            return data
+        except NOT_DATA:
+            raise
+        except Exception as error:
+            pass_trouble(error)
+            self._file.check_unchanged()  # a change of the file can look like damage
+            if isinstance(error, ShardError | FieldError):
+                raise
+            reason = str(error) if isinstance(error, PathOnly) else f"cannot be read: {one_line(error)}"
+            raise FieldError(field, reason) from error
 
-    def _add_content(
-        self,
-        number: int,
-        key: str,
-        field: str,
-        kind: int,
-        data: bytes | memoryview,
-        error: str | None,
-        header: Header = NO_HEADER,
-    ) -> None:
-        if error is None and kind not in (TEXT, OTHER):
-            try:
-                header = header_of(kind, len(data), lambda count: bytes(data[:count]), self.limits)
-            except DecodeError as problem:
-                header, error = NO_HEADER, problem.reason
-            except MemoryError as problem:
-                raise measured_at(problem, "", key, field) from problem
-        self._append(number, key, field, kind, len(data), error, header)
+    def read_many(self, members: Sequence[Member]) -> list[bytes | memoryview]:
+        """Read cells of one sample. Raises as `read` does."""
+        return [self.read(*member) for member in members]
 
-    def _append(
-        self,
-        number: int,
-        key: str,
-        field: str,
-        kind: int = OTHER,
-        size: int = 0,
-        error: str | None = None,
-        header: Header = NO_HEADER,
-    ) -> None:
-        self.table.append(
-            number, key, field, kind=kind, offset=number, size=size, encoding=PARQUET, header=header, error=error
+    def is_text(self, field: str) -> bool:
+        """Return whether its column has text: strings, names of classes, or lists and structs as JSON."""
+        found = column_of(self._open().columns, field)
+        return found is not None and found[0].form not in ("binary", "struct", "turns")
+
+    def is_json(self, field: str) -> bool:
+        """Return whether the cells of a field are JSON of a list, struct, number or the like."""
+        found = column_of(self._open().columns, field)
+        return found is not None and found[0].is_json
+
+    def columns(self, names: Sequence[str]) -> ColumnValues:
+        """Read whole columns, which are measured first. Raises ShardError, and as `facts`."""
+        rules = self._rules._replace(all=False, kept=(), only=tuple(names))
+        with as_failure(partial(ShardError, self.url), f"not a readable {self.reader.kind}"):
+            reader = self.reader(self._file, self._limits, rules)
+            if not reader.columns:
+                return ColumnValues([], {}, {})
+            table, found = measure(self._file, self._limits, rules, self.reader)
+            if found.get("lost_bytes"):
+                raise ShardError(self.url, table.errors[0])
+            names = [column.name for column in reader.columns]
+            pieces: dict[str, list[pa.Array]] = {name: [] for name in names}
+            for group in range(len(reader.starts) - 1):
+                for batch in reader.batches(group, names):
+                    for name in names:
+                        pieces[name].append(batch.column(name))
+            self._file.check_unchanged()
+        first = [row for row, sample in enumerate(table.sample) if not row or sample != table.sample[row - 1]]
+        values = {name: pa.chunked_array(pieces[name], reader.schema.field(name).type) for name in names}
+        labels = {column.name: column.labels for column in reader.columns if column.labels}
+        return ColumnValues([table.key[row] for row in first], values, labels)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._reader = None
+            super().close()
+        COLUMNS.drop(lambda name: name[0] == self._number)
+
+    def _scalar(self, reader: Any, group: int, name: str, row: int) -> pa.Scalar:
+        raise NotImplementedError
+
+    def _cell(self, row: int, field: str) -> bytes | None:
+        reader = self._open()
+        found = column_of(reader.columns, field)
+        if found is None or not 0 <= row < reader.starts[-1]:
+            raise FieldError(field, f"the file has no such cell (row {row}): index the shard again")
+        column, item = found
+        group = int(np.searchsorted(reader.starts, row, side="right")) - 1
+        return column.item(
+            self._scalar(reader, group, column.name, row - int(reader.starts[group])), item, self._limits
         )
 
+    def _open(self) -> Any:
+        with self._lock:
+            if self._reader is None:
+                with as_failure(partial(ShardError, self.url), f"not a readable {self.reader.kind}"):
+                    self._reader = self.reader(self._file, self._limits, self._rules)
+                    self._file.check_unchanged()
+            return self._reader
 
-def _key(scalar: pa.Scalar) -> str | None:
-    """Return a key as text, None for null; bytes that are not UTF-8 become escapes."""
-    if not scalar.is_valid:
-        return None
-    type_ = scalar.type.value_type if isinstance(scalar, pa.DictionaryScalar) else scalar.type
-    return bytes(text_bytes(scalar)).decode("utf-8", "backslashreplace") if is_text(type_) else str(scalar.as_py())
+
+class ParquetShard(ColumnShard):
+    """A Parquet file; one thread at a time decodes it."""
+
+    reader = ParquetReader
+
+    def chunk_bytes(self, fields: Sequence[str]) -> list[tuple[int, int]]:
+        """Return the rows of each row group, and the stored bytes of the column chunks of these fields in it. Raises
+        ShardError.
+        """
+        reader: ParquetReader = self._open()
+        found = [column_of(reader.columns, field) for field in fields]
+        return reader.chunk_bytes(sorted({each[0].name for each in found if each is not None}))
+
+    def _scalar(self, reader: ParquetReader, group: int, name: str, row: int) -> pa.Scalar:
+        def decoded() -> tuple[DecodedColumn, int]:
+            with self._lock:
+                try:
+                    column = DecodedColumn([batch.column(name) for batch in reader.batches(group, [name])])
+                finally:
+                    self._file.check_unchanged()  # a change of the file can look like damage
+            return column, column.num_bytes
+
+        return COLUMNS.made((self._number, group, name), decoded)[row]
+
+
+_checksums: dict[tuple[str, int, str], str] = {}

@@ -11,11 +11,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from orchdata.loaders.field_names import EMPTY, FILE_KEYS, NULL, VALUE, is_kept_as
+from orchdata.loaders.field_names import EMPTY, FILE_KEYS, NULL, VALUE, is_edge, is_kept_as
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import BUILTINS, OTHER, TEXT
 from orchdata.loaders.shards.fields import ALL_AS_NAMED, ColumnRules, classify, listed_modality, names_content
-from orchdata.loaders.shards.jsonl.stretch import is_edge
 from orchdata.loaders.text.conversation import WORDS_SUFFIX, names_words
 from orchdata.loaders.text.messages import CHAT_KEYS, HARMLESS, is_chat_context
 
@@ -28,6 +27,10 @@ _CHATS = ("messages", "conversations")
 _KEYS = ("__key__", "__url__", "id")
 _JSON_FORMS = frozenset(("chat", "words", "value"))
 _SUFFIXES = {"words": WORDS_SUFFIX, "value": VALUE}
+
+
+class Refused(Exception):
+    """The file can be read, but cannot be used as a shard; the message is the reason."""
 
 
 class PathOnly(Exception):

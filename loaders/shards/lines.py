@@ -28,9 +28,15 @@ from orchdata.loaders.modalities.builtin import OTHER, TEXT
 from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.records import LEFT_OUT, LeftOut
 from orchdata.loaders.shards.fields import NAMED, NO_RULES, FieldRules, printable
-from orchdata.loaders.shards.jsonl.media_files import joined_stamp, shown_name
-from orchdata.loaders.shards.jsonl.named_media import Folder, NamedMedia, ObjectFolder, folder_of
-from orchdata.loaders.shards.jsonl.records import Record, Records, open_records
+from orchdata.loaders.shards.named_media import (
+    Folder,
+    NamedMedia,
+    ObjectFolder,
+    folder_of,
+    joined_stamp,
+    shown_name,
+)
+from orchdata.loaders.shards.records import Record, Records, open_records
 from orchdata.loaders.shards.shard import (
     NO_HEADER,
     Beginning,
@@ -44,7 +50,7 @@ from orchdata.loaders.shards.shard import (
     shard_failure,
 )
 from orchdata.loaders.storage.files import PLAIN_FILES, Files
-from orchdata.loaders.storage.storage import STAMP_BITS, ContentDigest, ReadBytes, Storage
+from orchdata.loaders.storage.storage import STAMP_BITS, Extent, ReadBytes, Storage
 from orchdata.loaders.text.conversation import parse_json
 from orchdata.loaders.watch import SCANNING, here
 
@@ -76,20 +82,14 @@ class JsonLinesShard(Shard):
         reads: ReadBytes | None = None,
         files: Files = PLAIN_FILES,
     ) -> None:
-        self.url, self.size, self.version = url, file.size, file.version
+        super().__init__(url, file, limits)
         self.folder = folder_of(media_root, files, reads)
-        self._file = file
-        self._limits = limits
         self._reads = reads
         self._moved_media = moved_media
         self._records = open_records(url, file, limits, rules)
         self._taken: set[int] = set()  # offsets of records whose objects are being read, by a sample or ahead
         self._lock = threading.Lock()
         self._last_media: dict[int, dict[str, NamedMedia]] = {}  # of the record that `read` used last
-
-    def checksum(self) -> str:
-        """Return the checksum of its whole content, without the media."""
-        return ContentDigest(self._file).hexdigest()
 
     def media_state(self) -> str:
         """Return a digest of which named files exist, their sizes and modification times; "" if no file is named. It is
@@ -103,24 +103,20 @@ class JsonLinesShard(Shard):
     def names_same(self, members: Sequence[Member]) -> bool:
         """Return whether the files that a sample names still have the sizes and modification times of its members."""
         media: dict[int, dict[str, NamedMedia]] = {}
+        scan = _Scan(self._records, self.folder, self._limits)
         for offset, size, encoding, field in members:
             if encoding != NAMED:
                 continue
             try:
                 named = self._named_at(offset, field, media)
-                if named is None:
-                    return False
-                paths = [one.path for one in named.parts()]
-                if self.folder is None or None in paths:
-                    continue  # media inside the record: the checks of the record cover them
-                sizes, stamps = [], []
-                for path in paths:
-                    with self.folder.open(str(path)) as file:
-                        sizes.append(file.size)
-                        stamps.append(file.stamp)
             except (DecodeError, FieldError, StaleIndexError):
                 return False
-            if sum(sizes) != size or joined_stamp(stamps) != offset & _STAMP:
+            if named is None:
+                return False
+            if self.folder is None or any(one.path is None for one in named.parts()):
+                continue  # media inside the record: the checks of the record cover them
+            now = scan.probe(named, is_look=True)
+            if now.error is not None or (now.size, now.stamp) != (size, offset & _STAMP):
                 return False
         return True
 
@@ -167,10 +163,11 @@ class JsonLinesShard(Shard):
         self._file.check_unchanged()
         return value
 
+    def ranges(self, members: Sequence[Member]) -> list[Extent]:
+        return [(at, size) for at, size, encoding, _ in members if encoding != NAMED]
+
     def expect(self, members: Sequence[Member]) -> object:
-        ahead: list[object] = [
-            self._file.expect([(at, size) for at, size, encoding, _ in members if encoding != NAMED])
-        ]
+        ahead: list[object] = [super().expect(members)]
         named = [at >> STAMP_BITS for at, _, encoding, _ in members if encoding == NAMED]
         if isinstance(self.folder, ObjectFolder) and named:
             with self._lock:
@@ -201,9 +198,6 @@ class JsonLinesShard(Shard):
                 if record not in self._taken:
                     self._taken.add(record)
                     ahead.append(folder.expect(wanted))
-
-    def close(self) -> None:
-        self._file.close()
 
     def _read(self, members: Sequence[Member], media: dict[int, dict[str, NamedMedia]]) -> list[bytes | memoryview]:
         """Read members of one sample, the record first. `media` has the media of records that were parsed."""
@@ -383,7 +377,7 @@ class _Scan(Rows):
             mine = here()  # of the thread that probes
             mine.shard, mine.key = shard, one[0]
             try:
-                return self._probe(one[1], is_look)
+                return self.probe(one[1], is_look=is_look)
             except MemoryError as error:
                 raise measured_at(error, self._records.url, one[0], one[1].field) from error
             finally:
@@ -434,7 +428,8 @@ class _Scan(Rows):
             return _Read(record, key, error=reason)
         return _Read(record, key, names_itself, media)
 
-    def _probe(self, media: NamedMedia, is_look: bool) -> _Probed:
+    def probe(self, media: NamedMedia, *, is_look: bool) -> _Probed:
+        """Look at one image or clip, and read its header unless `is_look`."""
         if not media.files:
             return self._probe_one(media, is_look)
         files = [self._probe_one(one, is_look) for one in media.files]

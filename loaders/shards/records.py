@@ -21,7 +21,7 @@ from orchdata.loaders.errors import DecodeError, PackageError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.records import RECORD_FIELD, LeftOut, Media, check_function, made_record
 from orchdata.loaders.shards.fields import NO_RULES, RAW, TABLE_ROW, FieldRules, Met
-from orchdata.loaders.shards.jsonl.named_media import NamedMedia, media_of
+from orchdata.loaders.shards.named_media import NamedMedia, media_of
 from orchdata.loaders.storage.paths import is_media_table, suffix_of
 from orchdata.loaders.storage.storage import BLOCK_BYTES, Storage
 from orchdata.loaders.text.conversation import parse_json

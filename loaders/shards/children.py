@@ -29,20 +29,37 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Any, Final, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy as np
 import pyarrow as pa
 
 from orchdata.loaders.child_process import Channel, begin, begun, lower_limit, open_channel
 from orchdata.loaders.environment import failed_import
-from orchdata.loaders.errors import PackageError, StorageError, one_line, package_error
-from orchdata.loaders.limits import Limits
+from orchdata.loaders.errors import (
+    NOT_DATA,
+    DecodeError,
+    PackageError,
+    StorageError,
+    one_line,
+    package_error,
+    pass_trouble,
+)
+from orchdata.loaders.field_names import NULL
+from orchdata.loaders.limits import Limits, shortened
 from orchdata.loaders.memory import UnmeasuredError, is_limited_below, measured_at
-from orchdata.loaders.shards.fields import ColumnRules
-from orchdata.loaders.shards.parquet.file import Refused, RowReader, scan
-from orchdata.loaders.shards.shard import SCHEMA, FactsTable, shard_failure
+from orchdata.loaders.modalities.builtin import OTHER, TEXT
+from orchdata.loaders.modalities.modality import Header
+from orchdata.loaders.shards.cells import Column, PathOnly, Refused, is_text, sniff, text_bytes
+from orchdata.loaders.shards.fields import PARQUET, ColumnRules
+from orchdata.loaders.shards.shard import NO_HEADER, SCHEMA, FactsTable, Rows, header_of, shard_failure
 from orchdata.loaders.storage.storage import BLOCK_BYTES, ContentDigest, Storage
+from orchdata.loaders.text.conversation import WORDS_SUFFIX
+from orchdata.loaders.watch import here
+
+if TYPE_CHECKING:
+    from orchdata.loaders.shards.columns import RowReader
 
 CPU_SECONDS = 60.0
 _START_SECONDS = 300.0
@@ -53,7 +70,7 @@ _CRASH_SIGNALS: Final = tuple(map(signal.Signals.__getitem__, "SIGSEGV SIGABRT S
 _NOT_STARTED: Final = "the process that measures shards cannot be started"
 _PROGRAM = (
     "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given['path']; "
-    "from orchdata.loaders.shards.parquet.children import main; main(given['end'])"
+    "from orchdata.loaders.shards.children import main; main(given['end'])"
 )
 # One thread, and an allocator that returns memory to the system: the limits of the child count its private memory.
 _ENVIRONMENT: Final = {
@@ -480,3 +497,133 @@ class _ParentFile(Storage):
 def _allow_cpu(seconds: float) -> None:
     used = resource.getrusage(resource.RUSAGE_SELF)
     lower_limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + seconds))
+
+
+# A date or time outside of Python's range is an ArithmeticError.
+_CELL_ERRORS = (pa.ArrowException, ArithmeticError, ValueError, TypeError, LookupError, RecursionError)
+_NUMBER = (1, *NO_HEADER[1:])  # header of a number that is no longer than an empty list
+
+Cell = tuple[str, int, int, Header, str | None]
+"""A field of a cell: its name, kind, bytes, header and error."""
+
+
+def scan(reader: RowReader, limits: Limits) -> tuple[FactsTable, dict[str, int]]:
+    """Return the facts of a file, and the number of rows of each ignored column that have a value, as far as that is
+    known. Bad cells are rows with an error. Raises Refused: the file as a whole cannot be a shard, or is above the
+    limits. It runs in a child process, because the first decoding of a file may crash the library.
+    """
+    if not reader.columns and reader.promised_rows:
+        raise Refused(f"no column has text or media (columns: {', '.join(map(str, reader.schema.names))[:200]})")
+    reader.check()
+    for column in reader.columns:
+        too_long = limits.name_error("column's name", column.name)
+        if too_long is not None:
+            raise Refused(f"{shortened(column.name)!r}: {too_long}")
+    rows = _Scan(limits)
+    rows.run(reader)
+    ignored = {name: reader.promised_rows - reader.nulls(name.removesuffix(WORDS_SUFFIX)) for name in reader.ignored}
+    return rows.table, ignored
+
+
+class _Scan(Rows):
+    """One pass over a file: cells to rows of the facts, with the headers of media."""
+
+    def run(self, reader: RowReader) -> None:
+        key = reader.key
+        names = list(dict.fromkeys([*(column.name for column in reader.columns), *([] if key is None else [key])]))
+        columns = [] if reader.columns.are_whole else reader.columns
+        number = 0
+        current = here()
+        for group in range(len(reader.starts) - 1):
+            current.key = f"row {number}"
+            for batch in reader.batches(group, names, scan=True):
+                cells = [batch.column(column.name) for column in columns]
+                keys = batch.column(key) if key is not None else None
+                for i in range(batch.num_rows):
+                    given = _key(keys[i]) if keys is not None else None
+                    current.key = name = str(number) if given is None else given
+                    self._add_row(number, name, columns, [cell[i] for cell in cells], is_id=key != "__key__")
+                    number += 1
+                current.key = f"row {number}"  # its batch is decoded next
+                if len(self.table) > self.limits.shard_rows:
+                    raise Refused(f"more than {self.limits.shard_rows} fields, above Limits.shard_rows")
+        current.key = None
+
+    def _add_row(self, number: int, key: str, columns: list[Column], scalars: list[pa.Scalar], *, is_id: bool) -> None:
+        first, add = len(self.table), partial(self.table.append, number, offset=number, encoding=PARQUET)
+        too_long = self.limits.name_error("key", key)
+        if too_long is not None:
+            add(shortened(key), "", error=too_long)
+            return
+        here().key = key = self.distinct(key, number) if is_id else key
+        for column, scalar in zip(columns, scalars, strict=True):
+            try:
+                for field, kind, size, header, error in self._cells(column, scalar):
+                    add(key, field, kind=kind, size=size, header=header, error=error)
+            except NOT_DATA:
+                raise
+            except _CELL_ERRORS as problem:  # the other cells may be readable
+                pass_trouble(problem)
+                add(key, column.name, kind=column.kind, error=f"cannot be read: {one_line(problem)}")
+        if len(self.table) == first:
+            add(key, "")
+        reason = "rows {} and {} both have the key {!r}: give each row a different __key__, or drop that column, "
+        self.end_sample(key, first, reason + "so that rows are named by id or number")
+
+    def _cells(self, column: Column, scalar: pa.Scalar) -> Iterator[Cell]:
+        """Yield the fields of a cell."""
+        if (excess := column.excess(scalar, self.limits)) is not None:
+            yield column.name, column.kind, 0, NO_HEADER, excess
+            return
+        if (missing := column.missing(scalar)) is not None:
+            yield missing, TEXT, 0, NO_HEADER, None
+            return
+        items = [(column.field, scalar)]
+        if column.listed:
+            items = [(f"{column.name}.{at}", item) for at, item in enumerate(scalar.values if scalar.is_valid else ())]
+        for field, item in items:
+            try:
+                data, path = column.content(item), column.path(item)
+            except (PathOnly, UnicodeDecodeError) as problem:
+                error = str(problem)
+                if isinstance(problem, UnicodeDecodeError):
+                    error = f"contains a string that is not valid UTF-8: {problem.reason}"
+                yield field, column.kind, 0, NO_HEADER, error
+                continue
+            if data is not None:
+                kind, is_json = column.kind_of(data, path), column.is_json
+                is_number = column.form == "words" and len(data) <= 2 and data not in (b"[]", b"{}")
+                yield self._content(field, kind, data, is_json=is_json, header=_NUMBER if is_number else NO_HEADER)
+            elif column.has_nulls and column.listed:  # the other items keep their numbers
+                yield field + NULL, TEXT, 0, NO_HEADER, None
+        for at, data in enumerate(column.media(scalar)):
+            yield self._content(f"{column.name}.{at}", sniff(data), data, is_media=True)
+
+    def _content(
+        self,
+        field: str,
+        kind: int,
+        data: bytes | memoryview,
+        *,
+        is_json: bool = False,
+        is_media: bool = False,
+        header: Header = NO_HEADER,
+    ) -> Cell:
+        is_read = kind != OTHER or is_json or is_media
+        error = self.limits.size_error(len(data), is_text=kind == TEXT or is_json) if is_read else None
+        if error is None and kind not in (TEXT, OTHER):
+            try:
+                header = header_of(kind, len(data), lambda count: bytes(data[:count]), self.limits)
+            except DecodeError as problem:
+                error = problem.reason
+            except MemoryError as problem:
+                raise measured_at(problem, "", str(here().key), field) from problem
+        return field, kind, len(data), header, error
+
+
+def _key(scalar: pa.Scalar) -> str | None:
+    """Return a key as text, None for null; bytes that are not UTF-8 become escapes."""
+    if not scalar.is_valid:
+        return None
+    type_ = scalar.type.value_type if isinstance(scalar, pa.DictionaryScalar) else scalar.type
+    return bytes(text_bytes(scalar)).decode("utf-8", "backslashreplace") if is_text(type_) else str(scalar.as_py())
