@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from hostile_tars import sparse_1_0
+from hostile_shards import sparse_1_0
 
 import orchdata as od
 from orchdata.loaders.errors import StaleIndexError
