@@ -46,22 +46,6 @@ def test_transformer_flops_by_hand() -> None:
     assert cost.phase_cost() == PhaseCost(2 * 288.0 + 80, 2 * 8.0)
 
 
-def test_heads_need_not_be_as_wide_as_the_residual_stream_together() -> None:
-    # h=4, two heads of 3: queries and output 2*2*4*6 = 96, keys and values 48 as one head; ffn 128; pairs 4*6 = 24.
-    cost = TransformerCost(hidden=4, layers=1, ffn=8, heads=2, kv_heads=1, head_dim=3, trainable=False)
-    assert cost.phase_cost() == PhaseCost(96 + 48 + 128.0, 24.0)
-
-
-def test_an_encoders_windows_cut_the_sequence() -> None:
-    cost = TransformerCost(hidden=4, layers=3, ffn=8, window=10, window_layers=2, trainable=False).phase_cost()
-    assert (cost.quadratic, cost.windows) == (16.0, ((10, 32.0),))
-    everywhere = TransformerCost(hidden=4, layers=3, ffn=8, window=10, trainable=False).phase_cost()
-    assert (everywhere.quadratic, everywhere.windows) == (0.0, ((10, 48.0),))
-    full = TransformerCost(hidden=4, layers=3, ffn=8, trainable=False).phase_cost()
-    assert cost.at(10) == everywhere.at(10) == full.at(10)
-    assert everywhere.at(40) == full.at(40) - 48 * 40 * 30
-
-
 @pytest.mark.parametrize("window", [64, 512, 4096])
 def test_a_decoders_window_slides(window: int) -> None:
     sizes = {"hidden": 4, "layers": 1, "ffn": 8, "causal": True, "trainable": False}
