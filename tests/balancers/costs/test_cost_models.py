@@ -158,23 +158,15 @@ def test_a_model_is_a_value() -> None:
     [
         (lambda: PhaseCost(-1.0), "PhaseCost.linear must be a finite number of at least 0, got -1.0"),
         (lambda: PhaseCost(1.0, float("nan")), "PhaseCost.quadratic .* got nan"),
-        (lambda: PhaseCost(True), "PhaseCost.linear .* got True"),
         (lambda: PhaseCost(None), "PhaseCost.linear .* got None"),  # type: ignore[arg-type]
         (lambda: PhaseCost(0.0), "needs a coefficient above 0"),
-        (lambda: PhaseCost(0.0, windows=((8, 0.0),)), "needs a coefficient above 0"),
         (lambda: PhaseCost(1.0, windows=((0, 1.0),)), "PhaseCost.windows: a width must be at least 1, got 0"),
         (lambda: PhaseCost(1.0, windows=((1 << 31, 1.0),)), "a width must be at most 2,147,483,647, got 2,147,483,648"),
         (lambda: PhaseCost(1.0, windows=(8, 1.0)), r"must be pairs \(width, coefficient\), got \(8, 1.0\)"),  # type: ignore[arg-type]
         (lambda: TransformerCost(hidden=0, layers=1, ffn=1), "TransformerCost.hidden .* got 0"),
-        (lambda: TransformerCost(hidden=8, layers=True, ffn=1), "TransformerCost.layers .* got True"),
-        (
-            lambda: TransformerCost(hidden=8, layers=1, ffn=1, kv_heads=2),
-            "kv_heads=2 must divide heads, got heads=None",
-        ),
         (lambda: TransformerCost(hidden=10**200, layers=1, ffn=1).phase_cost(), "more than a float can represent"),
         (lambda: TransformerCost(hidden=8, layers=1, ffn=1, heads=4, kv_heads=3), "kv_heads=3 must divide heads"),
         (lambda: TransformerCost(hidden=8, layers=1, ffn=1, head_dim=4), "head_dim=4 needs heads"),
-        (lambda: TransformerCost(hidden=8, layers=1, ffn=1, window=0), "TransformerCost.window .* got 0"),
         (lambda: TransformerCost(hidden=8, layers=1, ffn=1, window_layers=1), "window_layers=1 needs a window"),
         (lambda: TransformerCost(hidden=8, layers=1, ffn=1, window=4, window_layers=2), "at most layers=1"),
         (lambda: TransformerCost(hidden=8, layers=1, ffn=1, recompute="all"), "recompute must be .* got 'all'"),  # type: ignore[arg-type]
@@ -182,7 +174,6 @@ def test_a_model_is_a_value() -> None:
         (lambda: MoE(4, 5, 8), "MoE.top_k must be at most num_experts=4, got 5"),
         (lambda: CostModel(image=PhaseCost(1.0)), r"CostModel needs llm=..., .* got \['image'\]"),
         (lambda: CostModel(llm=3), r"CostModel\(llm=...\) must be a PhaseCost or a TransformerCost, got 3"),
-        (lambda: CostModel(llm=PhaseCost(1e308)), "too large"),
         (lambda: CostModel(llm=PhaseCost(1.0), image=PhaseCost(0.0, 1e300)), "too large"),
         (lambda: MODEL.sequence_costs("video", [1]), "no phase 'video'"),
         (lambda: MODEL.sequence_costs("llm", [-1]), r"lengths\[0\] is -1"),
