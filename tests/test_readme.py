@@ -56,14 +56,6 @@ def test_pages_use_public_names_alone(page: Path) -> None:
         assert public, f"{page.name}: {name}"
 
 
-@pytest.mark.parametrize(("page", "block"), _blocks("python"))
-def test_attributes_of_a_batch_exist(page: str, block: str) -> None:
-    fields = set(orchdata.Batch.__dataclass_fields__) | set(dir(orchdata.Batch))
-    for node in ast.walk(ast.parse(block)):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "batch":
-            assert node.attr in fields, f"{page}: batch.{node.attr}"
-
-
 def _main_job() -> str:
     return next(block for page, block in _blocks("python") if page == "README.md" and "out.loss_sum" in block)
 

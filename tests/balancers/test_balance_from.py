@@ -119,12 +119,6 @@ def test_prefers_the_same_node() -> None:
     assert (found.moved_cost_within, found.moved_cost_between) == (4, 0)
 
 
-def test_empty_and_free_inputs() -> None:
-    assert balance_from([], [], 3).loads.tolist() == [0, 0, 0]
-    found = balance_from([0, 5], [1, 1], 2)
-    assert (found.rank.tolist(), found.moved_samples, found.moved_share) == ([-1, 1], 0, 0.0)
-
-
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [

@@ -82,34 +82,6 @@ def test_the_books_are_right_and_no_rank_is_empty_without_need(
     assert (found.loads > 0).sum() == min(present, num_ranks)
 
 
-@given(length_lists, st.integers(1, 12), st.integers(0, 4))
-def test_max_samples_holds(lengths: list[int], num_ranks: int, spare: int) -> None:
-    cap = max(1, -(-sum(length > 0 for length in lengths) // num_ranks)) + spare
-    found = balance_padded(lengths, num_ranks, TOKENS, max_samples=cap)
-    check_books(lengths, row_costs(lengths, TOKENS, 1), num_ranks, found)
-    assert np.bincount(found.rank[found.rank >= 0], minlength=1).max() <= cap
-    assert balance_padded(lengths, num_ranks, TOKENS).makespan <= found.makespan
-
-
-@given(length_lists, st.integers(1, 8), phase_costs, st.randoms(use_true_random=False))
-def test_permuting_the_samples_leaves_the_loads(
-    lengths: list[int], num_ranks: int, cost: PhaseCost, random: object
-) -> None:
-    shuffled = lengths.copy()
-    random.shuffle(shuffled)  # type: ignore[attr-defined]
-    once, again = balance_padded(lengths, num_ranks, cost), balance_padded(shuffled, num_ranks, cost)
-    assert once.loads.tolist() == again.loads.tolist()
-
-
-def test_worked_by_hand() -> None:
-    found = balance_padded([10, 3, 9, 2, 2, 1], 2, TOKENS)
-    assert found.rank.tolist() == [0, 1, 0, 1, 1, 1]  # 2 * 10 and 4 * 3: every other way has 3 * 10 or 5 * 9 or so.
-    assert found.loads.tolist() == [20, 12]
-    assert found.imbalance == pytest.approx(20 / 16)
-    aligned = balance_padded([10, 3, 9, 2, 2, 1], 2, TOKENS, multiple_of=8)
-    assert aligned.loads.tolist() == [32, 32]  # 2 * 16 and 4 * 8
-
-
 def test_empty_input_more_ranks_than_samples_and_samples_without_length() -> None:
     assert balance_padded([], 3, TOKENS).loads.tolist() == [0, 0, 0]
     assert balance_padded([0, 0], 2, TOKENS, max_samples=1, multiple_of=8).rank.tolist() == [-1, -1]
@@ -139,7 +111,6 @@ def test_a_transformer_is_a_cost_and_any_integers_will_do() -> None:
             "max_samples=3 on 2 ranks allows 6 samples, but there are 7: raise it to at least 4",
         ),
         ({"lengths": [1, 2**40]}, "a sequence is too long for its cost to fit into int64"),
-        ({"lengths": [1, 2**31 - 4], "multiple_of": 8}, "a sequence is too long for its cost to fit into int64"),
         (
             {"lengths": [1, 2**21 + 1], "cost": PhaseCost(0.0, 1.0)},
             "a sequence is too long for its cost to fit into int64",

@@ -75,14 +75,6 @@ def test_two_stages_two_microbatches() -> None:
     assert (found.makespan, found.lower_bound) == (11, 11)
 
 
-def test_more_stages_than_microbatches() -> None:
-    forward, backward = [[1, 2], [1, 1], [2, 1]], [[1, 1], [2, 2], [3, 1]]
-    # stage 0 | F0 0-1 | F1 1-3 |                            | B0 9-10 | B1 11-12 |
-    # stage 1 |        | F0 1-2 | F1 3-4 |          | B0 7-9 | B1 9-11 |
-    # stage 2 |                 | F0 2-4 | B0 4-7 | F1 7-8 | B1 8-9 |
-    assert simulate_1f1b(forward, backward) == 12
-
-
 def test_three_stages_four_microbatches_alternate() -> None:
     forward, backward = np.ones((3, 4)), np.ones((3, 4))
     # Of each microbatch the last stage runs F and B, two slots each from 2 on: B3 ends at 2 + 8, and 2 more go up.

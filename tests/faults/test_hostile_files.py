@@ -19,7 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hostile import ARRIVES, FAILS, GOOD, GOOD_KEYS, HostileSample, HostileShard, add_member, tar_of
-from hostile_files import hostile_samples, hostile_shards
+from hostile_media import hostile_samples
+from hostile_shards import hostile_shards
 from limited_runs import Runner, start_runners
 
 SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".parquet")

@@ -9,8 +9,7 @@ from typing import Any
 
 import plant
 import pytest
-from plant import Outcome, read_report, verdict_of
-from planted_faults import FOLDER, REPOSITORY, Fault, PatchError, faults, read_fault
+from plant import FOLDER, REPOSITORY, Fault, Outcome, PatchError, faults, read_fault, read_report, verdict_of
 
 FAULTS = faults()
 KINDS = {

@@ -15,9 +15,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -168,16 +167,10 @@ def fuzz(fuzzer: Fuzzer, kinds: Sequence[str], start: int, count: int, batch: in
 
 
 def report(figures: dict[str, Figures]) -> str:
-    lines = ["kind       cases  samples delivered   refused  findings  cases/s  peak MiB"]
-    total: Counter[str] = Counter()
-    for kind, of in figures.items():
-        lines.append(
-            f"{kind:8} {of.cases:7} {of.samples:8} {of.delivered:9} {of.failed:9} {len(of.findings):9} "
-            f"{of.cases / max(of.seconds, 1e-9):8.0f} {of.peak_bytes >> 20:9}"
-        )
-        total.update(cases=of.cases, samples=of.samples, delivered=of.delivered, failed=of.failed)
-        total["findings"] += len(of.findings)
-    return "\n".join([*lines, json.dumps(dict(total))])
+    """A line of JSON for each kind."""
+    return "\n".join(
+        json.dumps({"kind": kind} | asdict(of) | {"findings": len(of.findings)}) for kind, of in figures.items()
+    )
 
 
 def main() -> int:

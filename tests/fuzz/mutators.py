@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from hostile_media import mend_ogg
 
 Random = np.random.Generator
 EDGE_VALUES = (0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, (1 << 63) - 1)
@@ -158,28 +159,4 @@ def _mend_tar(data: bytes) -> bytes:
     return bytes(out)
 
 
-def _mend_ogg(data: bytes) -> bytes:
-    """Right checksums of all pages that can be found."""
-    out, place = bytearray(data), data.find(b"OggS")
-    while 0 <= place <= len(data) - 27:
-        table = data[place + 27 : place + 27 + data[place + 26]]
-        end = place + 27 + len(table) + sum(table)
-        page = bytearray(data[place:end])
-        page[22:26] = bytes(4)
-        crc = 0
-        for byte in page:
-            crc = (crc << 8 & 0xFFFFFFFF) ^ _OGG_CRC[crc >> 24 ^ byte]
-        out[place + 22 : place + 26] = struct.pack("<I", crc)
-        place = data.find(b"OggS", max(end, place + 1))
-    return bytes(out)
-
-
-def _ogg_entry(value: int) -> int:
-    crc = value << 24
-    for _ in range(8):
-        crc = (crc << 1 ^ 0x04C11DB7 if crc & 0x80000000 else crc << 1) & 0xFFFFFFFF
-    return crc
-
-
-_OGG_CRC = [_ogg_entry(value) for value in range(256)]
-MENDERS = {"png": _mend_png, "tar": _mend_tar, "ogg": _mend_ogg}
+MENDERS = {"png": _mend_png, "tar": _mend_tar, "ogg": mend_ogg}

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import zstandard
 from hostile import tar_of
 from hostile_arrow import good_files
-from hostile_audio import sound
+from hostile_media import sound
 from PIL import Image
 from shard_factory import chat, jpeg, omni_samples, png, write_shard
 

@@ -289,24 +289,15 @@ def test_no_labels_are_masked_for_others_where_the_loader_knows_no_group(ranks: 
     assert {key for key, count in before.items() if not count} == {key for key, field in BROKEN if field == "txt"}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "name"),
-    [
-        pytest.param(suite, name, marks=[pytest.mark.slow] if SUITES[suite].slow else [], id=f"{suite}: {name}")
-        for suite in SUITES
-        for name in ("trained", "trained on broken")
-        if name in SUITES[suite].scenarios
-    ],
-    indirect=["ranks"],
-)
-def test_training_is_that_of_one_process(ranks: Ranks, name: str) -> None:
-    by_rank = results(ranks, name)
+@every(scenario="trained")
+def test_training_on_broken_samples_is_that_of_one_process(ranks: Ranks) -> None:
+    by_rank = results(ranks, "trained")
     for each in by_rank:
         assert each["losses"] == pytest.approx(each["losses_alone"], rel=TOLERANCE)
         assert each["distance"] < TOLERANCE
     assert len({each["weights"] for each in by_rank}) == 1
     losses = by_rank[0]["losses"]
-    assert len(losses) == len(GOOD_STEPS if name == "trained" else BROKEN_STEPS)
+    assert len(losses) == len(BROKEN_STEPS)
     assert all(0 <= loss < float("inf") for loss in losses)
 
 

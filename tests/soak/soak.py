@@ -344,20 +344,12 @@ def lock_holders() -> set[int]:
 
 
 def report(found: Found, seconds: float) -> str:
+    """JSON of all that was found, and the median memory slope in MB a 1,000 steps of launches that were long enough."""
     slopes = sorted(found.slopes)
-    lines = [
-        f"{sum(found.launches.values())} launches in {seconds / 60:.1f} minutes: {dict(found.launches)}",
-        f"{found.steps} steps ({found.steps / STEPS:.1f} epochs) held against the undisturbed",
-        f"{found.again} shares delivered again",
-        f"{found.killed_workers} workers killed; {found.lost_interrupts} Ctrl-C swallowed",
-        f"slowest end {found.slowest_end:.2f} s; processes left for {found.slowest_clearing:.2f} s after one at most",
-        f"memory slope: median {slopes[len(slopes) // 2]:+.2f} MB a 1,000 steps over {len(slopes)} long runs"
-        if slopes
-        else "memory slope: no launch was long enough",
-        f"{found.socket_folders} temporary folders of multiprocessing left by what was killed",
-        f"{len(found.left)} left over; {len(found.wrong)} wrong",
-    ]
-    return "\n".join([*lines, *found.left[:20], *found.wrong[:20]])
+    figures = {"minutes": round(seconds / 60, 1), "epochs": found.steps / STEPS, "long launches": len(slopes)}
+    figures |= {"memory slope": slopes[len(slopes) // 2] if slopes else None}
+    shown = vars(found) | {"slopes": None, "left": found.left[:20], "wrong": found.wrong[:20]}
+    return json.dumps(figures | shown, indent=1)
 
 
 def in_folder_of_its_own() -> int:

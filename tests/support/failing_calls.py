@@ -35,19 +35,8 @@ LASTS = ("once", "same file", "everything")
 _NO_ERRNO = {"short": -1, "kill": -2}
 _PATH_BYTES = 1024
 
-# Which calls a system or a network file system refuses in this way.
-_ALWAYS = {"open", "create", "read", "write", "sync", "rename", "mkdir", "stat", "list", "close", "link"}
-REFUSES: dict[str, set[str]] = {
-    "EIO": _ALWAYS | {"space", "unlink", "map", "lock", "touch"},
-    "ENOSPC": {"create", "write", "sync", "space", "rename", "mkdir", "close"},
-    "EMFILE": {"open", "create", "list"},
-    "ESTALE": _ALWAYS | {"unlink", "map"},
-    "EACCES": {"open", "create", "rename", "unlink", "mkdir", "stat", "list", "touch"},
-    "ENOMEM": {"map"},
-    "EINTR": {"open", "read", "write", "lock"},
-    "short": {"read", "write"},
-}
-
+CUT = ("read", "write")
+"""Calls that may give fewer bytes than asked for."""
 CHANGES = {"create", "write", "sync", "space", "rename", "unlink", "mkdir", "touch", "link"}
 """Calls after which other things are on the disk than before."""
 NO_TROUBLE = ("EINTR", "short")
@@ -89,14 +78,14 @@ class Fault:
         nth: the call that fails first, from 1, of those of `kinds`; 0 only counts.
         lasts: "once" (`times` calls), "same file" (every later call on the same path) or "everything".
         times: calls that fail, where it is once.
-        kinds: of calls that count, of KINDS; none: those that `REFUSES` has for the name.
+        kinds: of calls that count, of KINDS.
     """
 
     name: str = "EIO"
     nth: int = 0
     lasts: str = "once"
     times: int = 1
-    kinds: tuple[str, ...] = field(default=(), repr=False)
+    kinds: tuple[str, ...] = field(default=KINDS, repr=False)
 
 
 def kind_of_file(path: str) -> str:
@@ -123,11 +112,11 @@ def every_point(trace: Sequence[Sequence[str]], name: str) -> list[Fault]:
                     code = "EIO"  # another process has a lock: it is waited for
             if code == "EINTR" and (kind == "close" or lasts != "once"):  # which ends what was begun, and never goes on
                 code = "EIO"
-            points.append(Fault(name=code, nth=nth, lasts=lasts, kinds=KINDS))
+            points.append(Fault(name=code, nth=nth, lasts=lasts))
         if kind in CHANGES:
-            points.append(Fault(name="kill", nth=nth, kinds=KINDS))
-        if kind in REFUSES["short"]:
-            points.append(Fault(name="short", nth=nth, kinds=KINDS))
+            points.append(Fault(name="kill", nth=nth))
+        if kind in CUT:
+            points.append(Fault(name="short", nth=nth))
     return points
 
 
@@ -147,8 +136,7 @@ class Control:
     def arm(self, fault: Fault) -> None:
         block = self._block
         block.error = _NO_ERRNO.get(fault.name) or getattr(errno, fault.name)
-        kinds = fault.kinds or REFUSES[fault.name]
-        block.kinds = sum(1 << number for number, kind in enumerate(KINDS) if kind in kinds)
+        block.kinds = sum(1 << number for number, kind in enumerate(KINDS) if kind in fault.kinds)
         block.lasts = LASTS.index(fault.lasts)
         block.nth, block.times = fault.nth, fault.times
         block.seen = block.injected = 0

@@ -76,7 +76,6 @@ class Trial:
         else:
             names = ("good",) if self.on_error == "raise" else ("bad", "good")
             self.paths = [str(path) for name in names for path in sorted((data / name).iterdir())]
-            self.globs = [str(data / name / "*") for name in names]
         self.data, self.cache = data, cache
         self.batches: list[str] = []
         self.keys: list[str] = []
@@ -137,13 +136,6 @@ class Trial:
         index = self.armed(lambda: self.build(**options))
         self.failures = [str(index.failure(int(row))) for row in index.bad_rows()]
         return index_digest(index)
-
-    def load(self) -> str:
-        """From the paths to the loader, over an index that is there: what it will plan from."""
-        loader = self.armed(lambda: self.loader(self.globs))
-        failures = loader.stats()["failures"]
-        self.failures = [json.dumps(failure) for failure in failures["samples"]]
-        return _digest(json.dumps([index_digest(loader.dataset.index()), len(loader), failures], sort_keys=True))
 
     def epoch(self) -> str:
         loader = self.loader(self.paths)

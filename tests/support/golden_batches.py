@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from golden_data import RECIPES, GoldenData, Numbers, draw
 from golden_states import RAMP, REPEAT, STAGES, Make, chosen, items, many_sources, mixed, names, nested, shards
 
 import orchdata as od
+from orchdata.balancers import balance, balance_padded
 
 COST = od.CostModel(
     image=od.TransformerCost(hidden=1280, layers=32, ffn=5120),
@@ -124,6 +126,26 @@ def counts(data: GoldenData) -> dict[str, str]:
         index = data.shards(recipe).index()
         for name in COLUMNS:
             found[f"{recipe}, {name}"] = str(_digest(torch.from_numpy(getattr(index, name).astype("int64"))))
+    return found
+
+
+def sizes(data: GoldenData) -> str:
+    """Of pictures and clips as large as published ones."""
+    image, audio, limits = od.ImagePreprocessor(), od.AudioPreprocessor(), od.Limits()
+    found = [image.count_header((30 + draw(8, n) % 2970, 30 + draw(9, n) % 2970), limits) for n in range(500)]
+    found += [audio.count_header((1 + draw(10, n) % 2_000_000, 44_100), limits) for n in range(500)]
+    return hashlib.blake2b(repr(found).encode(), digest_size=8).hexdigest()
+
+
+def assigned(data: GoldenData) -> dict[str, str]:
+    """By the balancers alone, to many ranks."""
+    costs = np.array([1 + draw(11, number) % 60_000 for number in range(16_384)])
+    found = {}
+    for count, ranks in ((512, 8), (4096, 64), (16_384, 512)):
+        plain, square = balance(costs[:count], ranks), balance(costs[:count] ** 2, ranks, equal_count=True)
+        padded = balance_padded(costs[:count], ranks, od.PhaseCost(linear=1.5, quadratic=1 / 3))
+        for name, each in (("plain", plain), ("squares", square), ("padded", padded)):
+            found[f"{name}, {ranks} ranks"] = str(_digest(torch.from_numpy(each.rank)))
     return found
 
 

@@ -32,13 +32,14 @@ class HostileSample:
     heavy: bool = False  # takes seconds to make or to look through
 
 
-def next_to(text: bytes) -> Callable[..., HostileSample]:
-    """Return a function that makes samples of one hostile member and a text."""
+def next_to(text: bytes | None) -> Callable[..., HostileSample]:
+    """Return a function that makes samples of one hostile member, and a text if there is one."""
+    rest = {} if text is None else {"txt": text}
 
     def sample(
         name: str, fate: str, field: str, make: Callable[[], bytes], reason: str = "", *, heavy: bool = False
     ) -> HostileSample:
-        return HostileSample(name, fate, lambda: {field: make(), "txt": text}, reason, heavy=heavy)
+        return HostileSample(name, fate, lambda: {field: make()} | rest, reason, heavy=heavy)
 
     return sample
 

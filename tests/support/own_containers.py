@@ -9,13 +9,26 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 from shard_factory import chat, jpeg
 
 import orchdata as od
+
+
+class Ending(od.Container):
+    """Paths of one ending, opened as `kind`."""
+
+    end = ""
+    kind: ClassVar[Any] = None
+
+    def claims(self, path: str) -> bool:
+        return path.endswith(self.end)
+
+    def open(self, source: od.ShardSource) -> Any:
+        return self.kind(source)
 
 
 class ZipShard:
@@ -37,14 +50,8 @@ class ZipShard:
 
 
 @dataclass(frozen=True)
-class Zips(od.Container):
-    suffix: str = ".zip"
-
-    def claims(self, path: str) -> bool:
-        return path.endswith(self.suffix)
-
-    def open(self, source: od.ShardSource) -> ZipShard:
-        return ZipShard(source)
+class Zips(Ending):
+    end, kind = ".zip", ZipShard
 
 
 class ArrayShard(od.Shard):
@@ -63,19 +70,15 @@ class ArrayShard(od.Shard):
 
 
 @dataclass(frozen=True)
-class Arrays(od.Container):
-    def claims(self, path: str) -> bool:
-        return path.endswith(".npz")
-
-    def open(self, source: od.ShardSource) -> ArrayShard:
-        return ArrayShard(source)
+class Arrays(Ending):
+    end, kind = ".npz", ArrayShard
 
 
 class SqliteShard:
     """Rows of a data base: an image and a chat."""
 
-    def __init__(self, path: str) -> None:
-        self._base = sqlite3.connect(f"file:{path}?mode=ro", uri=True, check_same_thread=False)
+    def __init__(self, source: od.ShardSource) -> None:
+        self._base = sqlite3.connect(f"file:{source.url}?mode=ro", uri=True, check_same_thread=False)
         self._keys = [key for (key,) in self._base.execute("SELECT key FROM samples ORDER BY key")]
 
     def facts(self) -> pa.Table:
@@ -91,20 +94,16 @@ class SqliteShard:
 
 
 @dataclass(frozen=True)
-class Sqlites(od.Container):
-    def claims(self, path: str) -> bool:
-        return path.endswith(".db")
-
-    def open(self, source: od.ShardSource) -> SqliteShard:
-        return SqliteShard(source.url)
+class Sqlites(Ending):
+    end, kind = ".db", SqliteShard
 
 
 class FolderShard:
     """A folder of images, each with a class named by its folder."""
 
-    def __init__(self, folder: str) -> None:
-        self._folder = Path(folder)
-        self._names = sorted(str(path.relative_to(folder)) for path in self._folder.rglob("*.jpg"))
+    def __init__(self, source: od.ShardSource) -> None:
+        self._folder = Path(source.url)
+        self._names = sorted(str(path.relative_to(self._folder)) for path in self._folder.rglob("*.jpg"))
 
     def facts(self) -> pa.Table:
         keys = [name.removesuffix(".jpg") for name in self._names for _ in range(2)]
@@ -119,20 +118,15 @@ class FolderShard:
 
 
 @dataclass(frozen=True)
-class Folders(od.Container):
-    """Folders whose names end in "photos"."""
-
-    def claims(self, path: str) -> bool:
-        return path.endswith("photos")
-
-    def open(self, source: od.ShardSource) -> FolderShard:
-        return FolderShard(source.url)
+class Folders(Ending):
+    end, kind = "photos", FolderShard
 
 
 class ListShard:
     """A JSON list of [key, {field: text}]."""
 
-    def __init__(self, content: bytes) -> None:
+    def __init__(self, source: od.ShardSource) -> None:
+        content = source.read(0, source.size)
         self._rows = [(key, field, text) for key, fields in json.loads(content) for field, text in fields.items()]
 
     def facts(self) -> pa.Table:
@@ -143,12 +137,8 @@ class ListShard:
 
 
 @dataclass(frozen=True)
-class Lists(od.Container):
-    def claims(self, path: str) -> bool:
-        return path.endswith(".list")
-
-    def open(self, source: od.ShardSource) -> ListShard:
-        return ListShard(source.read(0, source.size))
+class Lists(Ending):
+    end, kind = ".list", ListShard
 
 
 class Lines:

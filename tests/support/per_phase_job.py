@@ -126,7 +126,7 @@ TWO = (
 THREE = ("global", "image cap", "intact", "broken", "intact, llm cap", "broken, llm cap")
 FOUR = ("global", "grouped", "grid", "intact", "broken")
 SUITES = {
-    "2 ranks": Suite(2, (*TWO, "broken, by hand"), ("trained", "trained on broken", "refused", "resumed")),
+    "2 ranks": Suite(2, (*TWO, "broken, by hand"), ("trained", "refused", "resumed")),
     "3 ranks": Suite(3, THREE, ("trained", "refused", "budget", "subgroup"), slow=True),
     "4 ranks": Suite(4, FOUR, ("mesh",)),
 }
@@ -134,7 +134,7 @@ SUITES |= {
     f"{size} ranks, more": Suite(
         size,
         tuple(name for name, case in CASES.items() if size % case.balance.get("group_size", 1) == 0),
-        ("trained", "trained on broken", "refused", "resumed"),
+        ("trained", "refused", "resumed"),
         slow=True,
     )
     for size in (2, 3, 4)
@@ -204,9 +204,9 @@ class Job:
             "gathered": [[failure.key, failure.field] for failure in loader.gather_failures(group)],
         }
 
-    def trained(self, data: str = "good") -> Found:
+    def trained(self) -> Found:
         """SGD under DDP, and by one process: how far the losses of steps and the weights are apart."""
-        case = Case(data, balance={"max_tokens": CAP})
+        case = Case("broken", balance={"max_tokens": CAP})
         model = make_model(case)
         losses = train(DistributedDataParallel(model), self.loader(case))
         alone = make_model(case)
@@ -222,9 +222,6 @@ class Job:
                 for mine, other in zip(model.parameters(), alone.parameters(), strict=True)
             ),
         }
-
-    def trained_on_broken(self) -> Found:
-        return self.trained("broken")
 
     def refused(self) -> Found:
         """on_error="raise": each rank's error, None where it encoded nothing broken; no rank exchanges anything."""

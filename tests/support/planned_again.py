@@ -207,7 +207,7 @@ class Again:
                     yield "own", splits, size
 
 
-def made_up(seed: int, *, modules: int = 2, gpus: int | None = None, small: bool = True) -> tuple[Any, Any, Any]:
+def made_up(seed: int, *, modules: int = 2, gpus: int | None = None) -> tuple[Any, Any, Any]:
     """Modules, a workload and a cluster, at random."""
     rng = np.random.default_rng(seed)
     names = ["image", "audio"][: modules - 1]

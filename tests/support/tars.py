@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import soundfile
-from PIL import Image
 
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.tar import TarShard
@@ -34,13 +33,7 @@ def rows(path: Path, limits: Limits | None = None) -> list[dict[str, Any]]:
     return shard(path, limits).facts().table.arrow().to_pylist()
 
 
-def jpeg(width: int, height: int) -> bytes:
+def wav(frames: int, rate: int) -> bytes:
     out = io.BytesIO()
-    Image.new("RGB", (width, height), (200, 30, 90)).save(out, "JPEG")
-    return out.getvalue()
-
-
-def wav(frames: int, rate: int, form: str = "WAV") -> bytes:
-    out = io.BytesIO()
-    soundfile.write(out, np.zeros(frames), rate, format=form)
+    soundfile.write(out, np.zeros(frames), rate, format="WAV")
     return out.getvalue()

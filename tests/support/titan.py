@@ -73,11 +73,9 @@ class Trainer(Stateful, Configurable):
         self.optimizers.step()
 
 
-IS_REAL = True
 try:
     importlib.import_module("torchtitan.trainer")
 except ImportError:  # torchtitan's own requirements are many, triton among them
-    IS_REAL = False
     trainer, tyro = ModuleType("torchtitan.trainer"), ModuleType("tyro")
     trainer.__dict__.update(Trainer=Trainer, BaseDataLoader=BaseDataLoader)
     trainer.DataloaderExhaustedError = DataloaderExhaustedError

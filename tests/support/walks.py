@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests/support python tests/support/walks.py    writes what this code does as the golden file
 
-The golden file was written by the code before its loop was rewritten.
+The golden file was written by the code before its loop was rewritten, but for what holds a state by itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, Sampler
+from golden_data import Counted, Held, Numbers, Upwards
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 import orchdata as od
 from orchdata.order.sampler import generator_state
@@ -39,87 +40,31 @@ _OPERATIONS = {
 }
 
 
-class Items(Dataset[Any]):
+class Items(Numbers):
     """Numbers, each with a random one; some cannot be read."""
 
     def __init__(self, bad: tuple[int, ...] = ()) -> None:
+        super().__init__(11)
         self.bad = bad
 
-    def __len__(self) -> int:
-        return 11
-
-    def __getitem__(self, number: int) -> list[float]:
+    def __getitem__(self, number: int) -> Any:
         if number in self.bad:
             raise OSError(f"item {number}")
         return [number, float(torch.rand(()))]
 
 
-class StatefulItems(Items):
-    """Numbers, with how many were read before."""
-
-    num_read = 0
-
-    def __getitem__(self, number: int) -> list[float]:
-        self.num_read += 1
-        return [number, self.num_read]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"num_read": self.num_read}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.num_read = state["num_read"]
-
-
 class Stream(IterableDataset[Any]):
     def __init__(self, bad: tuple[int, ...] = ()) -> None:
-        self.bad = bad
+        self.items = Items(bad)
 
-    def __iter__(self) -> Iterator[list[float]]:
+    def __iter__(self) -> Iterator[Any]:
         for number in range(13):
-            if number in self.bad:
-                raise OSError(f"item {number}")
-            yield [number, float(torch.rand(()))]
+            yield self.items[number]
 
 
-class StatefulStream(IterableDataset[Any]):
-    def __init__(self) -> None:
-        self.position = self.passes = 0
-        self.resumed: int | None = None
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self.position, self.resumed = self.resumed or 0, None
-        for number in range(self.position, 13):
-            self.position = number + 1
-            yield [number, self.passes]
-        self.position, self.passes = 0, self.passes + 1
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position, "passes": self.passes}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.resumed, self.passes = state["position"], state["passes"]
-
-
-class Upwards(Sampler[int]):
-    """Its second epoch begins where the first has ended."""
-
-    def __init__(self) -> None:
-        self.epoch = self.position = 0
-
+class Sized(Upwards):
     def __len__(self) -> int:
-        return 9
-
-    def __iter__(self) -> Iterator[int]:
-        while self.position < 9:
-            self.position += 1
-            yield (self.epoch + 2 * self.position) % 11
-        self.position, self.epoch = 0, self.epoch + 1
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.position = state["epoch"], state["position"]
+        return 10
 
 
 def _same(item: Any) -> Any:
@@ -139,10 +84,10 @@ KINDS: dict[str, Callable[[], od.DataLoader]] = {
     "skipping": lambda: od.DataLoader(
         Items((4,)), batch_size=3, on_error=od.ErrorPolicy("skip", max_failures=None), collate_fn=list
     ),
-    "stateful": lambda: od.DataLoader(StatefulItems(), batch_size=3, shuffle=True, collate_fn=list),
-    "stateful sampler": lambda: od.DataLoader(Items(), batch_size=2, sampler=Upwards(), collate_fn=list),
+    "stateful": lambda: od.DataLoader(Counted(11), batch_size=3, shuffle=True, collate_fn=list),
+    "stateful sampler": lambda: od.DataLoader(Numbers(99), batch_size=2, sampler=Sized(), collate_fn=list),
     "stateful batches": lambda: od.DataLoader(
-        Items(), batch_sampler=BatchSampler(Upwards(), 4, drop_last=True), collate_fn=list
+        Numbers(99), batch_sampler=BatchSampler(Sized(), 4, drop_last=True), collate_fn=list
     ),
     "batch sampler": lambda: od.DataLoader(
         Items(), batch_sampler=BatchSampler(RandomSampler(range(11)), 4, drop_last=False), collate_fn=list
@@ -152,7 +97,7 @@ KINDS: dict[str, Callable[[], od.DataLoader]] = {
     "stream": lambda: od.DataLoader(Stream(), batch_size=3, collate_fn=list),
     "stream, one by one": lambda: od.DataLoader(Stream(), batch_size=None, collate_fn=_same),
     "failing stream": lambda: od.DataLoader(Stream((5,)), batch_size=2, collate_fn=list),
-    "stateful stream": lambda: od.DataLoader(StatefulStream(), batch_size=2, collate_fn=list),
+    "stateful stream": lambda: od.DataLoader(Held(), batch_size=2, collate_fn=list),
 }
 
 

@@ -46,22 +46,6 @@ def test_transformer_flops_by_hand() -> None:
     assert cost.phase_cost() == PhaseCost(2 * 288.0 + 80, 2 * 8.0)
 
 
-def test_heads_need_not_be_as_wide_as_the_residual_stream_together() -> None:
-    # h=4, two heads of 3: queries and output 2*2*4*6 = 96, keys and values 48 as one head; ffn 128; pairs 4*6 = 24.
-    cost = TransformerCost(hidden=4, layers=1, ffn=8, heads=2, kv_heads=1, head_dim=3, trainable=False)
-    assert cost.phase_cost() == PhaseCost(96 + 48 + 128.0, 24.0)
-
-
-def test_an_encoders_windows_cut_the_sequence() -> None:
-    cost = TransformerCost(hidden=4, layers=3, ffn=8, window=10, window_layers=2, trainable=False).phase_cost()
-    assert (cost.quadratic, cost.windows) == (16.0, ((10, 32.0),))
-    everywhere = TransformerCost(hidden=4, layers=3, ffn=8, window=10, trainable=False).phase_cost()
-    assert (everywhere.quadratic, everywhere.windows) == (0.0, ((10, 48.0),))
-    full = TransformerCost(hidden=4, layers=3, ffn=8, trainable=False).phase_cost()
-    assert cost.at(10) == everywhere.at(10) == full.at(10)
-    assert everywhere.at(40) == full.at(40) - 48 * 40 * 30
-
-
 @pytest.mark.parametrize("window", [64, 512, 4096])
 def test_a_decoders_window_slides(window: int) -> None:
     sizes = {"hidden": 4, "layers": 1, "ffn": 8, "causal": True, "trainable": False}
@@ -174,23 +158,15 @@ def test_a_model_is_a_value() -> None:
     [
         (lambda: PhaseCost(-1.0), "PhaseCost.linear must be a finite number of at least 0, got -1.0"),
         (lambda: PhaseCost(1.0, float("nan")), "PhaseCost.quadratic .* got nan"),
-        (lambda: PhaseCost(True), "PhaseCost.linear .* got True"),
         (lambda: PhaseCost(None), "PhaseCost.linear .* got None"),  # type: ignore[arg-type]
         (lambda: PhaseCost(0.0), "needs a coefficient above 0"),
-        (lambda: PhaseCost(0.0, windows=((8, 0.0),)), "needs a coefficient above 0"),
         (lambda: PhaseCost(1.0, windows=((0, 1.0),)), "PhaseCost.windows: a width must be at least 1, got 0"),
         (lambda: PhaseCost(1.0, windows=((1 << 31, 1.0),)), "a width must be at most 2,147,483,647, got 2,147,483,648"),
         (lambda: PhaseCost(1.0, windows=(8, 1.0)), r"must be pairs \(width, coefficient\), got \(8, 1.0\)"),  # type: ignore[arg-type]
         (lambda: TransformerCost(hidden=0, layers=1, ffn=1), "TransformerCost.hidden .* got 0"),
-        (lambda: TransformerCost(hidden=8, layers=True, ffn=1), "TransformerCost.layers .* got True"),
-        (
-            lambda: TransformerCost(hidden=8, layers=1, ffn=1, kv_heads=2),
-            "kv_heads=2 must divide heads, got heads=None",
-        ),
         (lambda: TransformerCost(hidden=10**200, layers=1, ffn=1).phase_cost(), "more than a float can represent"),
         (lambda: TransformerCost(hidden=8, layers=1, ffn=1, heads=4, kv_heads=3), "kv_heads=3 must divide heads"),
         (lambda: TransformerCost(hidden=8, layers=1, ffn=1, head_dim=4), "head_dim=4 needs heads"),
-        (lambda: TransformerCost(hidden=8, layers=1, ffn=1, window=0), "TransformerCost.window .* got 0"),
         (lambda: TransformerCost(hidden=8, layers=1, ffn=1, window_layers=1), "window_layers=1 needs a window"),
         (lambda: TransformerCost(hidden=8, layers=1, ffn=1, window=4, window_layers=2), "at most layers=1"),
         (lambda: TransformerCost(hidden=8, layers=1, ffn=1, recompute="all"), "recompute must be .* got 'all'"),  # type: ignore[arg-type]
@@ -198,7 +174,6 @@ def test_a_model_is_a_value() -> None:
         (lambda: MoE(4, 5, 8), "MoE.top_k must be at most num_experts=4, got 5"),
         (lambda: CostModel(image=PhaseCost(1.0)), r"CostModel needs llm=..., .* got \['image'\]"),
         (lambda: CostModel(llm=3), r"CostModel\(llm=...\) must be a PhaseCost or a TransformerCost, got 3"),
-        (lambda: CostModel(llm=PhaseCost(1e308)), "too large"),
         (lambda: CostModel(llm=PhaseCost(1.0), image=PhaseCost(0.0, 1e300)), "too large"),
         (lambda: MODEL.sequence_costs("video", [1]), "no phase 'video'"),
         (lambda: MODEL.sequence_costs("llm", [-1]), r"lengths\[0\] is -1"),

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from decided_by_integers import differing
 from float_bounds import assert_log_mel_close
 from torchaudio_anyway import torchaudio
 
@@ -154,10 +153,3 @@ def test_a_window_of_a_quarter_of_the_digits_is_found() -> None:
     coarse = torch.hann_window(400, dtype=torch.float64).mul(2**12).round().div(2**12)
     with pytest.raises(AssertionError, match="times the bound"):
         assert_log_mel_close(log_mel(torch.float32, coarse), log_mel(torch.float32))
-
-
-def test_a_digest_that_differs_under_one_instruction_set_is_named() -> None:
-    same = {"plans": "a", "orders": "b"}
-    assert differing({"native": same, "avx2": dict(same)}) == []
-    assert differing({"native": same, "avx2": same | {"plans": "c"}}) == ["plans"]
-    assert differing({"native": same, "avx2": {"plans": "a"}}) == ["orders"]
