@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import gc
 import json
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -151,34 +150,6 @@ def test_threads_that_hang_take_no_turn(monkeypatch: pytest.MonkeyPatch) -> None
     assert not turns._begun
 
 
-def test_no_more_are_inside_than_may_be_and_the_end_lets_all_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "_SHORT_SECONDS", 3600.0)
-    turns, inside, most_inside = Turns(1), 0, 0
-    entered = threading.Semaphore(0)
-    leave = threading.Event()
-
-    def work() -> None:
-        nonlocal inside, most_inside
-        with turns.turn() as done:
-            inside += 1
-            most_inside = max(most_inside, inside)
-            entered.release()
-            leave.wait()
-            inside -= 1
-            done(1.0)
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    assert entered.acquire(timeout=60)
-    assert not entered.acquire(timeout=0.05) and most_inside == 1
-    turns.end()
-    assert entered.acquire(timeout=60) and entered.acquire(timeout=60)
-    leave.set()
-    for thread in threads:
-        thread.join()
-
-
 # One large shard is measured by all idle threads of a build, with the result of one thread.
 
 
@@ -214,36 +185,3 @@ def test_the_index_is_the_same_with_any_number_of_threads(tmp_path: Path, monkey
             built.append((index.build_id, index.path.read_bytes(), index.totals))
         assert built[0] == built[1]
         assert built[0][2]["bad"] > 30 and index.is_split
-
-
-def test_ctrl_c_ends_all_threads_of_one_file(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(f'{{"text": "{number}"}}\n' for number in range(20_000)))
-    job = f"""
-import signal, sys, threading, time
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from orchdata.loaders.index.build import build_index
-from orchdata.loaders.recipe import Recipe, TextPreprocessor
-from orchdata.loaders.storage.cache import CacheFolder
-threads, calls = set(), []
-def slow(text):  # 20,000 s in one thread
-    calls.append(text)
-    threads.add(threading.get_ident())
-    if len(threads) == 3:
-        print("at work", flush=True)
-        threads.add(0)
-    time.sleep(1)
-    return [1]
-try:
-    text = TextPreprocessor(slow, id="slow", thread_safe=True)
-    build_index([{str(path)!r}], Recipe(text=text), cache=CacheFolder({str(tmp_path)!r}), num_threads=3)
-except KeyboardInterrupt:
-    # Each thread ends the text that it is at, and not those that it would tokenize with that.
-    print("interrupted", len(calls) < 60, [each.name for each in threading.enumerate() if "orchdata" in each.name])
-"""
-    with subprocess.Popen([sys.executable, "-c", job], stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "at work\n"
-        child.send_signal(2)
-        output, _ = child.communicate(timeout=120)
-    assert output == "interrupted True []\n"

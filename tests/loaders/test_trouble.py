@@ -168,23 +168,6 @@ def test_a_damaged_shard_counts_by_its_samples(texts: list[str]) -> None:
         od.DataLoader(od.ShardDataset(texts), batch_size=10, on_error=policy)
 
 
-def test_a_shard_rewritten_between_scan_and_measuring_is_scanned_again(
-    texts: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cost_shard, rewritten = builder.cost_shard, []
-
-    def rewrite_first(facts: Any, open_shard: Any, *given: Any) -> Any:
-        if not rewritten:
-            rewritten.append(text_shard(Path(texts[0]), "new-", count=50))
-        return cost_shard(facts, open_shard, *given)
-
-    monkeypatch.setattr(builder, "cost_shard", rewrite_first)
-    with pytest.warns(UserWarning, match=r"t0\.tar: was changed while it was open.*trying again"):
-        index = build_index(texts, Recipe(), num_threads=1)
-    assert [index.key(row) for row in range(50)] == [f"new-{number:03d}" for number in range(50)]
-    assert len(index) == 150
-
-
 def test_a_shard_rewritten_after_its_facts_were_stored_is_scanned_again(
     texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,15 +214,3 @@ def test_a_shard_cut_in_half_counts_what_others_have_and_it_lacks(texts: list[st
         )
     delivered = sum(len(batch.sample_ids) for batch in loader)
     assert delivered + loader.stats()["failures"]["count"] == 200
-
-
-def test_what_comes_after_damage_counts_too(texts: list[str]) -> None:
-    member = os.path.getsize(texts[0]) // 100 // 512 * 512
-    zero(texts[0], start=40 * member)
-    with pytest.warns(UserWarning, match="damaged"):
-        loader = od.DataLoader(
-            od.ShardDataset(texts), batch_size=10, on_error=od.ErrorPolicy("skip", max_failures=None)
-        )
-    failures = loader.stats()["failures"]
-    assert failures["count"] == pytest.approx(60, rel=0.1)  # padding at the end counts as data
-    assert failures["count"] == failures["lost"] + 1  # the sample before the damage is not known to be whole

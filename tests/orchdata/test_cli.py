@@ -61,13 +61,6 @@ def test_help_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
-def test_index_json_is_pure_and_counts(tmp_path: Path) -> None:
-    report = run_json("index", write_texts(tmp_path / "a.tar", 3), write_texts(tmp_path / "b.tar", 4))
-    assert (report["shards"], report["samples"], report["bad"]) == (2, 7, 0)
-    assert report["totals"]["modalities"]["text"]["samples"] == 7
-    assert Path(report["path"]).is_file()
-
-
 def test_index_names_what_is_not_read(tmp_path: Path) -> None:
     columns = {"text": ["a", "b"], "question": ["c", None], "label": [1, 2]}
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
@@ -212,15 +205,6 @@ def test_an_error_is_one_line_that_names_the_value(
     monkeypatch.chdir(mixed.parent)
     (mixed.parent / "notes.docx").write_bytes(b"")
     assert words in error_line(*arguments)
-
-
-@pytest.mark.slow
-def test_demo_reports_both_ways(tmp_path: Path) -> None:
-    report = run_json("demo", "--samples", 64, "--steps", 4, "--html", tmp_path / "report.html")
-    assert set(report["lanes"]) == {"unbalanced", "balanced"}
-    assert report["profile"]["samples"] == 64
-    assert report["loss_difference"] < 1e-2
-    assert report["profile"]["summary"][0] in (tmp_path / "report.html").read_text()
 
 
 def test_demo_options_default_to_its_configuration() -> None:

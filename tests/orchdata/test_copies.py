@@ -5,24 +5,15 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from map_dataset import Numbers
-from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
 
 pytestmark = pytest.mark.usefixtures("same_cache")
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> od.ShardDataset:
-    dataset = od.ShardDataset(omni_shards(tmp_path_factory.mktemp("omni"), shards=2, samples=14), RECIPE)
-    dataset.index()
-    return dataset
 
 
 def sharded(dataset: od.ShardDataset) -> od.DataLoader:

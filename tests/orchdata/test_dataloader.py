@@ -77,18 +77,6 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(dataset: od.ShardDa
         assert global_batches(dataset, num_ranks, drop_last=drop_last) == alone
 
 
-def test_fewer_samples_than_ranks_gives_every_rank_a_batch(dataset: od.ShardDataset) -> None:
-    loaders = [loader(dataset, global_batch_size=3, dp=(rank, 8)) for rank in range(8)]
-    assert {len(one) for one in loaders} == {20}
-    batches = [next(iter(one)) for one in loaders]
-    assert sum(len(batch.sample_ids) for batch in batches) == 3
-    for batch in batches:
-        inputs = batch.model_inputs()
-        assert inputs["input_ids"].numel() >= 1
-        assert inputs["image_patches"].shape[0] >= 1
-        assert inputs["audio_features"].shape[0] >= 1
-
-
 def test_packed_layout(dataset: od.ShardDataset) -> None:
     for batch in loader(dataset, drop_last=True):
         llm, image, audio_ = batch.llm, batch.image, batch.audio
@@ -113,18 +101,6 @@ def test_packed_layout(dataset: od.ShardDataset) -> None:
         assert (llm.labels[where] == -100).all()
         kept = llm.labels != -100
         assert torch.equal(llm.labels[kept], llm.input_ids[kept])
-
-
-def test_microbatches_respect_max_tokens(dataset: od.ShardDataset) -> None:
-    one = loader(dataset, balance=od.Balance(max_tokens={"llm": 400, "image": 600}))
-    for microbatches in one.steps():
-        assert len(microbatches) > 1
-        assert [batch.microbatch for batch in microbatches] == list(range(len(microbatches)))
-        assert [batch.is_last_microbatch for batch in microbatches][-1]
-        for batch in microbatches:
-            dummies = batch.llm.dummies  # caps do not count them
-            assert batch.llm.input_ids.numel() - sum(dummies.values()) <= 400
-            assert "image" in dummies or batch.image.patches.shape[0] <= 600
 
 
 def test_oversize_samples(tmp_path: Path) -> None:

@@ -147,14 +147,6 @@ def epochs(engines: Sequence[Any], ranks: Sequence[int]) -> dict[str, Any]:
 UNHURRIED = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
 
 
-@settings(UNHURRIED, max_examples=8)
-@given(**epochs(ENGINES[:4], [1, 2, 3, 4, 8]))
-def test_any_run_is_the_undisturbed_one(
-    stretched: list[Stretch], balance: str, dataset: od.ShardDataset, expected: Any
-) -> None:
-    assert run(dataset, stretched, 2, **BALANCES[balance]) == expected[balance]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @settings(UNHURRIED, max_examples=30)

@@ -9,23 +9,10 @@ from typing import Any
 import pytest
 from children import in_a_child
 from map_dataset import Numbers
-from shard_factory import omni_shards
 
 import orchdata as od
 
 STEPS = 6  # of 10 samples
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return omni_shards(tmp_path_factory.mktemp("omni"), shards=3, samples=20)
-
-
-@pytest.fixture
-def dataset(shards: list[str]) -> od.ShardDataset:
-    dataset = od.ShardDataset(shards)
-    dataset.index()
-    return dataset
 
 
 def loader(dataset: Any, **options: Any) -> od.DataLoader:
@@ -115,16 +102,6 @@ def test_set_epoch_inside_an_iteration_holds_for_the_next(dataset: od.ShardDatas
         assert position_of(batch) == (0, step)
     assert one.state_dict()["epoch"] == 7
     assert position_of(next(iter(one))) == (7, 0)
-
-
-def test_a_state_taken_after_break_goes_on_inside_the_epoch(dataset: od.ShardDataset) -> None:
-    one = loader(dataset)
-    for batch in one:
-        if batch.step == 2:
-            break
-    resumed = loader(dataset)
-    resumed.load_state_dict(one.state_dict())
-    assert [position_of(batch) for batch in resumed] == [(0, step) for step in range(3, STEPS)]
 
 
 @pytest.mark.parametrize("persistent", [False, True])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from digests import content
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from shard_factory import RECIPE, omni_shards, write_shard
 
 import orchdata as od
@@ -94,60 +91,6 @@ def run(dataset: od.Mixture, stretches: list[Stretch], **options: Any) -> list[t
             steps.close()  # type: ignore[attr-defined]
         state = loader.state_dict()
     return all_steps
-
-
-stretches = st.lists(
-    st.builds(Stretch, st.sampled_from([1, 2, 3, 8]), st.integers(0, 7), st.integers(0, 9)), min_size=1, max_size=4
-)
-sizes = st.sampled_from(
-    [{"global_batch_tokens": 400}, {"global_batch_tokens": [(0, 400), (1500, 700)]}, {"global_batch_size": 9}]
-)
-scopes = st.sampled_from(
-    [
-        {},
-        {"balance": od.Balance(scope="grouped", group_size=2)},
-        {"balance": od.Balance(scope="grid", group_size=2)},
-        {"balance": od.Balance(assignment="per_phase", max_tokens=300)},
-    ]
-)
-shuffles = st.sampled_from([False, True, od.Shuffle(streams=3), od.Shuffle(window=1, streams=8)])
-kinds = st.fixed_dictionaries(
-    {
-        "stop": st.sampled_from(["first", "all", "repeat"]),
-        "by": st.sampled_from(["tokens", "samples"]),
-        "staged": st.booleans(),
-        "weights": st.tuples(*[st.integers(1, 9)] * 5),
-    }
-)
-UNHURRIED = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
-
-
-def check_run(data: Any, kind: Any, stretched: list[Stretch], size: Any, scope: Any, shuffle: Any) -> None:
-    mixed = mixture(data, **kind)
-    undisturbed = run(mixed, [Stretch(1, 0, 0)], shuffle=shuffle, **size)
-    assert run(mixed, stretched, shuffle=shuffle, **size, **scope) == undisturbed
-    for epochs in [{0}, {1}] if kind["stop"] != "repeat" else [{0, 1}]:
-        came = [each for epoch, _, step in undisturbed if epoch in epochs for each in step]
-        assert len(came) == len(set(came)), "each (source, pass, row) once"
-        sizes = [len(leaf.dataset) for leaf in mixed.leaves]
-        counts = Counter((source, number) for source, number, _ in came)
-        if kind["stop"] == "all":
-            assert [counts[source, min(epochs)] for source in range(len(sizes))] == sizes
-        else:
-            assert all(count <= sizes[source] for (source, _), count in counts.items())
-            whole = [each for each in counts if (each[0], each[1] + 1) in counts]
-            assert all(counts[source, number] == sizes[source] for source, number in whole)
-
-
-RUNS = {"kind": kinds, "stretched": stretches, "size": sizes, "scope": scopes, "shuffle": shuffles}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@settings(UNHURRIED, max_examples=80)
-@given(**RUNS)
-def test_very_many_runs_are_the_undisturbed_one(data: Any, **given: Any) -> None:
-    check_run(data, **given)
 
 
 @pytest.mark.parametrize("stop", ["all", "repeat"])

@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from delivered_once import tar_keys, wrong_deliveries
 from digests import content
 from mixed_data import data, mixture, planned  # noqa: F401
 from mixture_cases import periods_of, sources_of
-from rank_loaders import loaders, rows_of, steps_of
+from rank_loaders import loaders, steps_of
 from shard_factory import RECIPE, write_shard
 
 import orchdata as od
@@ -71,20 +70,6 @@ def test_each_source_is_read_by_its_own_recipe(data: dict[str, od.ShardDataset])
     apart = seen["omni"] | seen["chat"] | seen["text"]
     assert len(apart) == 30 + 20 + 9
     assert seen["mixed"] == apart
-
-
-def test_resume_at_every_step_on_other_ranks(data: dict[str, od.ShardDataset]) -> None:
-    mixed = mixture(data, epoch_tokens=5000)
-    keys = [tar_keys(dataset.urls) for dataset in data.values()]
-    expected = [planned(step) for step in steps_of(loaders(mixed, 1))]
-    for position in range(1, len(expected)):
-        ours = loaders(mixed, 2)
-        first = steps_of(ours, position)
-        state = ours[0].state_dict()
-        assert state == ours[1].state_dict()
-        rest = steps_of(loaders(mixed, 1 + position % 3, state))
-        assert [planned(step) for step in (*first, *rest)] == expected
-        assert wrong_deliveries([rows_of(first), rows_of(rest)], *keys, epochs=1, repeats=True) == []
 
 
 def test_a_source_with_the_shards_of_another_is_another_source(data: dict[str, od.ShardDataset]) -> None:

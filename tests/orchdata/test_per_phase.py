@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from albums import Album
-from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
 from orchdata.balancers import lower_bound
@@ -19,18 +18,6 @@ from orchdata.planning.plan import Plan
 from orchdata.ranks.agreement import Agreement
 
 PER_PHASE = od.Balance(assignment="per_phase")
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return omni_shards(tmp_path_factory.mktemp("omni"), shards=2, samples=15)
-
-
-@pytest.fixture
-def dataset(shards: list[str]) -> od.ShardDataset:
-    dataset = od.ShardDataset(shards, recipe=RECIPE)
-    dataset.index()
-    return dataset
 
 
 def loader(dataset: od.ShardDataset, rank: int = 0, num_ranks: int = 1, **options: Any) -> od.DataLoader:

@@ -389,19 +389,6 @@ def test_command_line_renames(tmp_path: Path) -> None:
     assert wrong.exit_code != 0 and "takes OLD=NEW" in wrong.stderr
 
 
-def test_workers_call_the_function(tmp_path: Path) -> None:
-    rows = [{"image": cell(IMAGES[n % 6]), "question": f"{n}?", "answers": [{"answer": "yes"}]} for n in range(8)]
-    dataset = od.ShardDataset(parquet(tmp_path / "vqa.parquet", rows), recipe(vqa))
-    inline, workers = (
-        [
-            batch.model_inputs()["input_ids"].tolist()
-            for batch in od.DataLoader(dataset, batch_size=4, shuffle=True, **more)
-        ]
-        for more in ({"num_threads": 0}, {"num_workers": 1, "multiprocessing_context": "fork"})
-    )
-    assert inline == workers
-
-
 def asks_with_tools(record: dict[str, Any]) -> Any:
     user = {"role": "user", "content": [*record["jpg"], {"type": "text", "text": record["json"]["question"]}]}
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,20 +97,6 @@ def test_what_fails_to_decode_is_not_shown_as_seen(tmp_path: Path, monkeypatch: 
     assert "field 'jpg'" in failed["error"]
 
 
-@pytest.mark.slow
-def test_a_stream_without_the_letters_of_the_data(tmp_path: Path) -> None:
-    path = write_shard(tmp_path / "named.tar", [{"__key__": "n", "txt": "gr\u00fc\u00df \u4f60".encode()}])
-    result = subprocess.run(
-        [sys.executable, "-c", "from orchdata.cli import main; main()", "show", path],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
-        encoding="latin-1",
-        check=True,
-    )
-    assert "r\u00fc\u00df \\u4f60" in result.stdout
-
-
 def test_names_of_the_data_are_shown_and_no_more(tmp_path: Path) -> None:
     keys = ["a/b", "a_b", "c\x1b[2J\u202e"]
     path = write_shard(tmp_path / "odd.tar", [{"__key__": key, "jpg": jpeg(32, 32)} for key in keys])
@@ -145,24 +128,6 @@ def test_fields_that_are_not_read_are_named(tmp_path: Path) -> None:
     assert run_json(path)["ignored_fields"] == {"mp4": 2}
     plain = write_shard(tmp_path / "plain.tar", [{"__key__": "a", "txt": b"a"}])
     assert "does not read" not in run(plain).stdout
-
-
-def test_a_tokenizer_that_prints_leaves_json_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "loud_recipe.py").write_text(
-        "import orchdata as od\n"
-        "class Loud:\n"
-        "    def encode(self, text):\n"
-        "        print('encoding')\n"
-        "        return list(text.encode())\n"
-        "    def decode(self, ids):\n"
-        "        print('decoding')\n"
-        "        return bytes(ids).decode()\n"
-        "recipe = od.Recipe(text=od.TextPreprocessor(Loud().encode, id='loud'))\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    path = write_shard(tmp_path / "texts.tar", [{"__key__": "one", "txt": b"said"}])
-    (group,) = run_json(path, "--recipe", "loud_recipe:recipe")["groups"]
-    assert "".join(span["text"] for span in group["samples"][0]["spans"]) == "said"
 
 
 def test_media_are_written_as_the_model_gets_them(talk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

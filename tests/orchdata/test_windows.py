@@ -405,29 +405,6 @@ def test_sources_of_a_mixture_are_concatenated_in_its_order(tmp_path: Path) -> N
         assert [found(batch) for row in shares_of for batch in row] == [found(batch) for batch in steps[1, 1]]
 
 
-def test_a_mixture_with_stages_continues(tmp_path: Path) -> None:
-    for name in ("web", "code"):
-        (tmp_path / name).mkdir()
-    web, code = text_dataset(tmp_path / "web", 1, 20, 1), text_dataset(tmp_path / "code", 1, 20, 2)
-    sources = {"web": od.Source(web), "code": od.Source(code)}
-    stages = [(0, {"web": 9, "code": 1}), (2_000, {"web": 2, "code": 8}), (6_000, {"web": 1, "code": 1})]
-    mixture = od.Mixture(sources, stages=stages, stop="repeat", epoch_tokens=4_000)
-    for dataset in (web, code):
-        dataset.index()
-    stream = stream_of(mixture, range(3))
-    steps = [step for loader in [loader_of(mixture)] for _ in range(3) for step in loader.steps()]
-    windows = [found(batch) for step in steps for batch in step]
-    assert windows == [expected(stream[at : at + LENGTH]) for at in range(0, len(windows) * LENGTH, LENGTH)]
-    loader, states = loader_of(mixture), []
-    for _ in range(2):
-        for _ in loader.steps():
-            states.append(json.loads(json.dumps(loader.state_dict())))
-    for number in range(0, len(states), 4):
-        again = loader_of(mixture)
-        again.load_state_dict(states[number])
-        assert [found(batch) for batch in next_step(again)] == [found(batch) for batch in steps[number + 1]]
-
-
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("options", [{"stop": "repeat", "epoch_tokens": 4_000}, {"stop": "all"}, {"stop": "first"}])
 def test_windows_continue_with_other_weights(tmp_path: Path, options: dict[str, Any], drop_last: bool) -> None:

@@ -6,14 +6,13 @@ import datetime
 import itertools
 import pickle
 import random
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from shard_factory import RECIPE, chat, jpeg, omni_samples, omni_shards, write_shard
+from shard_factory import RECIPE, omni_samples, omni_shards, write_shard
 
 from orchdata.bench import synthetic_index
 from orchdata.loaders import compact
@@ -22,8 +21,7 @@ from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.fields import Piece, column_of_array, column_of_values, joined
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
-from orchdata.loaders.index.table import Columns, summarize
-from orchdata.loaders.modalities.builtin import TEXT
+from orchdata.loaders.index.table import Columns
 from orchdata.loaders.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
@@ -38,19 +36,6 @@ def synthetic(tmp_path_factory: pytest.TempPathFactory) -> Index:
     return synthetic_index(tmp_path_factory.mktemp("index") / "synthetic.index", 50_000, seed=3, num_shards=7)
 
 
-def test_totals_are_those_of_the_columns(synthetic: Index) -> None:
-    assert synthetic.totals == summarize(synthetic, synthetic.modalities, {}, {"names": {}, "others": 0})
-
-
-def test_synthetic_content_depends_on_its_arguments_only(tmp_path: Path, synthetic: Index) -> None:
-    again = synthetic_index(tmp_path / "again.index", 50_000, seed=3, num_shards=7)
-    other = synthetic_index(tmp_path / "other.index", 50_000, seed=4, num_shards=7)
-    assert again.path.read_bytes() == synthetic.path.read_bytes()
-    assert again.fingerprint == synthetic.fingerprint != other.fingerprint
-    assert not np.array_equal(other.llm_tokens, synthetic.llm_tokens)
-    assert len(synthetic_index(tmp_path / "one.index", 1, seed=0)) == 1
-
-
 def test_arrays_are_read_only_and_the_index_pickles_as_its_path(synthetic: Index) -> None:
     for name in ARRAYS:
         with pytest.raises(ValueError, match="read-only"):
@@ -58,22 +43,6 @@ def test_arrays_are_read_only_and_the_index_pickles_as_its_path(synthetic: Index
     data = pickle.dumps(synthetic)
     assert len(data) < 1000
     assert np.array_equal(pickle.loads(data).llm_tokens, synthetic.llm_tokens)
-
-
-def test_members_as_compose_takes_them(tmp_path: Path) -> None:
-    sample = {"__key__": "k", "jpg": jpeg(80, 60), "txt": b"unused", "cls": b"1", "json": chat("<image> what", "a")}
-    url = write_shard(tmp_path / "a.tar", [sample])
-    index = build_index([url], Recipe())
-    members = index.members(0)
-    assert [(member.field, member.kind, member.header) for member in members] == [
-        ("jpg", IMAGE, (80, 60)),
-        ("json", TEXT, (0, 0)),
-    ]
-    assert [member.size for member in members] == [len(sample["jpg"]), len(sample["json"])]
-    content = (tmp_path / "a.tar").read_bytes()
-    for offset, size, encoding, field in index.read_spec(0):
-        assert content[offset : offset + size] == sample[field]
-        assert encoding == 0
 
 
 def test_find(tmp_path: Path, synthetic: Index) -> None:
@@ -94,28 +63,6 @@ def test_find(tmp_path: Path, synthetic: Index) -> None:
         index.find("x.tar", "same")
 
 
-def anonymous_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:")) * 1024
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
-def test_opening_and_reading_copies_nothing(tmp_path: Path) -> None:
-    path = synthetic_index(tmp_path / "big.index", 400_000, seed=0).path
-    assert path.stat().st_size > 50 << 20
-    Index(path).llm_tokens.sum()
-    before = anonymous_bytes()
-    seconds = time.perf_counter()
-    indexes = [Index(path) for _ in range(4)]
-    seconds = time.perf_counter() - seconds
-    for index in indexes:
-        for name in ARRAYS:
-            getattr(index, name).max()
-        index.members(1000)
-    assert anonymous_bytes() - before < 8 << 20
-    assert seconds < 0.5  # 1 ms each
-
-
 # Several indexes as one: each row and part has the values of its own index, and damage is detected.
 
 
@@ -125,43 +72,6 @@ def indexes(tmp_path: Path) -> list[Index]:
     one = build_index(omni_shards(tmp_path, shards=2, samples=7), RECIPE)
     two = build_index([write_shard(tmp_path / "broken.tar", broken)], RECIPE)
     return [one, two, one]
-
-
-def test_rows_and_parts_are_those_of_their_index(indexes: list[Index]) -> None:
-    joined = JoinedIndex(indexes)
-    assert len(joined) == 14 + 7 + 14
-    rows = np.random.default_rng(0).permutation(len(joined))
-    owner = np.searchsorted(joined.first_rows, rows, side="right") - 1
-    for row, number in zip(rows.tolist(), owner.tolist(), strict=True):
-        index, own = indexes[number], row - int(joined.first_rows[number])
-        assert joined.source_of(row) == number
-        assert (joined.key(row), joined.shard_of(row)) == (index.key(own), index.shard_of(own))
-        assert joined.members(row) == index.members(own)
-        assert joined.read_spec(row) == index.read_spec(own)
-        assert joined.shards[joined.shard[row]] == index.shard_of(own)
-        parts, theirs = joined.part_range(row), index.part_range(own)
-        assert joined.sizes(parts, RECIPE) == index.sizes(theirs, RECIPE)
-        assert joined.part_tokens[parts.start : parts.stop].tolist() == index.part_tokens[list(theirs)].tolist()
-        assert [joined.modality_of(part) for part in parts] == [index.modality_of(part) for part in theirs]
-        count = len(index.members(own))
-        assert [joined.member_of(part, count) for part in parts] == [index.member_of(part, count) for part in theirs]
-    assert joined.llm_tokens[rows].tolist() == [
-        int(indexes[number].llm_tokens[row - joined.first_rows[number]])
-        for row, number in zip(rows, owner, strict=True)
-    ]
-
-
-def test_parts_come_in_the_order_of_their_rows(indexes: list[Index]) -> None:
-    joined = JoinedIndex(indexes)
-    rows = np.random.default_rng(1).permutation(len(joined))[:20]
-    parts, places = joined.parts_of(rows, "image")
-    expected = [
-        (part, position)
-        for position, row in enumerate(rows.tolist())
-        for part in joined.part_range(row)
-        if joined.modality_of(part) == "image"
-    ]
-    assert list(zip(parts.tolist(), places.tolist(), strict=True)) == expected
 
 
 def test_failures_names_and_totals_are_those_of_all(indexes: list[Index]) -> None:

@@ -106,15 +106,6 @@ def test_recipes_with_other_modalities_in_turn_count_nothing_again(shard: str, t
         assert content(build_index([shard], recipe)) == expected
 
 
-def test_a_raised_limit_counts_what_it_had_refused(shard: str) -> None:
-    low = Recipe(points=Clouds(), limits=Limits(sample_parts=6))
-    high = Recipe(points=Clouds(), limits=Limits(sample_parts=7))
-    assert counted(shard, low) == 11
-    refused = int((build_index([shard], low).llm_tokens == 0).sum())
-    assert counted(shard, high) == refused
-    assert counted(shard, Recipe(points=Clouds(), limits=Limits(sample_parts=5))) == 11
-
-
 @pytest.mark.parametrize("change", ["parameter", "class", "content", "format", "cut", "missing", "rows"])
 def test_what_does_not_hold_is_counted_again(
     shard: str, tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,6 @@ from shard_factory import chat, jpeg, omni_samples, write_shard
 
 import orchdata as od
 from orchdata.loaders import versions
-from orchdata.loaders.errors import FunctionError
 from orchdata.loaders.index import kept as kept_module
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.recipe import AudioPreprocessor, ImagePreprocessor, Limits, Recipe, TextPreprocessor
@@ -255,21 +254,3 @@ def test_other_columns_are_other_texts(tmp_path: Path) -> None:
 
 def first(record: dict[str, Any]) -> str:
     return str(record["txt"])
-
-
-def second(record: dict[str, Any]) -> str:
-    return "other " + str(record["txt"])
-
-
-def test_the_id_of_another_function_is_noticed_with_other_media_too(tmp_path: Path) -> None:
-    shard = write_shard(tmp_path / "a.tar", [{"__key__": f"t{n}", "txt": b"some text"} for n in range(3)])
-    words, text = counting()
-    build_index([shard], Recipe(text=text(), record=first, record_id="mine"))
-    words.calls.clear()
-    smaller = ImagePreprocessor(max_tokens=9)
-    with pytest.raises(FunctionError, match="give it another record_id"):
-        build_index([shard], Recipe(text=text(), record=second, record_id="mine", image=smaller))
-    build_index([shard], Recipe(text=text(), record=first, record_id="mine", image=smaller))
-    assert not words.calls
-    again = build_index([shard], Recipe(text=text(), record=second, record_id="other", image=smaller))
-    assert again.llm_tokens.tolist() == [3] * 3

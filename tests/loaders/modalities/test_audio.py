@@ -9,15 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import soundfile
-import torch
 from decided_by_integers import differing
-from float_bounds import assert_log_mel_close
-from torchaudio_anyway import torchaudio
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.audio import mel_bands
-from orchdata.loaders.modalities.audio_decode import fit, plain_wav, read_mono, resample
+from orchdata.loaders.modalities.audio_decode import fit, plain_wav, read_mono
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import AudioPreprocessor
 
@@ -122,38 +118,12 @@ def test_threads_share_kernels_and_get_equal_results():
         np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("rate", [8000, 11_025, 22_050, 44_100, 48_000, 96_000])
-def test_resampling_is_torchaudios(rate):
-    wave = tone(rate // 2, rate)
-    expected = torchaudio().functional.resample(torch.from_numpy(wave), rate, 16_000).numpy()
-    np.testing.assert_allclose(resample(wave, rate, 16_000), expected, atol=1e-5)  # its kernel is less precise
-
-
 def test_the_limit_on_seconds_holds_while_decoding():
     with pytest.raises(DecodeError, match=r"above Limits\.audio_seconds=1"):
         features(encoded(tone(200_000, 16_000), 16_000), 200_000, limits=Limits(audio_seconds=1))
 
 
 # The bounds of float_bounds.py find errors: what is 10 times as far away, and faults that have happened.
-
-
-def log_mel(dtype: torch.dtype, window: torch.Tensor | None = None) -> np.ndarray:
-    """Whisper's features (num_frames, num_mels) of sound that falls by five decades, computed in `dtype`."""
-    wave = np.random.default_rng(0).normal(size=16_000) * np.logspace(0, -2.5, 16_000)
-    window = torch.hann_window(400, dtype=dtype) if window is None else window.to(dtype)
-    spectrum = torch.stft(
-        torch.from_numpy(wave.astype(np.float32)).to(dtype), 400, 160, window=window, return_complex=True
-    )
-    power = torch.from_numpy(mel_bands(40, 400, 16_000)).to(dtype).T @ spectrum.abs() ** 2
-    log = power.clamp(min=1e-10).log10()
-    return ((torch.maximum(log, log.max() - 8) + 4) / 4).T.float().numpy()
-
-
-def test_a_window_of_a_quarter_of_the_digits_is_found() -> None:
-    """As MKL's vector math gave it where threads called it first together (pytorch#188792)."""
-    coarse = torch.hann_window(400, dtype=torch.float64).mul(2**12).round().div(2**12)
-    with pytest.raises(AssertionError, match="times the bound"):
-        assert_log_mel_close(log_mel(torch.float32, coarse), log_mel(torch.float32))
 
 
 def test_a_digest_that_differs_under_one_instruction_set_is_named() -> None:

@@ -342,14 +342,3 @@ def test_damaged_headers_are_probed_again(probed: Any, private_cache: Path, dama
         kept.unlink()
     assert probed(Counted(stride=3)) == 6
     assert probed(Counted(stride=4)) == 0
-
-
-def test_a_changed_shard_is_probed_again(probed: Any) -> None:
-    assert probed(Counted()) == 6
-    write_shard(Path(probed.shard), [{"__key__": "s0", "track": track(40)}])
-    before = Probe.calls
-    index = indexed(probed.shard, recipe_of(tracks=Counted()), rebuild=True)
-    assert [size.positions for size in parts_of(index, "tracks", recipe_of(tracks=Counted()))] == [40]
-    assert Probe.calls == before + 1
-    indexed(probed.shard, recipe_of(tracks=Counted(stride=3)))
-    assert Probe.calls == before + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from shard_factory import RECIPE, omni_shards, write_shard
 
 import orchdata as od
 from orchdata.building.collate import takes_step
-from orchdata.building.memory import BufferPool, Returns
+from orchdata.building.memory import BufferPool
 from orchdata.building.step import step_figures
 from orchdata.order.steps import StepTask
 from orchdata.planning.make_plan import make_plan
@@ -208,17 +208,6 @@ def test_a_tensor_over_a_slice_keeps_the_memory() -> None:
     assert pool.free_bytes() > 0
 
 
-@pytest.mark.parametrize("megabytes", [range(9, 17), range(16, 8, -1), (9, 16, 10, 15, 11, 14, 12, 13)])
-def test_batches_of_different_sizes_share_memory(megabytes: Iterable[int]) -> None:
-    # One at a time is used: for any sizes, no more is kept than the largest needs.
-    pool = BufferPool()
-    for size in megabytes:
-        array = pool.take(size << 20)
-        assert len(array) == size << 20
-        del array
-        assert pool.free_bytes() <= 16 << 20
-
-
 def test_collecting_an_array_calls_no_function_of_pythons() -> None:
     # What a signal raises there would be forgotten.
     pool = BufferPool()
@@ -229,16 +218,3 @@ def test_collecting_an_array_calls_no_function_of_pythons() -> None:
     sys.setprofile(None)
     assert called == []
     assert pool.free_bytes() == 4 << 20
-
-
-def test_an_array_that_comes_back_is_reported_once() -> None:
-    returns = Returns[str]()
-    arrays = [np.empty(9, np.uint8) for _ in range(3)]
-    for name, array in zip("abc", arrays, strict=True):
-        returns.expect(array, name)
-    view = torch.from_numpy(arrays[1])[2:]
-    arrays.clear()
-    del array
-    assert (sorted(returns.take()), len(returns)) == (["a", "c"], 1)
-    del view
-    assert (len(returns), list(returns.take()), list(returns.take())) == (0, ["b"], [])

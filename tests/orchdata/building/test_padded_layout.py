@@ -98,16 +98,6 @@ def test_a_cap_counts_the_padding(dataset: od.ShardDataset, layout: Layout) -> N
             assert batch.llm.input_ids[: len(batch.sample_ids)].numel() <= cap
 
 
-def test_planned_loads_are_rows_times_the_cost_of_the_longest(dataset: od.ShardDataset) -> None:
-    layout = od.Padded(multiple_of=8)
-    batches = [next(iter(loader(dataset, layout, cost=None, dp=(rank, 3)))) for rank in range(3)]
-    planned = batches[0].plan.loads("llm").tolist()
-    found = [batch.llm.input_ids[: len(batch.sample_ids)].numel() for batch in batches]
-    assert planned == found  # cost=None: a position costs 1
-    assert batches[0].plan.lower_bound("llm") == max(planned)
-    assert max(planned) <= max(batches[0].plan.loads_unbalanced("llm"))
-
-
 @pytest.mark.parametrize("encoders", ["packed", "padded"])
 def test_a_rank_without_samples_gets_a_dummy_row_that_reaches_no_loss(dataset: od.ShardDataset, encoders: Any) -> None:
     layout = od.Padded(encoders=encoders, multiple_of=8)
@@ -245,15 +235,3 @@ def test_padded_training_has_the_loss_and_gradients_of_packed(dataset: od.ShardD
         layout = od.Padded(positions=positions, encoders=encoders, multiple_of=16)  # type: ignore[arg-type]
         for ours, theirs in zip(trained(PaddedLM(CONFIG), dataset, layout, balance=balance), packed, strict=True):
             assert (ours - theirs).norm() <= 1e-9 * theirs.norm()
-
-
-def test_every_rank_has_the_same_microbatches_and_every_sample_is_there_once(dataset: od.ShardDataset) -> None:
-    balance = od.Balance(max_tokens=500)
-    ranks = [list(loader(dataset, od.Padded(), balance=balance, dp=(rank, 3)).steps()) for rank in range(3)]
-    keys = [key for steps in ranks for microbatches in steps for batch in microbatches for key in batch.sample_ids]
-    assert len(keys) == len(set(keys)) == 30
-    for step in zip(*ranks, strict=True):
-        assert len({len(microbatches) for microbatches in step}) == 1
-        assert len({batch.plan.hash for microbatches in step for batch in microbatches}) == 1
-        tokens = sum(batch.loss_tokens for microbatches in step for batch in microbatches)
-        assert {batch.global_loss_tokens for microbatches in step for batch in microbatches} == {tokens}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 from shard_factory import RECIPE, omni_shards
 from spec_job import delivered
@@ -17,7 +15,6 @@ import orchdata as od
 from orchdata.building.media_pages import Media
 from orchdata.building.pages import Pages
 from orchdata.building.step import BuildSpec, BuiltStep
-from orchdata.order.order import SampleOrder, Samples
 from orchdata.order.steps import StepTask
 
 COST = od.CostModel(image=od.PhaseCost(1.0), audio=od.PhaseCost(2.0), llm=od.PhaseCost(3.0))
@@ -50,20 +47,6 @@ class Filled:
     def take(self, num_bytes: int) -> NDArray[np.uint8]:
         self.pieces.append(np.full(num_bytes, self.content, np.uint8))
         return self.pieces[-1]
-
-
-class Repeating(SampleOrder):
-    """An order in which rows come more than once, as in a mixture of data sets."""
-
-    def __init__(self, rows: list[int]) -> None:
-        self._rows = np.array(rows, np.int64)
-        self.num_samples = len(rows)
-
-    def length(self, epoch: int) -> int:
-        return self.num_samples
-
-    def samples(self, epoch: int, start: int, stop: int) -> Samples:
-        return Samples(np.zeros(stop - start, np.int32), self._rows[start:stop], np.zeros(stop - start, np.int64))
 
 
 @pytest.fixture(scope="module")
@@ -113,20 +96,6 @@ def test_what_failed_before_leaves_nothing_of_memory_either(shards: list[str], t
     assert all(delivered(found[i][0]) == delivered(found[i + 1][0]) for i in (0, 2, 4))
 
 
-@pytest.mark.parametrize("way", ["packed", "padded encoders", "per phase", "packed by 8, mrope"])
-def test_a_row_that_comes_twice_is_there_twice(shards: list[str], way: str) -> None:
-    options = {"shuffle": False, "global_batch_size": 4} | WAYS[way]
-    spec = spec_of(shards, **options)
-    once = replace(spec, plan=replace(spec.plan, order=Repeating([4, 3, 2, 1])))
-    twice = replace(spec, plan=replace(spec.plan, order=Repeating([4, 3, 4, 3])))
-    expected = _by_key(built(once, 0xA5)[0])
-    found = _by_key(built(twice, 0xA5)[0])
-    assert sorted(found) == ["s0-0003", "s0-0003 again", "s0-0004", "s0-0004 again"]
-    for key, values in found.items():
-        for one, other in zip(values, expected[key.removesuffix(" again")], strict=True):
-            assert torch.equal(one, other), key
-
-
 @pytest.mark.parametrize(
     ("owner", "method", "message"),
     [
@@ -143,35 +112,3 @@ def test_a_slice_that_was_never_written_fails_the_build(
     monkeypatch.setattr(owner, method, lambda *_: None)
     with pytest.raises(RuntimeError, match=message):
         built(spec, 0)
-
-
-def _by_key(step: BuiltStep) -> dict[str, list[torch.Tensor]]:
-    """Each sample's token ids and labels, and the rows of its parts' tokens as their order says."""
-    found: dict[str, list[torch.Tensor]] = {}
-    for batch in step.batches:
-        llm, bounds = batch.llm, batch.llm.cu_seqlens.tolist()
-        flat = llm.attention_mask.flatten().nonzero().squeeze(1) if llm.attention_mask is not None else None
-        for number, (_, key) in enumerate(batch.sample_ids):
-            places = (
-                torch.arange(bounds[number], bounds[number + 1]) if flat is None else flat[slice(*bounds[number:][:2])]
-            )
-            name = f"{key} again" if key in found else key
-            values = [llm.input_ids.flatten()[places], llm.labels.flatten()[places]]
-            for modality, where in llm.media_positions.items():
-                mine = torch.isin(where, places)
-                values.append(where[mine] - places[0])
-                held = batch.media[modality]
-                values += [_rows_of(held, array, mine, len(where)) for array in held.arrays if array != "grid_hw"]
-            found[name] = values
-    return found
-
-
-def _rows_of(held: Any, array: str, mine: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """The rows of some of the tokens: the same number of rows each."""
-    rows = held.arrays[array]
-    if held.mask is not None:
-        rows = rows[held.mask]
-    if not num_tokens:
-        return rows[:0].float()
-    rows = rows[: len(rows) // num_tokens * num_tokens]
-    return rows.reshape(num_tokens, -1)[mine].float()

@@ -166,21 +166,6 @@ def test_grouped_nodes_read_their_own_shards_once(remote: Remote, tmp_path: Path
     assert [len(copies(cache)) for cache in caches] == [2, 2, 2, 2]
 
 
-def test_shards_are_fetched_in_the_order_in_which_the_loader_reaches_them(remote: Remote, tmp_path: Path) -> None:
-    loader = remote.loader(od.Cache(tmp_path / "nvme", max_bytes=1 << 30), shuffle=od.Shuffle(window=1, streams=2))
-    order, index = loader._runtime.prepared.spec.plan.order, remote.dataset.index()
-    rows = order.rows(0, 0, order.length(0))[1]
-    reached = list(dict.fromkeys(index.shard[rows].tolist()))
-    filler = loader._runtime._filler
-    assert filler is not None
-    assert list(filler._upcoming()) == reached
-    # From the middle of the epoch, what was passed comes last.
-    filler._where = lambda: (0, 0.5)
-    later = list(dict.fromkeys(index.shard[rows[len(rows) // 2 :]].tolist()))
-    assert list(filler._upcoming())[: len(later)] == later
-    assert sorted(filler._upcoming()) == sorted(reached)
-
-
 def test_a_full_cache_keeps_its_own_shards_and_costs_no_batch(remote: Remote, tmp_path: Path) -> None:
     cap = remote.num_bytes // 2
     cache = od.Cache(tmp_path / "nvme", max_bytes=cap)

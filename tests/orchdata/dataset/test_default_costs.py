@@ -36,7 +36,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> od.ShardDataset:
     return od.ShardDataset(omni_shards(tmp_path_factory.mktemp("mixed"), shards=1, samples=24))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def unwarned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("orchdata.notices._warned", set())
     with warnings.catch_warnings():
@@ -80,7 +80,7 @@ def notices_of(dataset: Any, **options: Any) -> list[str]:
     return [str(each.message) for each in caught if "no cost= is given" in str(each.message)]
 
 
-def test_one_notice_in_a_process_names_what_gives_costs(mixed: od.ShardDataset) -> None:
+def test_one_notice_in_a_process_names_what_gives_costs(mixed: od.ShardDataset, unwarned: None) -> None:
     mixed.index()
     for quiet in ({"dp": (0, 1)}, {"balance": "none"}, {"cost": TOKENS}):
         assert notices_of(mixed, **quiet) == []

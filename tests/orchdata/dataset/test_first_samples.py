@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import shutil
 from pathlib import Path
 
@@ -195,15 +194,3 @@ def test_a_partial_index_is_never_taken_for_another(tmp_path: Path) -> None:
     assert len(paths) == 3 and dataset.index().path not in paths
     assert len(dataset) == 60 and not is_partial(dataset.index(), 3)
     assert dataset.index().fingerprint not in {Index(path).fingerprint for path in paths}
-
-
-def test_ranks_and_engines_give_the_same(tmp_path: Path) -> None:
-    urls = omni_shards(tmp_path, shards=3, samples=20)
-    first = od.ShardDataset(urls).take(24)
-    alone = [ids for batch in od.DataLoader(first, batch_size=8, shuffle=True) for ids in batch.sample_ids]
-    for options in ({"num_threads": 2}, {"num_workers": 1}):
-        loader = od.DataLoader(first, batch_size=8, shuffle=True, **options)
-        assert [ids for batch in loader for ids in batch.sample_ids] == alone
-    copy = pickle.loads(pickle.dumps(first))
-    ranks = [od.DataLoader(copy, dp=(rank, 2), batch_size=4, shuffle=True) for rank in range(2)]
-    assert sorted(ids for loader in ranks for batch in loader for ids in batch.sample_ids) == sorted(alone)

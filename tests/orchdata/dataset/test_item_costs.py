@@ -158,17 +158,6 @@ def test_items_that_failed_are_tried_again() -> None:
     assert cost.calls == 48 + 8 + 2 + 8  # all are kept now
 
 
-def test_a_damaged_file_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path))
-    cost, values = Counted(), list(range(50))
-    loader(values, cost, cost_id="damaged")
-    (path,) = (tmp_path / "item_costs").iterdir()
-    content = path.read_bytes()
-    path.write_bytes(content[:-8] + bytes(8))
-    loader(values, cost, cost_id="damaged")
-    assert cost.calls == 100 and path.read_bytes() == content
-
-
 def test_one_rank_measures_and_the_others_wait_for_it() -> None:
     cost, entered = Counted(), threading.Event()
     made: list[Any] = []

@@ -33,16 +33,6 @@ def test_map_style_balances_equal_counts() -> None:
     assert sorted(seen) == list(range(48))
 
 
-def test_map_style_samplers() -> None:
-    dataset = Numbers(10)
-    one = od.DataLoader(dataset, batch_size=3, sampler=torch.utils.data.SequentialSampler(dataset))
-    assert [batch["number"].tolist() for batch in one] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
-    batches = [[1, 2], [7], [3, 4, 5]]
-    assert [batch["number"].tolist() for batch in od.DataLoader(dataset, batch_sampler=batches)] == batches
-    with pytest.raises(ValueError, match="sharded twice"):
-        od.DataLoader(dataset, sampler=[1, 2], dp=(0, 2))
-
-
 def test_map_style_failures() -> None:
     with pytest.raises(OSError, match="disk on fire"):
         list(od.DataLoader(Numbers(6, bad=(2,)), batch_size=3))

@@ -240,16 +240,3 @@ def test_an_edge_of_a_clip_in_a_form_that_is_not_read_is_said(tmp_path: Path) ->
         for each in (path, path.with_suffix(".parquet")):
             dataset = od.ShardDataset(str(each), recipe=recipe, media_root=str(tmp_path))
             assert not dataset.index().totals["bad"] and set(names_of(dataset)) == {"timestamp", *said}
-
-
-def test_images_of_records_and_of_tables_are_warned_of_too(tmp_path: Path) -> None:
-    (tmp_path / "0.jpg").write_bytes(jpeg(40, 30))
-    (tmp_path / "a.jsonl").write_text('{"image": "0.jpg", "text": "a cat"}\n')
-    dataset = od.ShardDataset(tmp_path / "a.jsonl", recipe=od.Recipe(image=None), media_root=tmp_path)
-    with pytest.warns(UserWarning, match=r"'image' \(1\)"):
-        od.DataLoader(dataset, batch_size=1)
-    pq.write_table(
-        pa.table({"image": [{"bytes": jpeg(40, 30), "path": None}], "text": ["a cat"]}), tmp_path / "a.parquet"
-    )
-    with pytest.warns(UserWarning, match=r"'image' \(1\)"):
-        od.DataLoader(od.ShardDataset(tmp_path / "a.parquet", recipe=od.Recipe(image=None)), batch_size=1)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from map_dataset import Numbers
-from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
 from orchdata.building import step as building
@@ -20,13 +19,6 @@ from orchdata.planning.make_plan import PlanSpec, make_plan
 pytestmark = pytest.mark.usefixtures("same_cache")
 
 COST = od.CostModel(image=od.PhaseCost(2.0), audio=od.PhaseCost(1.0, 0.5), llm=od.PhaseCost(1.0, 0.01))
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> od.ShardDataset:
-    dataset = od.ShardDataset(omni_shards(tmp_path_factory.mktemp("omni"), shards=2, samples=24), RECIPE)
-    dataset.index()
-    return dataset
 
 
 def make(dataset: Any, **options: Any) -> od.DataLoader:

@@ -81,21 +81,6 @@ def test_a_loader_may_be_iterated_in_two_threads(started: Any) -> None:
     assert batches == here == batches_of()
 
 
-def test_abandoned_iterations_leave_no_thread(started: Any) -> None:
-    loader = loader_of(Numbers(), num_threads=3)
-    for _ in range(20):
-        assert next(iter(loader)) == [0, 1]
-        assert not started()
-
-
-def test_a_fresh_iteration_takes_nothing_from_one_that_is_still_referenced(started: Any) -> None:
-    loader = loader_of(Numbers())
-    left = iter(loader)
-    assert next(left) == [0, 1]
-    assert list(loader) == batches_of()
-    assert list(left) == batches_of()[1:]
-
-
 def test_an_iteration_dropped_while_it_builds_ends_after_that_step(started: Any) -> None:
     data = Numbers()
     steps = iter(loader_of(data))

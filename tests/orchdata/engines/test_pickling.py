@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from map_dataset import Numbers
 from shard_factory import RECIPE, omni_samples, omni_shards, write_shard
@@ -65,20 +64,3 @@ def test_an_index_that_was_rebuilt_raises_an_error(shards: list[str], tmp_path: 
     od.ShardDataset(shards, recipe=RECIPE).index(rebuild=True)
     with pytest.raises(od.StaleIndexError, match="rebuilt after this loader was created: create the loader again"):
         pickle.loads(data).open()
-
-
-def test_arrays_as_long_as_the_data_set_are_not_in_the_pickle(tmp_path: Path) -> None:
-    bad = tuple(range(0, 5000, 2))
-    spec = spec_of(
-        Numbers(5000, bad),
-        cost=lambda sample: sample["length"],
-        on_error=od.ErrorPolicy("skip", max_failures=None),
-        shuffle=True,
-        seed=0,
-    )
-    assert len(pickle.dumps(spec)) < 2000 + len(pickle.dumps(bad))
-    again = pickle.loads(pickle.dumps(spec)).plan
-    assert again.order.num_samples == 2500
-    rows = np.sort(again.order.rows(0, 0, 2500)[1])
-    assert rows.tolist() == list(range(1, 5000, 2))
-    assert again.costs.positions("llm", rows).tolist() == [1 + row % 9 for row in rows]

@@ -8,26 +8,19 @@ import itertools
 import json
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lean_job
 import pytest
-import torch
 from children import in_a_child
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
 from orchdata.engines.processes import engine
-from orchdata.engines.supervisor import Trial
-from orchdata.loaders.child_process import interrupts_deferred
 
 
 class Plain:
@@ -114,88 +107,6 @@ def test_starts_that_fail_with_their_server_are_tried_again(monkeypatch: pytest.
     loader = od.DataLoader(Plain(), 2, num_workers=2, multiprocessing_context="fork", **COSTS)
     assert [batch.tolist() for batch in loader] == [[first, first + 1] for first in range(0, 12, 2)]
     assert next(starts) == 3 + 2
-
-
-@pytest.mark.parametrize(("fails", "verdict"), [(2, None), (100, "")])
-def test_a_trial_outlives_the_loss_of_the_fork_server(fails: int, verdict: str | None) -> None:
-    errors = [EOFError("unexpected EOF"), ConnectionRefusedError(111, "Connection refused")]
-    starts = itertools.count()
-
-    def start(*_: Any, **__: Any) -> Any:
-        if (number := next(starts)) < fails:
-            raise errors[number % 2]
-        return object()
-
-    transport: Any = SimpleNamespace(num_spare=2, start=start)
-    trial = Trial(7, transport, 0.0)
-    assert trial.verdict == verdict  # none yet, or it cannot be known
-    assert len(trial.workers) == (2 if verdict is None else 0)
-    assert next(starts) < 20
-
-
-def where_ctrl_c_is_heard(work: Callable[[], None]) -> None:
-    """Work in a child where Ctrl-C raises KeyboardInterrupt; one that comes too late does not end pytest."""
-
-    def heeding() -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-        work()
-
-    in_a_child(heeding)
-
-
-def interrupt() -> None:
-    """As Ctrl-C does, now."""
-    signal.raise_signal(signal.SIGINT)
-
-
-def test_interrupts_are_deferred() -> None:
-    def interrupted() -> None:
-        done = []
-        with pytest.raises(KeyboardInterrupt), interrupts_deferred():
-            interrupt()
-            done.append("deferred")
-        assert done == ["deferred"]
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        elsewhere = threading.Thread(target=lambda: interrupts_deferred().__enter__())
-        elsewhere.start()
-        elsewhere.join()
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-    where_ctrl_c_is_heard(interrupted)
-
-
-def _broken_sampler() -> Iterator[int]:
-    yield from (0, 1, 2)
-    raise LookupError("sampler")
-
-
-class Sampler:
-    def __iter__(self) -> Iterator[int]:
-        return _broken_sampler()
-
-
-class Exits(Plain):
-    def __getitem__(self, number: int) -> Any:
-        return sys.exit(3) if number == 4 else number
-
-
-def outcomes(batches: Iterator[Any]) -> list[Any]:
-    """Return what `next` returns until it ends, errors as their types."""
-    results: list[Any] = []
-    for _ in itertools.count():
-        try:
-            results.append(next(batches).tolist())
-        except StopIteration:
-            return results
-        except BaseException as error:
-            results.append(type(error))
-    raise AssertionError
-
-
-@pytest.mark.parametrize("options", [{"dataset": Plain(), "sampler": Sampler()}, {"dataset": Exits()}])
-def test_after_an_error_an_iteration_continues_as_torchs_does(options: dict[str, Any]) -> None:
-    theirs = outcomes(iter(torch.utils.data.DataLoader(batch_size=2, **options)))
-    assert outcomes(iter(od.DataLoader(batch_size=2, **options))) == theirs
 
 
 @pytest.mark.slow

@@ -139,18 +139,6 @@ def test_one_stage_keeps_the_order_of_before(first: int) -> None:
         assert digest_of(single_stage(case + first // 36 % 3)) == GOLDEN[case + first // 36 % 3], f"case {case}"
 
 
-def test_a_source_comes_in_stages_with_a_weight_alone() -> None:
-    rng = np.random.default_rng(7)
-    lengths = [rng.integers(1, 90, 200) for _ in range(3)]
-    weights = [[1, 0, 0], [0, 2, 1], [1, 2, 0], [0, 0, 1], [1, 1, 1]]
-    stages = [Stage(700 * k, periods_of(weights[k % 5])) for k in range(30)]
-    order = MixtureOrder(sources_of(lengths), stages, stop="repeat", epoch_size=("samples", 450))
-    source, row = order.rows(0, 0, 450)
-    before = np.cumsum(np.concatenate(lengths)[row]) - np.concatenate(lengths)[row]
-    for taken, at in zip(source.tolist(), before.tolist(), strict=True):
-        assert weights[min(at // 700, 29) % 5][taken]
-
-
 def test_a_source_stays_owed_where_another_leaves_or_joins() -> None:
     """A fifth of 20,000 tokens are 4,000, to within two samples of 300 tokens; a stage has 100 of them."""
     lengths = [np.full(600, 10), np.full(40, 300), np.full(600, 10)]

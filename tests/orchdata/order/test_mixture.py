@@ -11,14 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixture_cases import periods_of, sources_of
-from numpy.typing import NDArray
 
 from orchdata.order.merge import Stage, Stop, Stretch
 from orchdata.order.mixture import MixtureOrder, SourcePass, StretchStart
 from orchdata.order.order import By, MixedSource, Shuffle
-from orchdata.order.steps import TokenBatches
-
-Ints = NDArray[np.int64]
 
 
 class Taken(NamedTuple):
@@ -235,22 +231,6 @@ def test_a_source_that_hardly_ever_comes_stays_exact(stop: Stop) -> None:
     (expected,) = plain_epochs(order, 1)
     source, row = order.rows(0, 0, order.length(0))
     assert list(zip(source.tolist(), row.tolist(), strict=True)) == [(each.source, each.row) for each in expected]
-
-
-def test_steps_in_turn_look_at_few_samples() -> None:
-    rng = np.random.default_rng(0)
-    sources = sources_of([rng.integers(1, 500, size) for size in (400_000, 100_000, 20_000)], Shuffle(window=4))
-    order = MixtureOrder(sources, [Stage(0, (1 << 16, 5 << 16, 9 << 16))], stop="repeat", epoch_size=("tokens", 10**12))
-    batches = TokenBatches(sums=order, budgets=((0, 64 * 250),))
-    counts = [source.counts for source in sources]
-    batches.bounds(40_000, order.length(0))
-    for each in counts:
-        each.asked = 0  # type: ignore[attr-defined]
-    samples = 0
-    for step in range(40_001, 40_601):
-        start, stop = batches.bounds(step, order.length(0))
-        samples += len(order.rows(0, start, stop)[1])
-    assert samples < sum(each.asked for each in counts) < 7 * samples  # type: ignore[attr-defined]
 
 
 def test_threads_that_look_for_stages_at_once_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

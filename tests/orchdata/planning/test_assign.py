@@ -17,23 +17,7 @@ import orchdata as od
 from benchmarks.distributions import omni_phases
 from orchdata.balancers import balance_phases
 from orchdata.balancers.assignment import loads_of
-from orchdata.order.order import Order, Shuffle
-from orchdata.order.steps import GlobalBatches, StepTask
-from orchdata.planning.make_plan import ArrayCosts, PlanSpec, make_plan
 from orchdata.planning.sharing.shares import assign, stream_ranks
-
-
-def spec(num_samples: int = 600, streams: int = 1, **changes: Any) -> PlanSpec:
-    costs = (1000 * np.random.default_rng(1).lognormal(0, 1, num_samples)).astype(np.int64) + 1
-    shuffle = Shuffle(window=4, streams=streams)
-    plan = PlanSpec(
-        costs=ArrayCosts(costs),
-        order=Order(num_samples, shuffle=shuffle, seed=3),
-        balance=od.Balance(scope="grouped", group_size=4),
-        num_ranks=16,
-        batches=GlobalBatches(size=192),
-    )
-    return replace(plan, **changes)
 
 
 @given(st.integers(0, 99), st.integers(0, 60), st.integers(1, 9), st.integers(1, 9))
@@ -114,16 +98,6 @@ def test_every_scope_lowers_what_ranks_wait_for_after_each_phase(held: bool) -> 
                 alone = sum(balance_phases(mine, size).makespans)
                 assert waiting(mine, rank[owner // size == first // size] - first, size) <= 1.02 * alone
     assert found["grid"] <= 1.05 * found["global"]
-
-
-@pytest.mark.parametrize("streams", [4, 8])
-def test_groups_read_only_their_own_streams(streams: int) -> None:
-    plan = make_plan(spec(streams=streams), StepTask(0, 1))
-    stream = (192 + np.arange(192)) % streams
-    for group in range(4):
-        inside = plan.rank // 4 == group
-        assert set(stream[inside]) == set(range(group * streams // 4, (group + 1) * streams // 4))
-    assert [plan.own_streams(rank) for rank in range(16)] == [1.0] * 16
 
 
 def test_batches_come_in_the_order_of_the_pipeline(tmp_path: Path) -> None:

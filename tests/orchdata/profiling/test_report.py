@@ -255,16 +255,6 @@ def test_a_report_that_is_there_keeps_its_mode_and_a_link_its_target(dataset: od
     assert target.stat().st_mode & 0o777 == 0o600
 
 
-def test_the_command_writes_it_and_its_json_has_the_figures(dataset: od.ShardDataset, tmp_path: Path) -> None:
-    report = tmp_path / "report.html"
-    arguments = ("profile", *dataset.urls, "--ranks", "2", "--html", report, "--samples", "1", "--json")
-    done = run(*arguments)
-    code, printed = done.exit_code, done.output
-    assert code == 0
-    known = json.loads(printed)
-    assert known["summary"][0] in SafePage(report.read_text()).text
-
-
 @pytest.mark.parametrize(
     ("target", "said"),
     [

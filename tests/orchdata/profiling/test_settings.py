@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shard_factory import RECIPE, jpeg, omni_samples, write_shard
+from shard_factory import RECIPE, omni_samples, write_shard
 
 import orchdata as od
 from orchdata.planning.balance import Layout
@@ -115,17 +115,7 @@ def test_lengths_in_chunks_are_those_of_all(chunks: list[list[int]]) -> None:
 
 
 WITH_AUDIO = od.CostModel(image=od.PhaseCost(3.0), audio=od.PhaseCost(1.0), llm=od.PhaseCost(1.0, 0.01))
-WITHOUT = od.CostModel(image=od.PhaseCost(3.0), llm=od.PhaseCost(1.0, 0.01))
 STEPS = 8
-
-
-def pictures(folder: Path, ranks: int) -> od.ShardDataset:
-    """Images alone, of a recipe that reads audio too."""
-    samples = [
-        {"__key__": str(n), "jpg": jpeg(40 + 9 * n % 150, 60), "txt": b"x" * (5 + 31 * n % 90)}
-        for n in range(2 * ranks * STEPS)
-    ]
-    return od.ShardDataset(write_shard(folder / "a.tar", samples), recipe=RECIPE)
 
 
 def omni(folder: Path, ranks: int) -> od.ShardDataset:
@@ -155,16 +145,6 @@ def measured(dataset: od.ShardDataset, ranks: int, cost: od.CostModel | None, la
             held += batch.llm.input_ids.numel()
             has_dummies = has_dummies or bool(batch.llm.dummies)
     return 1 - used / held, has_dummies
-
-
-@pytest.mark.parametrize("layout", [od.Padded(multiple_of=4), od.Packed(multiple_of=16)], ids=repr)
-@pytest.mark.parametrize("cost", [WITH_AUDIO, WITHOUT], ids=["audio", "images"])
-def test_padding_is_that_of_batches(tmp_path: Path, cost: od.CostModel | None, layout: Layout) -> None:
-    """Where the cost model names audio, which no sample has, each batch has a dummy of it in a row of its own."""
-    dataset = pictures(tmp_path, 2)
-    expected, has_dummies = measured(dataset, 2, cost, layout)
-    assert has_dummies == (cost is WITH_AUDIO)
-    assert said(dataset, 2, cost, layout) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("layout", [od.Padded(), od.Packed(), od.Padded(empty="zero")], ids=repr)
