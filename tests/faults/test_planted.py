@@ -63,7 +63,7 @@ def test_each_fits_the_code_and_names_tests_that_exist(fault: Fault, tmp_path: P
 PLACE = "orchdata/order/order.py"
 LINE = '        return super().describe() | {"rows": self._digest}'
 DIFF = f"--- a/{PLACE}\n+++ b/{PLACE}\n@@ -1 +1 @@\n-{LINE}\n+{LINE.replace('_digest', '_rows')}\n"
-HEAD = "# tests/orchdata/test_own_orders.py::test_samples_come_in_the_order_of_an_array\n"
+HEAD = "# tests/orchdata/order/test_order.py::test_samples_come_in_the_order_of_an_array\n"
 HEAD += "# Orders that differ would be taken for one another.\n"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from own_containers import Arrays, Broken, Folders, Lists, Sqlites, Zips, values_of, written, zip_file
-from shard_factory import RECIPE, jpeg, omni_samples, write_shard
+from shard_factory import RECIPE, SKIP_ANY, jpeg, omni_samples, write_shard
 from typer.testing import CliRunner
 
 import orchdata as od
@@ -297,7 +297,7 @@ def test_what_fails_for_a_shard_or_sample_is_a_data_error(tmp_path: Path, how: s
     if how in ("sample", "type"):
         assert len(failures) == 1
         with pytest.warns(UserWarning):
-            loader = od.DataLoader(dataset, batch_size=1, on_error=od.ErrorPolicy("skip", max_failures=None))
+            loader = od.DataLoader(dataset, batch_size=1, on_error=SKIP_ANY)
         assert [key for batch in loader for _, key in batch.sample_ids] == ["line0", "line2"]
 
 
@@ -368,8 +368,7 @@ def test_fields_are_indexed_and_kept_as_members_of_a_tar_are(tmp_path: Path) -> 
 
 def test_a_shard_that_was_damaged_after_it_was_indexed_is_stale_under_skip_too(tmp_path: Path) -> None:
     path = zip_file(tmp_path / "a.zip", 30)
-    on_error = od.ErrorPolicy("skip", max_failures=None)
-    loader = od.DataLoader(od.ShardDataset(path, containers=[Zips()]), batch_size=4, on_error=on_error)
+    loader = od.DataLoader(od.ShardDataset(path, containers=[Zips()]), batch_size=4, on_error=SKIP_ANY)
     path.write_bytes(b"x" * path.stat().st_size)
     with pytest.raises(od.StaleIndexError, match="since it was indexed"):
         list(loader)
@@ -382,9 +381,8 @@ def test_text_files_are_one_document_each(tmp_path: Path) -> None:
     (tmp_path / "four.txt").write_bytes(b"\xff")
     recipe = od.Recipe(image=None, audio=None)
     data = od.ShardDataset([f"{tmp_path}/*.[tT]*"], recipe, containers=[od.TextFiles()])
-    skips = od.ErrorPolicy("skip", max_failures=None)
     with pytest.warns(UserWarning, match=r"1 of 4 samples are left out .*UTF-8"):
-        (batch,) = od.DataLoader(data, batch_size=4, on_error=skips)
+        (batch,) = od.DataLoader(data, batch_size=4, on_error=SKIP_ANY)
     texts = dict(zip((key for _, key in batch.sample_ids), batch.samples, strict=True))
     found = {key: bytes(batch.llm.input_ids[where].tolist()).decode() for key, where in texts.items()}
     assert found == {"one": "first line\n\nthird line\n", "two": "ä", "three": "packed"}

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch.distributed as dist
-from shard_factory import jpeg, omni_samples, write_shard
+from shard_factory import SKIP_ANY, jpeg, omni_samples, write_shard
 from typer.testing import CliRunner
 
 import orchdata as od
 from orchdata.cli import app
-from orchdata.loaders.errors import DataError, StorageError
+from orchdata.loaders.errors import DataError, PackageError, StorageError
+from orchdata.loaders.index.build import build_index
 from orchdata.quarantine import read_quarantine, write_quarantine
 
 RECIPE = od.Recipe(image=od.ImagePreprocessor(max_tokens=64, dtype="float32"))
@@ -64,7 +70,7 @@ def test_skip_delivers_the_rest_and_lists_failures(tmp_path: Path, threads: int)
 
 def test_a_microbatch_that_fails_whole_arrives_empty(tmp_path: Path) -> None:
     dataset = od.ShardDataset(bad_shard(tmp_path), recipe=RECIPE)
-    one = od.DataLoader(dataset, batch_size=1, on_error=od.ErrorPolicy("skip", max_failures=None))
+    one = od.DataLoader(dataset, batch_size=1, on_error=SKIP_ANY)
     batches = list(one)
     assert len(batches) == 7
     assert batches[-1].sample_ids == () and batches[-1].loss_tokens == 0
@@ -115,7 +121,7 @@ def test_failures_are_gathered_over_ranks(tmp_path: Path) -> None:
     one = od.DataLoader(
         od.ShardDataset(bad_shard(tmp_path), recipe=RECIPE),
         batch_size=7,
-        on_error=od.ErrorPolicy("skip", max_failures=None),
+        on_error=SKIP_ANY,
         dp=(0, 1),
     )
     list(one)
@@ -133,9 +139,7 @@ def skipping_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exce
         raise error
 
     shard = write_shard(tmp_path / "a.tar", [{"__key__": "a", "jpg": jpeg(80, 60)}, {"__key__": "b", "txt": b"fine"}])
-    loader = od.DataLoader(
-        od.ShardDataset(shard, RECIPE), batch_size=2, on_error=od.ErrorPolicy("skip", max_failures=None), num_threads=0
-    )
+    loader = od.DataLoader(od.ShardDataset(shard, RECIPE), batch_size=2, on_error=SKIP_ANY, num_threads=0)
     monkeypatch.setattr("orchdata.loaders.modalities.image_decode.upright_pixels", fail)
     return loader
 
@@ -229,3 +233,87 @@ def test_what_is_no_file_is_refused_before_the_work(tmp_path: Path, make: object
     result = CliRunner().invoke(app, ["verify", shard, "--out", str(path)])
     assert result.exit_code == 1 and "is not a regular file" in result.output
     assert not list(Path(os.environ["ORCHDATA_CACHE"]).rglob("*.index"))
+
+
+# A package that is missing or broken is one clear error, and never a sample's failure: while indexing, loading and
+
+
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+REASONS = {"ImportError": "ImportError: planted", "RuntimeError": "RuntimeError: planted"}
+PACKAGES = {
+    "soundfile": "media",
+    "simplejpeg": "media",
+    "PIL": "media",
+    "zstandard": "media",
+    "numba": "media",
+    "av": "video",
+    "tokenizers": "chat",
+    "jinja2": "chat",
+    "transformers": "hf",
+}
+HEALTHY = [3, 0]
+"""Samples, and failures."""
+
+
+def run(folder: Path, *cases: tuple[str, str, str]) -> list[dict[str, Any]]:
+    paths = os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, SUPPORT / "broken_packages_job.py", folder, json.dumps(cases)],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(outcome: dict[str, Any]) -> None:
+    """Each attempt names the package and the cause, no sample is blamed, and the index is sound afterwards."""
+    package, error, _ = outcome["case"]
+
+    def is_named(value: Any) -> bool:
+        return value[0] == "PackageError" and f"'{package}'" in value[1] and f"({REASONS[error]}): " in value[1]
+
+    assert is_named(outcome["index"]), outcome
+    attempts = {name: value for name, value in outcome["load"].items() if name != "verify"}
+    assert len(attempts) == 6
+    for name, value in attempts.items():
+        assert is_named(value) and value[2] == 0, (name, value)
+    assert is_named(outcome["load"]["verify"]), outcome
+    assert outcome["after"] == HEALTHY
+
+
+@pytest.mark.slow
+def test_a_broken_package_is_one_error_and_no_bad_sample(tmp_path: Path) -> None:
+    (said,) = run(tmp_path, ("soundfile", "RuntimeError", "media"))
+    check(said)
+
+
+@pytest.mark.slow
+def test_so_is_each_package_that_is_missing(tmp_path: Path) -> None:
+    for outcome in run(tmp_path, *((package, "ImportError", recipe) for package, recipe in PACKAGES.items())):
+        check(outcome)
+
+
+def test_what_the_process_that_measures_parquet_lacks_is_no_fault_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = pa.array(["some", "text", "some"]).dictionary_encode()
+    shard = str(tmp_path / "a.parquet")
+    pq.write_table(pa.table({"text": words}), shard)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Broken:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'pyarrow.compute':\n"
+        "            raise OSError('planted.so')\n"
+        "sys.meta_path.insert(0, Broken())\n"
+    )
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(broken))
+        with pytest.raises(PackageError, match=r"'pyarrow', which reading Parquet needs, .*planted\.so"):
+            build_index([shard], od.Recipe(), retry_seconds=0)
+    index = build_index([shard], od.Recipe())
+    assert (len(index), len(index.bad_rows())) == (3, 0)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import webdataset
+from shard_factory import SKIP_ANY
 
 import orchdata as od
 
@@ -81,9 +82,7 @@ def test_every_fixture_shard_loads_or_says_why(fixtures_dir: Path) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "the loader has no steps")  # of two shards nothing can be read
             warnings.filterwarnings("ignore", "no sample has a token to learn")  # some have images alone
-            loader = od.DataLoader(
-                od.ShardDataset(path), batch_size=4, on_error=od.ErrorPolicy("skip", max_failures=None), num_threads=2
-            )
+            loader = od.DataLoader(od.ShardDataset(path), batch_size=4, on_error=SKIP_ANY, num_threads=2)
         count = sum(len(batch.sample_ids) for batch in loader)
         failures = loader.stats()["failures"]["samples"]
         for failure in failures:

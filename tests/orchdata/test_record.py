@@ -600,10 +600,3 @@ def test_a_numbered_key_next_to_one_that_is_read(tmp_path: Path, key: str) -> No
     assert index.bad_rows().tolist() == [0]
     assert f"'{key}' names 'a.jpg', but this key is not read" in index.failure(0).reason
     assert "one list, under 'images'" in index.failure(0).reason
-
-
-@pytest.mark.parametrize("write", [jsonl, arrow])
-def test_words_under_names_that_nothing_reads(tmp_path: Path, write: Any) -> None:
-    url = write(tmp_path / f"a.{write.__name__}", [{"inputs": "2 + 2", "targets": "4"}])
-    with pytest.raises(DataError, match=r"inputs.*targets.*Recipe\(record=\.\.\.\)"):
-        od.DataLoader(od.ShardDataset(url, recipe()))

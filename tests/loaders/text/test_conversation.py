@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from shard_factory import png, write_shard
+from shard_factory import SKIP_ANY, png, write_shard
 
 import orchdata as od
 from orchdata.loaders.errors import DecodeError, FieldError
@@ -250,7 +250,7 @@ def test_a_parquet_column_of_words_next_to_media_is_read_or_an_error(tmp_path: P
         od.ShardDataset(str(tmp_path / "a.parquet")),
         batch_size=1,
         num_threads=0,
-        on_error=od.ErrorPolicy("skip", max_failures=None),
+        on_error=SKIP_ANY,
     )
     assert [key for batch in loader for _, key in batch.sample_ids] == ["1"]
     (failure,) = loader.gather_failures()
@@ -332,7 +332,7 @@ def test_struct_chats_of_parquet_keep_their_meaning(tmp_path: Path):
     }
     pq.write_table(pa.table(columns), tmp_path / "chats.parquet")
     dataset = od.ShardDataset(str(tmp_path / "chats.parquet"), recipe=RECIPE)
-    loader = od.DataLoader(dataset, batch_size=1, num_threads=0, on_error=od.ErrorPolicy("skip", max_failures=None))
+    loader = od.DataLoader(dataset, batch_size=1, num_threads=0, on_error=SKIP_ANY)
     assert [key for batch in loader for _, key in batch.sample_ids] == ["plain"]
     reasons = {failure.key: failure.reason for failure in loader.gather_failures()}
     assert reasons.keys() == {"calling", "tools", "thinking"}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from shard_factory import RECIPE, omni_shards, png, write_shard
+from shard_factory import RECIPE, SKIP_ANY, omni_shards, png, write_shard
 
 import orchdata as od
 from orchdata.order.steps import StepTask
@@ -114,9 +114,7 @@ def test_what_fails_leaves_more_padding(tmp_path: Path) -> None:
     samples[1]["png"] = samples[1]["png"][:40] + bytes(len(samples[1]["png"]) - 40)
     dataset = od.ShardDataset(write_shard(tmp_path / "a.tar", samples), recipe=RECIPE)
     layout = od.Packed(length=64)
-    (batch,) = od.DataLoader(
-        dataset, batch_size=4, collate_fn=layout, on_error=od.ErrorPolicy("skip", max_failures=None), num_threads=0
-    )
+    (batch,) = od.DataLoader(dataset, batch_size=4, collate_fn=layout, on_error=SKIP_ANY, num_threads=0)
     assert [key for _, key in batch.sample_ids] == ["0", "2", "3"]
     assert batch.llm.input_ids.shape == (64,)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from padded_model import PaddedLM
-from shard_factory import RECIPE, jpeg, omni_shards, write_shard
+from shard_factory import RECIPE, SKIP_ANY, jpeg, omni_shards, write_shard
 from torch import Tensor
 
 import orchdata as od
@@ -125,9 +125,7 @@ def test_a_sample_that_fails_to_decode_is_left_out(tmp_path: Path) -> None:
     ]
     dataset = od.ShardDataset(write_shard(tmp_path / "a.tar", samples), recipe=RECIPE)
     layout = od.Padded(encoders="padded")
-    one = od.DataLoader(
-        dataset, batch_size=3, collate_fn=layout, on_error=od.ErrorPolicy("skip", max_failures=None), num_threads=0
-    )
+    one = od.DataLoader(dataset, batch_size=3, collate_fn=layout, on_error=SKIP_ANY, num_threads=0)
     (batch,) = one
     assert [key for _, key in batch.sample_ids] == ["a", "c"]
     whole = od.ShardDataset(write_shard(tmp_path / "b.tar", [samples[0], samples[2]]), recipe=RECIPE)

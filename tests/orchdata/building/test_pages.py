@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from shard_factory import RECIPE, omni_shards
+from shard_factory import RECIPE, SKIP_ANY, omni_shards
 from spec_job import delivered
 
 import orchdata as od
@@ -79,9 +79,7 @@ def test_what_memory_held_before_is_in_no_batch(shards: list[str], way: str) -> 
 
 @pytest.mark.parametrize("assignment", ["joint", "per_phase"])
 def test_what_failed_before_leaves_nothing_of_memory_either(shards: list[str], tmp_path: Path, assignment: str) -> None:
-    spec = spec_of(
-        shards, on_error=od.ErrorPolicy("skip", max_failures=None), cost=COST, balance=od.Balance(assignment=assignment)
-    )
+    spec = spec_of(shards, on_error=SKIP_ANY, cost=COST, balance=od.Balance(assignment=assignment))
     data = Path(shards[0]).read_bytes()
     at = data.index(b"\xff\xd8\xff")  # the first image
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fault_data import CONTAINERS, RECIPE, given
-from shard_factory import omni_samples, omni_shards, write_shard
+from shard_factory import SKIP_ANY, omni_samples, omni_shards, write_shard
 
 import orchdata as od
 from orchdata.loaders.errors import StateError
@@ -98,12 +98,11 @@ def test_bad_samples_do_not_count(tmp_path: Path, count: int, cache: Path) -> No
     index = first.index()
     good = [s["__key__"] for s in samples if s.get("jpg") != b"none"][:count]
     assert [first[number].key for number in range(len(first))] == good
-    skip = od.ErrorPolicy("skip", max_failures=None)
-    state = od.DataLoader(first, batch_size=2, on_error=skip).state_dict()
+    state = od.DataLoader(first, batch_size=2, on_error=SKIP_ANY).state_dict()
     shutil.rmtree(cache)
     full = od.ShardDataset(url)
     same_rows(index, full.index())
-    od.DataLoader(full.take(count), batch_size=2, on_error=skip).load_state_dict(state)
+    od.DataLoader(full.take(count), batch_size=2, on_error=SKIP_ANY).load_state_dict(state)
 
 
 def test_a_state_loads_with_either_index_and_not_in_the_whole(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from map_dataset import Numbers
+from shard_factory import SKIP_ANY
 
 import orchdata as od
 
@@ -42,11 +43,11 @@ def test_map_style_failures() -> None:
 
 
 def test_map_style_global_batch_that_fails_whole_repeats_the_next_that_works() -> None:
-    one = od.DataLoader(Numbers(6, bad=(2, 3, 5)), batch_size=1, on_error=od.ErrorPolicy("skip", max_failures=None))
+    one = od.DataLoader(Numbers(6, bad=(2, 3, 5)), batch_size=1, on_error=SKIP_ANY)
     assert [batch["number"].tolist() for batch in one] == [[0], [1], [4], [4], [4], [0]]
     assert one.stats()["failures"]["count"] == 3
     with pytest.raises(od.DataError, match="disk on fire"):
-        list(od.DataLoader(Numbers(2, bad=(0, 1)), on_error=od.ErrorPolicy("skip", max_failures=None)))
+        list(od.DataLoader(Numbers(2, bad=(0, 1)), on_error=SKIP_ANY))
 
 
 @pytest.mark.parametrize(
@@ -205,15 +206,6 @@ def test_items_are_asked_for_by_the_batch_where_the_data_set_can(recwarn: pytest
 
 
 OURS = [{"cost": [1] * 23}, {"on_error": "skip"}]
-
-
-@pytest.mark.parametrize("argument", ["num_threads", "worker_memory"])
-def test_arguments_of_our_engine_are_refused_where_torch_reads(argument: str) -> None:
-    options: dict[str, Any] = {"num_workers": 1, argument: 1 << 30 if argument == "worker_memory" else 2}
-    with pytest.raises(ValueError, match=f"{argument} is for steps that this library builds.*cost= or on_error='skip'"):
-        od.DataLoader(Numbers(23), **options)
-    for ours in OURS:
-        assert od.DataLoader(Numbers(23), **options, **ours).num_workers == 1
 
 
 class Stateful(Numbers):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from map_dataset import Numbers
 
 import orchdata as od
 from orchdata.batch.batch import Batch
@@ -109,25 +110,10 @@ def test_a_share_is_of_each_source_and_a_count_of_all(tmp_path: Path) -> None:
         od.DataLoader(od.Mixture(sources), on_error=od.ErrorPolicy("skip", max_failures=allowed), **options)
 
 
-class Items:
-    """Numbers of which one cannot be loaded."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, number: int) -> int:
-        if number == 3:
-            raise OSError("disk on fire")
-        return number
-
-
 def test_items_that_fail_for_their_costs_count_as_what_an_index_lists() -> None:
     with pytest.raises(od.TooManyFailures, match=r"1 of 20 samples cannot be used.*disk on fire"):
-        od.DataLoader(Items(20), on_error="skip", cost=int)
-    assert len(od.DataLoader(Items(100), on_error="skip", cost=int)) == 99
+        od.DataLoader(Numbers(20, bad=(3,)), on_error="skip", cost=len)
+    assert len(od.DataLoader(Numbers(100, bad=(3,)), on_error="skip", cost=len)) == 99
 
 
 def test_one_later_failure_never_ends_a_run_and_a_second_one_does_above_the_share() -> None:

@@ -28,7 +28,7 @@ from children import in_a_child
 from delivered_once import row_of, tar_keys, wrong_deliveries
 from digests import digest
 from map_dataset import Numbers
-from shard_factory import omni_shards
+from shard_factory import SKIP_ANY, omni_shards
 
 import orchdata as od
 from orchdata.engines.processes import engine as process_module
@@ -140,7 +140,7 @@ def test_errors_arrive_with_the_workers_traceback() -> None:
     item, story = caught.value.__notes__
     assert caught.value.args == ("seven",) and item == "item 7 of Failing"
     assert "raised in DataLoader worker process 1" in story and "__getitem__" in story
-    loader = od.DataLoader(Failing(20), batch_size=5, num_workers=2, on_error=od.ErrorPolicy("skip", max_failures=None))
+    loader = od.DataLoader(Failing(20), batch_size=5, num_workers=2, on_error=SKIP_ANY)
     assert sum(len(batch["number"]) for batch in loader) == 19
     assert [failure.key for failure in loader.gather_failures()] == ["7"]
 
@@ -249,7 +249,7 @@ def test_a_sample_that_takes_too_much_memory_alone_is_marked_bad(
     what: Any, options: dict[str, Any], reason: str
 ) -> None:
     common: dict[str, Any] = {"batch_size": 5, "num_workers": 2} | options
-    loader = od.DataLoader(Bad(20, what), on_error=od.ErrorPolicy("skip", max_failures=None), **common)
+    loader = od.DataLoader(Bad(20, what), on_error=SKIP_ANY, **common)
     for _ in range(2):  # the second time it is known
         numbers = sorted(number for batch in loader for number in batch["number"].tolist())
         assert numbers == [number for number in range(20) if number != 7]
@@ -397,9 +397,7 @@ def drained(loader: Any) -> list[Any]:
 def test_sys_exit_in_a_worker_is_an_error_of_its_step_alone() -> None:
     results = drained(od.DataLoader(Leaves(12), batch_size=3, num_workers=2))
     assert results[0::2] == [[0, 1, 2], [6, 7, 8]] and "SystemExit(3)" in results[1] and results[3] == [9, 10, 11]
-    results = drained(
-        od.DataLoader(Leaves(12), batch_size=3, num_workers=2, on_error=od.ErrorPolicy("skip", max_failures=None))
-    )
+    results = drained(od.DataLoader(Leaves(12), batch_size=3, num_workers=2, on_error=SKIP_ANY))
     assert results == [[0, 1, 2], [3, 4], [6, 7, 8], [9, 10, 11]]
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -111,18 +109,6 @@ def members(batches: Any) -> list[Any]:
 def test_errors_arrive_with_the_traceback_of_the_actor() -> None:
     with pytest.raises(ZeroDivisionError, match=r"(?s)DataLoader worker process 0 on .*__getitem__.*item 0"):
         next(iter(loader(Raising(), num_workers=1)))
-
-
-def test_persistent_actors_stay_over_epochs_and_after_break() -> None:
-    running = loader(Drawn(), persistent_workers=True)
-    first = iter(running)
-    next(first)
-    actors = {member.handle for member in members(first)}
-    del first
-    second = iter(running)
-    next(second)
-    assert {member.handle for member in members(second)} == actors
-    running.close()
 
 
 @pytest.mark.parametrize(
@@ -251,23 +237,6 @@ def test_folders_of_code_are_for_a_whole_job() -> None:
     assert (options, code) == ({"runtime_env": {"env_vars": {"A": "b"}}}, {"working_dir": "."})
     with pytest.raises(ValueError, match=r"Ray is initialized already, without runtime_env={'working_dir'"):
         next(iter(loader(Drawn(), engine=engine)))
-
-
-def test_the_collector_may_end_an_iteration_in_the_thread_that_ray_answers_in() -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        cycle: list[Any] = [iter(loader(Drawn()))]
-        next(cycle[0])
-        cycle.append(cycle)
-        del cycle
-        collected = threading.Event()
-        remote: Any = ray.remote(num_cpus=0)(lambda: 0)
-        remote.remote().future().add_done_callback(lambda _: (gc.collect(), collected.set()))
-        assert collected.wait(60)
-    finally:
-        gc.enable()
-    assert ray.get(remote.remote(), timeout=60) == 0
 
 
 def living(folder: Path) -> list[int]:
