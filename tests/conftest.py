@@ -68,11 +68,10 @@ BEGUN_FIRST = (
     "loaders/shards/test_parquet_children.py",
     "orchdata/test_exactly_once.py",
     "loaders/index/test_build.py",
-    "loaders/index/test_jobs.py",
+    "loaders/index/test_index.py",
     "benchmarks/test_index_text.py",
     "test_recipes.py",
     "benchmarks/test_throughput.py",
-    "orchdata/test_fixture_epochs.py",
 )
 
 

@@ -307,10 +307,7 @@ def test_without_a_terminal_a_line_is_written_now_and_then(
     with progress_bar("indexing") as advance:
         for now[0] in (101.0, 110.0, 131.0, 140.0, 162.0):
             advance(now[0] / 100, 4)
-    assert capsys.readouterr().err.splitlines() == [
-        "indexing: 1.1 of 4 (28%)",
-        "indexing: 1.4 of 4 (35%)",
-    ]
+    assert capsys.readouterr().err.splitlines() == ["indexing: 1.1 of 4 (28%)", "indexing: 1.4 of 4 (35%)"]
 
 
 # The command line over object storage: options that reach the store, and are shown nowhere.

@@ -5,8 +5,6 @@ import itertools
 import json
 import pickle
 import re
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -29,22 +27,6 @@ import orchdata as od
 
 pytestmark = pytest.mark.usefixtures("same_cache")
 
-FIRST_LOADER = """
-import random, sys
-import numpy as np
-import orchdata as od
-import torch
-
-def states():
-    return random.getstate(), np.random.get_state()[1].tolist(), torch.random.get_rng_state().tolist()
-
-random.seed(1), np.random.seed(2), torch.manual_seed(3)
-before = states()
-for options in ({"num_threads": 0}, {"num_threads": 2}, {"num_workers": 1}):
-    loader = od.DataLoader(od.ShardDataset(sys.argv[1:]), global_batch_size=20, shuffle=True, **options)
-    assert len(list(loader)) == 3
-    assert states() == before, options
-"""
 
 RECIPE = od.Recipe(image=od.ImagePreprocessor(max_tokens=64, dtype="float32"))
 
@@ -189,12 +171,6 @@ def test_a_launcher_without_process_group_is_warned_of(monkeypatch: pytest.Monke
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         od.DataLoader(Numbers(4), dp=(1, 4))
-
-
-@pytest.mark.slow
-def test_the_first_loader_of_a_process_draws_nothing_at_random(shards: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-c", FIRST_LOADER, *shards], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_state_of_another_loader_is_refused(dataset: od.ShardDataset) -> None:

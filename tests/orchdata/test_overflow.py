@@ -479,15 +479,3 @@ def test_samples_with_media(tmp_path: Path) -> None:
     closed = {"overflow": "truncate", "image_start_id": 300, "image_end_id": 301}
     assert "media are never cut" in bad(dataset(max_tokens=13, **closed))["long"]
     assert "long" not in bad(dataset(max_tokens=15, **closed))
-
-
-def test_the_fingerprint_tells_overflow_where_it_is_set() -> None:
-    plain = od.Recipe(text=od.TextPreprocessor())
-    assert not {"max_tokens", "overflow"} & plain.describe()["text"].keys()
-    ways = [
-        {"max_tokens": 8},
-        {"max_tokens": 9},
-        *({"max_tokens": 8, "overflow": each} for each in ("truncate", "split")),
-    ]
-    recipes = [plain, *(od.Recipe(text=od.TextPreprocessor(**way)) for way in ways)]
-    assert len({each.fingerprint() for each in recipes}) == 5

@@ -243,18 +243,6 @@ def test_a_part_that_fails_is_named_and_nothing_else_is_lost(bad_shard: str, kin
     assert error.reason.startswith(REASONS[kind])
 
 
-@pytest.mark.parametrize("balance", ["joint", "per phase"])
-def test_a_damaged_cloud_is_found_when_it_is_counted(tmp_path: Path, balance: str) -> None:
-    samples = [{"__key__": f"s{n}", "npy": cloud(9)[: -4 if n == 2 else None], "txt": b"text"} for n in range(4)]
-    shard = write_shard(tmp_path / "a.tar", samples)
-    one = loader(shard, on_error=SKIP_ANY, balance=BALANCES[balance], global_batch_size=4)
-    assert sorted(key for batch in one for _, key in batch.sample_ids) == ["s0", "s1", "s3"]
-    (failure,) = one.stats()["failures"]["samples"]
-    assert (failure["key"], failure["field"]) == ("s2", "npy") and failure["reason"].startswith("not a .npy file")
-    with pytest.raises(od.DataError, match="'s2', field 'npy'"):
-        loader(shard, balance=BALANCES[balance])
-
-
 class Opened:
     """Leaves a file where it is unpickled."""
 

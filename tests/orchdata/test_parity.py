@@ -30,7 +30,7 @@ DESCRIPTION = read_description(
                 "image": {"width": 40},
                 "audio": {"seconds": {"uniform": [0.1, 0.8]}},
             },
-        },
+        }
     }
 )
 STEPS = [

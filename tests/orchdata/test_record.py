@@ -28,8 +28,6 @@ from orchdata.loaders.samples.sample import TextPart
 
 pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
 
-EACH_ITEM = """{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}{% for c in \
-m.content %}{{ '<audio>' if c.type == 'audio' else c.text }}{% endfor %}{% endif %}.{% endfor %}"""
 LIMITS = od.ImagePreprocessor(patch_size=8, merge=2, min_tokens=1, max_tokens=12, dtype="float32")
 
 
@@ -254,20 +252,6 @@ def test_columns_must_be_a_mapping_to_different_names(tmp_path: Path) -> None:
         od.ShardDataset(url, columns=["a"])  # type: ignore[arg-type]
 
 
-def test_audio_folder_and_paths(tmp_path: Path) -> None:
-    (tmp_path / "a.wav").write_bytes(audio(0.3))
-    url = jsonl(tmp_path / "manifest.jsonl", [{"audio_filepath": "a.wav", "text": "<audio> said"}])
-    dataset = od.ShardDataset(url, recipe(), media_root=tmp_path, columns={"audio_filepath": "audio"})
-    assert [kind(part) for part in dataset[0].parts] == ["audio", "text"]
-
-    def mmc4(record: dict[str, Any]) -> Any:
-        return {"text": "<audio> said", "audio": [info["name"] for info in record["infos"]]}
-
-    url = jsonl(tmp_path / "mmc4.jsonl", [{"infos": [{"name": "a.wav"}]}])
-    dataset = od.ShardDataset(url, recipe(mmc4), media_root=tmp_path)
-    assert [kind(part) for part in dataset[0].parts] == ["audio", "text"]
-
-
 def fails_for_one(record: dict[str, Any]) -> Any:
     return {"text": record["text"][0] + "..."} if record["text"] else {"text": record["missing"]}
 
@@ -292,10 +276,7 @@ def returns(value: Any) -> Any:
         (3, "returned an int: return a string, a list of turns, a dict"),
         ({"text": {1: 2}}, "a key that is no string"),
         ({"nothing": "here"}, "neither a text nor a chat|its words are under"),
-        (
-            {"text": "<image>", "images": [od.Media("images", 7)]},
-            "the sample does not have; its fields: 'jpg'",
-        ),
+        ({"text": "<image>", "images": [od.Media("images", 7)]}, "the sample does not have; its fields: 'jpg'"),
         ({"text": "a", "other": od.Media("jpg", 0)}, "media can be items of a turn's content"),
         ({"text": "<image><image>", "images": [od.Media("jpg", 0)] * 2}, "refers to one image twice"),
         ({"text": "<image>"}, "2 images but 1 <image> placeholders"),
@@ -539,19 +520,6 @@ def test_a_stretch_inside_of_a_struct_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"audio": cells, "text": ["said"] * len(cells)}), tmp_path / "a.parquet")
     index = od.ShardDataset(tmp_path / "a.parquet", recipe()).index()
     assert index.bad_rows().tolist() == [0, 1] and "has 'start' in its struct" in index.failure(0).reason
-
-
-def test_items_are_about_clips_in_their_order(tmp_path: Path) -> None:
-    for name, seconds in (("a", 1.0), ("b", 3.0)):
-        (tmp_path / f"{name}.wav").write_bytes(audio(seconds))
-    named: list[Any] = [{"audio": "a.wav", "start": 7, "end": 8}, {"audio": [{"path": "b.wav", "end": 1}]}]
-    items = [{"type": "audio", **each} for each in named]
-    chats = [[{"role": "user", "content": each}, {"role": "assistant", "content": "x"}] for each in (items[:1], items)]
-    for template in (od.ChatTemplate(), od.ChatTemplate.from_jinja(EACH_ITEM)):
-        reads = od.Recipe(text=od.TextPreprocessor(template=template))
-        url = jsonl(tmp_path / "a.jsonl", [{"messages": chat} for chat in chats])
-        index = od.ShardDataset(url, reads, media_root=tmp_path).index()
-        assert index.bad_rows().tolist() == [1] and index.failure(1).field == "audio.1"
 
 
 @pytest.mark.parametrize(

@@ -142,10 +142,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"collate_fn": od.Packed(length=1000)}, r"length.*leave length out"),
     ({"collate_fn": od.Packed(length=1000, concatenate=True)}, r"concatenate.*leave length out"),
     ({"collate_fn": len}, r"collate_fn of yours.*use od\.Packed"),
-    (
-        {"accumulate": 2, "balance": od.Balance(teams=od.Teams(largest=4, cut="trainer", mixed=False))},
-        "max_tokens",
-    ),
+    ({"accumulate": 2, "balance": od.Balance(teams=od.Teams(largest=4, cut="trainer", mixed=False))}, "max_tokens"),
     ({"dataset": Numbers(20), "cost": None}, r"is for an od\.ShardDataset"),
     ({"dataset": ChainDataset([]), "cost": None, "shuffle": None}, r"is for an od\.ShardDataset"),
 ]

@@ -245,11 +245,7 @@ def test_records_list_the_frames_of_videos(tmp_path: Path) -> None:
     assert "frames 0 and 1 are 64 x 48 and 32 x 24 pixels" in failures["sizes"]
     assert "'a.mp4': no such file" in failures["clips"] and "no video" in failures["empty"]
     assert "'00.png' is not a video: put the files of one video in a separate list" in failures["flat"]
-    options: dict[str, Any] = {
-        "global_batch_size": 5,
-        "shuffle": False,
-        "on_error": SKIP_ANY,
-    }
+    options: dict[str, Any] = {"global_batch_size": 5, "shuffle": False, "on_error": SKIP_ANY}
     batch = next(iter(od.DataLoader(dataset, num_threads=0, **options)))
     assert [key for _, key in batch.sample_ids] == ["qwen", "rate", "one", "factory", "encoded"]
     assert numbers(batch) == [

@@ -157,11 +157,7 @@ def test_drop_last_begins_each_epoch_with_its_first_document(dataset: od.ShardDa
 
 
 @pytest.mark.parametrize(
-    "order",
-    [
-        {"shuffle": od.Shuffle(window=1, streams=3), "seed": 5},
-        {"shuffle": np.arange(31, 2, -1), "seed": None},
-    ],
+    "order", [{"shuffle": od.Shuffle(window=1, streams=3), "seed": 5}, {"shuffle": np.arange(31, 2, -1), "seed": None}]
 )
 def test_documents_are_joined_in_any_order(dataset: od.ShardDataset, order: dict[str, Any]) -> None:
     stream = stream_of(dataset, range(2), **order)

@@ -319,15 +319,3 @@ def test_no_function_of_pythons_is_called_out_of_libsndfile() -> None:
         sys.setprofile(None)
     assert "vio_read" in by_way_of_python
     assert "close" in called and not [name for name in called if name.startswith("vio")]
-
-
-@pytest.mark.parametrize("subtype", ["ULAW", "ALAW", "PCM_16"])
-@pytest.mark.parametrize("has_size", [True, False])
-def test_a_cut_sphere_is_refused(subtype: str, has_size: bool) -> None:
-    data = noise("NIST", subtype)
-    if not has_size and subtype != "PCM_16":
-        data = data.replace(b"sample_n_bytes", b"sample_x_bytes")
-    whole = header(AUDIO, data).frames
-    assert whole > 16_000
-    with pytest.raises(DecodeError, match="cut: "):
-        header(AUDIO, data[: 1024 + (len(data) - 1024) // 2])

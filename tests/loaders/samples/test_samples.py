@@ -266,21 +266,8 @@ def test_costs_from_headers_equal_what_decoding_yields(fixtures_dir: Path, folde
     assert len(damaged) <= 5  # of images/pillow, none of which Pillow itself can load
 
 
-MARKS = [
-    "<image_1>",
-    "<Image 2>",
-    "<|video|>",
-    "<bbox_1>",
-    "<loc_0123>",
-    "<crop_1>",
-]
-NEXT_TO_MEDIA = [
-    "<bbox>",
-    "<ref-object>",
-    "<__dj__image>",
-    "</img>",
-    "<im_patch>",
-]
+MARKS = ["<image_1>", "<Image 2>", "<|video|>", "<bbox_1>", "<loc_0123>", "<crop_1>"]
+NEXT_TO_MEDIA = ["<bbox>", "<ref-object>", "<__dj__image>", "</img>", "<im_patch>"]
 WORDS = [
     "(image 1)",
     "</object>",

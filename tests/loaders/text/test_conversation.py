@@ -246,12 +246,7 @@ def test_a_parquet_column_of_words_next_to_media_is_read_or_an_error(tmp_path: P
     columns = {"key": ["words", "empty"], "image": [{"bytes": pixels.getvalue()}] * 2, "license": ["MIT"] * 2}
     columns[column] = [cell, None]
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    loader = od.DataLoader(
-        od.ShardDataset(str(tmp_path / "a.parquet")),
-        batch_size=1,
-        num_threads=0,
-        on_error=SKIP_ANY,
-    )
+    loader = od.DataLoader(od.ShardDataset(str(tmp_path / "a.parquet")), batch_size=1, num_threads=0, on_error=SKIP_ANY)
     assert [key for batch in loader for _, key in batch.sample_ids] == ["1"]
     (failure,) = loader.gather_failures()
     assert (failure.key, failure.field) == ("0", column)

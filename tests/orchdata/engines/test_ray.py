@@ -30,14 +30,7 @@ from orchdata.engines import on_ray as cluster_module
 from orchdata.engines import parcel as node_files
 from orchdata.engines.engine import Workers
 from orchdata.engines.on_ray import RayEngine, described, is_loss, is_own_end
-from orchdata.engines.parcel import (
-    check_same,
-    expected_by,
-    file_of_index,
-    make_parcel,
-    open_index,
-    open_parcel,
-)
+from orchdata.engines.parcel import check_same, expected_by, file_of_index, make_parcel, open_index, open_parcel
 from orchdata.engines.work import WorkerSpec
 from orchdata.loaders.index.index import Index
 

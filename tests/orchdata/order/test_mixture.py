@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mixture_cases import Ints, digest_of, periods_of, single_stage, sources_of
 
 from orchdata.order.merge import Stage, Stop, Stretch
-from orchdata.order.mixture import MixtureOrder, SourcePass, StretchStart
+from orchdata.order.mixture import MixtureOrder, SourcePass
 from orchdata.order.order import By, Shuffle
 
 
@@ -62,28 +62,6 @@ def test_any_part_of_an_epoch_is_found_alone(order: MixtureOrder, data: st.DataO
         assert alone.before(epoch, start) == (int(ends[start - 1]) if start else 0)
         tokens = data.draw(st.integers(0, alone.of_epoch(epoch)))
         assert alone.position(epoch, tokens) == np.searchsorted(ends, tokens, side="right")
-
-
-@given(order=mixtures(), data=st.data())
-@settings(max_examples=25, deadline=None)
-def test_other_weights_from_a_place_on_repeat_nothing(order: MixtureOrder, data: st.DataObject) -> None:
-    """A run continues with other weights."""
-    epoch = data.draw(st.integers(0, 2))
-    at = data.draw(st.integers(0, order.length(epoch)))
-    progress = order.progress_at(epoch, at)
-    weights = st.lists(st.integers(1, 1 << 18), min_size=len(order.sources), max_size=len(order.sources))
-    start = StretchStart(progress, order.due(epoch, progress)) if progress.position else None
-    resumed = order.resumed_at(epoch, progress)._replace(stretch_start=start, is_changed=True)
-    changed = order.restaged([Stage(0, periods_of(data.draw(weights)))], resumed)
-    length = changed.length(epoch)
-    assert length >= at
-    taken = [
-        each
-        for source, stop in ((order, at), (changed, length))
-        for start in [0 if source is order else at]
-        for each in zip(*(each for each in source.samples(epoch, start, stop) if each is not None), strict=True)
-    ]
-    assert len(set(taken)) == len(taken) == length
 
 
 @pytest.mark.parametrize("by", ["tokens", "samples"])

@@ -370,11 +370,7 @@ def test_plans_are_written_as_they_are_delivered(dataset: od.ShardDataset, tmp_p
     mixture = od.Mixture(
         {"a": od.Source(dataset, weight=2), "b": od.Source(dataset)}, stop="repeat", epoch_tokens=6_000
     )
-    options = {
-        "global_batch_tokens": 900,
-        "shuffle": True,
-        "balance": od.Balance(max_tokens=400, oversize="own"),
-    }
+    options = {"global_batch_tokens": 900, "shuffle": True, "balance": od.Balance(max_tokens=400, oversize="own")}
     ours = [loader_of(mixture, rank, 2, **options) for rank in range(2)]
     rows = ours[0].export_plan(tmp_path / "plan.arrow", epochs=(0, 1))
     table = pa.ipc.open_file(tmp_path / "plan.arrow").read_all()

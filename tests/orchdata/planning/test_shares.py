@@ -15,12 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from benchmarks.distributions import omni_phases
 from orchdata.balancers import CostModel, PhaseCost, balance_phases, split_microbatches
 from orchdata.planning.balance import Balance
 from orchdata.planning.sharing.accumulated import FixedCost, share_out_in
 from orchdata.planning.sharing.packed import NO_PADDING, PaddedCost
-from orchdata.planning.sharing.shares import Padding, Shares, StepSamples, assign, stream_ranks
+from orchdata.planning.sharing.shares import Padding, Shares, StepSamples, assign
 
 Ints = NDArray[np.int64]
 
@@ -127,21 +126,6 @@ def test_large_global_batches_are_dealt_too(num_samples: int, num_ranks: int, op
     check_not_dearer(batch, shares, balance)
     by_sums = split(batch, list(batch.costs), balance)
     assert 1.1 * waits(cells(batch, shares), balance) < waits(cells(batch, by_sums), balance)
-
-
-@pytest.mark.parametrize("scope", ["global", "grouped", "grid"])
-def test_phases_are_even_in_micro_steps_where_samples_are_dealt(scope: str) -> None:
-    """Ranks first leaves phases uneven in each micro-step: what is dealt costs less, in every scope."""
-    costs = omni_phases(np.random.default_rng(3), 16 * 48)
-    positions = costs["llm"] * 1000 // costs["llm"].max() + 1
-    batch = GlobalBatch(costs, {"llm": positions}, stream_ranks(np.arange(16 * 48) % 16, 16), 16)
-    balance = Balance(scope=scope, group_size=None if scope == "global" else 8, max_tokens=1500)  # type: ignore[arg-type]
-    shares = shared_out(batch, balance)
-    by_sums = split(batch, list(costs), balance)
-    assert shares.num_microbatches == by_sums.num_microbatches > 2
-    held = cells(batch, shares)
-    assert 1.1 * waits(held, balance) < waits(cells(batch, by_sums), balance)
-    assert (np.diff(held.max(axis=1).sum(axis=0)) <= 0).all()  # Numbered from the most costly.
 
 
 def long_batch(

@@ -300,24 +300,11 @@ def steps(costs: list[int], totals: list[int]) -> PlannedSteps:
         adds_up=True,
         steps=tuple(
             PlannedStep(
-                cost=cost,
-                phase_costs={"llm": cost},
-                totals={"llm": total},
-                microbatches=1,
-                samples=8,
-                tokens=total,
+                cost=cost, phase_costs={"llm": cost}, totals={"llm": total}, microbatches=1, samples=8, tokens=total
             )
             for cost, total in zip(costs, totals, strict=True)
         ),
     )
-
-
-def drawn(count: int, times: int) -> list[PlannedSteps]:
-    """Samples of `count` steps, each of other work."""
-    generator = np.random.default_rng(0)
-    work = generator.integers(100, 300, (times, count))
-    costs = (work * generator.uniform(1.0, 2.0, work.shape)).astype(int)
-    return [steps(*of) for of in zip(costs.tolist(), (4 * work).tolist(), strict=True)]
 
 
 def test_waiting_of_steps_worked_out_by_hand() -> None:
@@ -330,23 +317,6 @@ def test_waiting_of_steps_worked_out_by_hand() -> None:
     assert planned.waiting_error is not None
     assert planned.waiting_error > 10 * deviations.std(ddof=1) / np.sqrt(2)  # two steps say nearly nothing
     assert steps([20], [40]).waiting_error is None
-
-
-def test_the_error_is_that_of_repeated_draws() -> None:
-    """The standard error of a sample of many steps is the spread of the figure over many such samples."""
-    many = drawn(64, 400)
-    spread = np.std([each.waiting for each in many])
-    assert np.mean([each.waiting_error for each in many]) == pytest.approx(spread, rel=0.15)
-
-
-@pytest.mark.parametrize(("count", "quantile"), [(3, 19.21), (8, 4.53), (64, 3.12)])
-def test_the_factor_for_few_steps_is_that_of_student(count: int, quantile: float) -> None:
-    """Quantiles of Student's t for the probability that a normal value lies within three deviations, from tables."""
-    planned = steps(list(range(10, 10 + count)), [40] * count)
-    costs = np.arange(10, 10 + count)
-    deviations = (costs * (1 - planned.waiting) - 10) / costs.mean()
-    plain = deviations.std(ddof=1) / np.sqrt(count)
-    assert planned.waiting_error == pytest.approx(quantile / 3 * plain, rel=0.25 if count < 5 else 0.03)
 
 
 def test_settings_of_the_same_steps_differ_where_each_step_does() -> None:

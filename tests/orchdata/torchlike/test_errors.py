@@ -387,9 +387,7 @@ CHANGES = [other_size, drops_last, other_sampler, other_batch_sampler, repeating
 
 
 @pytest.mark.parametrize(
-    ("shuffle", "options"),
-    [(False, {}), (True, {}), (True, FORKED)],
-    ids=["in order", "inline", "workers"],
+    ("shuffle", "options"), [(False, {}), (True, {}), (True, FORKED)], ids=["in order", "inline", "workers"]
 )
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_sampler_that_is_changed_in_the_run_is_what_is_iterated(
