@@ -22,7 +22,7 @@ from digests import global_batch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rank_loaders import rows_of
-from shard_factory import RECIPE, SKIP_ANY, omni_shards
+from shard_factory import SKIP_ANY, omni_shards
 
 import orchdata as od
 from orchdata.bench import synthetic_index
@@ -63,11 +63,7 @@ BALANCES = {
 }
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> od.ShardDataset:
-    dataset = od.ShardDataset(omni_shards(tmp_path_factory.mktemp("omni"), shards=3, samples=SAMPLES // 3), RECIPE)
-    dataset.index()
-    return dataset
+OMNI = {"shards": 3, "samples": SAMPLES // 3}
 
 
 def loaders(dataset: od.ShardDataset, ranks: int, **options: Any) -> list[od.DataLoader]:

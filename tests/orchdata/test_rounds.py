@@ -14,7 +14,7 @@ from albums import Album
 from rank_jobs import run_ranks
 from rounds_job import CASES
 from rounds_job import __file__ as JOB
-from shard_factory import RECIPE, jpeg, omni_samples, omni_shards, write_shard
+from shard_factory import jpeg, omni_samples, write_shard
 from torch import Tensor, nn
 
 import orchdata as od
@@ -82,11 +82,7 @@ def test_encoders_run_once_a_round(trained: list[dict[str, Any]]) -> None:
     assert sum(step["failed"] for rank in trained for step in rank["two ddp"]["steps"]) == 1
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> od.ShardDataset:
-    dataset = od.ShardDataset(omni_shards(tmp_path_factory.mktemp("omni"), shards=1, samples=60), RECIPE)
-    dataset.index()
-    return dataset
+OMNI = {"shards": 1, "samples": 60}
 
 
 def steps_of(dataset: od.ShardDataset, encode: Any = "step", **options: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import os
@@ -22,10 +21,14 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 def script(name: str) -> ModuleType:
-    """A script, imported as where it is run by its path."""
+    """A script of that file, imported as where it is run by its path."""
+    spec = importlib.util.spec_from_file_location(f"script_{name}", SCRIPTS / f"{name}.py")
+    assert spec and spec.loader
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(SCRIPTS))
-        return importlib.import_module(name)
+        spec.loader.exec_module(module)
+    return module
 
 
 # `scripts/path_of_a_step.py`: lines are counted as it says, and a step enters what it must.

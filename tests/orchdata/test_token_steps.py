@@ -26,11 +26,7 @@ from orchdata.planning.sharing.accumulated import better_budget
 pytestmark = pytest.mark.usefixtures("same_cache")
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> od.ShardDataset:
-    dataset = od.ShardDataset(omni_shards(tmp_path_factory.mktemp("omni"), samples=12), RECIPE)
-    dataset.index()
-    return dataset
+OMNI = {"samples": 12}
 
 
 def keys_of(step: Sequence[Any]) -> list[tuple[str, str]]:

@@ -28,11 +28,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> od.ShardDataset:
-    dataset = od.ShardDataset(omni_shards(tmp_path_factory.mktemp("omni"), shards=2, samples=20), RECIPE)
-    dataset.index()
-    return dataset
+OMNI = {"shards": 2, "samples": 20}
 
 
 class Module(lightning.LightningModule):

@@ -236,11 +236,7 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> od.ShardDataset:
-    dataset = od.ShardDataset(omni_shards(tmp_path_factory.mktemp("omni"), shards=2, samples=10), RECIPE)
-    dataset.index()
-    return dataset
+OMNI = {"shards": 2, "samples": 10}
 
 
 def batches(dataset: Any, layout: Any) -> list[od.Batch]:

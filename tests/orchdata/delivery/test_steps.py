@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch.distributed.checkpoint as dcp
 from map_dataset import Numbers
-from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
 from orchdata.building import step as building
@@ -29,11 +28,7 @@ STEPS = 6  # of 10 samples
 SEVERAL = {"balance": od.Balance(max_tokens=500, oversize="own")}
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> od.ShardDataset:
-    dataset = od.ShardDataset(omni_shards(tmp_path_factory.mktemp("omni"), shards=3, samples=20), RECIPE)
-    dataset.index()
-    return dataset
+OMNI = {"shards": 3, "samples": 20}
 
 
 def make(dataset: Any, **options: Any) -> od.DataLoader:

@@ -20,7 +20,7 @@ import pytest
 import torch
 from engine_specs import Specs, make_specs
 from map_dataset import Numbers
-from shard_factory import RECIPE, SKIP_ANY, omni_shards
+from shard_factory import SKIP_ANY
 from spec_job import delivered
 
 import orchdata as od
@@ -252,11 +252,7 @@ class Opened(Engine):
         return future
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> od.ShardDataset:
-    data = od.ShardDataset(omni_shards(tmp_path_factory.mktemp("omni"), shards=2, samples=12), RECIPE)
-    data.index()
-    return data
+OMNI = {"shards": 2, "samples": 12}
 
 
 @pytest.fixture(autouse=True)
