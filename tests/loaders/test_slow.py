@@ -113,15 +113,9 @@ def worked(pace: Pace, rate_of: Callable[[int, float], float], seconds: float) -
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8])
-def test_where_threads_hinder_one_another_one_is_left(most: int) -> None:
-    spent = worked(Pace(most, 0.0), lambda threads, _: 1400 / threads**0.5, 60)
-    assert spent[1] > 55
-
-
-@pytest.mark.parametrize("most", [1, 2, 3, 8])
-def test_where_threads_wait_all_are_at_work(most: int) -> None:
-    spent = worked(Pace(most, 0.0), lambda threads, _: 100 * threads, 60)
-    assert spent[most] > 50
+def test_of_threads_that_hinder_one_another_one_is_left_and_of_those_that_wait_all(most: int) -> None:
+    assert worked(Pace(most, 0.0), lambda threads, _: 1400 / threads**0.5, 60)[1] > 55
+    assert worked(Pace(most, 0.0), lambda threads, _: 100 * threads, 60)[most] > 50
 
 
 def test_threads_that_hang_take_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:

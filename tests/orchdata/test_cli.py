@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
-import tarfile
 from collections.abc import Callable
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
@@ -384,11 +382,12 @@ def test_an_option_without_a_name_is_refused_and_not_shown(given: str, tmp_path:
     assert "hidden" not in result.output
 
 
-def test_unchanged_shards_cost_their_listing(gcs_server: GcsServer) -> None:
+def test_unchanged_shards_cost_their_listing(gcs_server: GcsServer, tmp_path: Path) -> None:
     gcs_server.page_size = 10
     gcs_server.make_bucket("bucket")
     for number in range(45):
-        gcs_server.put("bucket", f"data/{number:06d}.tar", text_tar(f"text {number}"))
+        shard = write_shard(tmp_path / "a.tar", [{"__key__": "sample", "txt": f"text {number}".encode()}])
+        gcs_server.put("bucket", f"data/{number:06d}.tar", Path(shard).read_bytes())
     options = [f"--storage-options={name}={value}" for name, value in gcs_server.options.items()]
     arguments = ["index", "gs://bucket/data/*.tar", "--out", "gs://bucket/train.index", *options, "--json"]
     assert json.loads(CliRunner().invoke(app, arguments).stdout)["scanned"] == 45
@@ -398,12 +397,3 @@ def test_unchanged_shards_cost_their_listing(gcs_server: GcsServer) -> None:
     listings = [each.query["prefix"].split("/")[0] for each in gcs_server.requests() if "list-type" in each.query]
     assert listings == ["data"] * 5  # 45 shards in pages of 10
     assert len(gcs_server.requests()) == len(listings) + 1  # the index is written
-
-
-def text_tar(text: str) -> bytes:
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w") as tar:
-        member = tarfile.TarInfo("sample.txt")
-        member.size = len(text)
-        tar.addfile(member, io.BytesIO(text.encode()))
-    return made.getvalue()

@@ -387,12 +387,6 @@ def test_a_missing_file_is_reported_with_the_folder_that_was_searched(tmp_path: 
         od.DataLoader(dataset, batch_size=1)
 
 
-@pytest.mark.parametrize("allowed", [None, 2, Fraction(2, 100), Fraction(1)])
-def test_more_are_skipped_where_the_policy_says_so(tmp_path: Path, allowed: int | Fraction | None) -> None:
-    loader = made(records(tmp_path / "a.jsonl", 98, 2), on_error=od.ErrorPolicy("skip", max_failures=allowed))
-    assert sum(len(batch.sample_ids) for batch in loader) == 98
-
-
 def test_what_the_user_leaves_out_does_not_count(tmp_path: Path) -> None:
     path = records(tmp_path / "a.jsonl", 20, 2)
     named = [("a.jsonl", "20"), ("a.jsonl", "21")]

@@ -54,18 +54,10 @@ def last_image_first(record: dict[str, Any]) -> Any:
     return {"messages": [turn, {"role": "assistant", "content": "Two."}]}
 
 
-def chosen_image(record: dict[str, Any]) -> Any:
-    return {"text": "<image> one", "images": [record["images"][1]]}
-
-
 def without_types(record: dict[str, Any]) -> Any:
     items = [{"image": image} for image in record["images"][::-1]]
     turn = {"role": "user", "content": [*items, {"text": "What?"}]}
     return {"messages": [turn, {"role": "assistant", "content": "Two."}], "n": np.int64(3), "x": np.float32(1)}
-
-
-def good_only(record: dict[str, Any]) -> Any:
-    return record["text"] if record["score"] > 2 else None
 
 
 IMAGES = [jpeg(40 + 8 * seed, 56, seed) for seed in range(6)]
@@ -136,8 +128,12 @@ def test_finevision(tmp_path: Path, kind: str) -> None:
 def test_function_chooses_and_orders_media(tmp_path: Path) -> None:
     rows = [{"images": [cell(IMAGES[0]), cell(IMAGES[1])]}]
     url = parquet(tmp_path / "a.parquet", rows)
-    backwards, one = (od.ShardDataset(url, recipe(each))[0] for each in (last_image_first, chosen_image))
-    untyped = od.ShardDataset(url, recipe(without_types))[0]
+
+    def chosen_image(record: dict[str, Any]) -> Any:
+        return {"text": "<image> one", "images": [record["images"][1]]}
+
+    functions = (last_image_first, chosen_image, without_types)
+    backwards, one, untyped = (od.ShardDataset(url, recipe(each))[0] for each in functions)
     tar = [{"__key__": "a", "0.jpg": IMAGES[1], "1.jpg": IMAGES[0], "txt": b"<image><image>"}]
     swapped = od.ShardDataset(write_shard(tmp_path / "a.tar", tar), recipe())[0]
 
@@ -151,7 +147,7 @@ def test_function_chooses_and_orders_media(tmp_path: Path) -> None:
 def test_none_leaves_a_sample_out_in_every_container(tmp_path: Path) -> None:
     rows = [{"text": f"text {n}", "score": n % 4} for n in range(8)]
 
-    def good_string(record: dict[str, Any]) -> Any:
+    def good_only(record: dict[str, Any]) -> Any:
         return record["text"] if int(record["score"]) > 2 else None
 
     urls = [parquet(tmp_path / "a.parquet", rows), arrow(tmp_path / "b.arrow", rows), jsonl(tmp_path / "c.jsonl", rows)]
@@ -159,7 +155,7 @@ def test_none_leaves_a_sample_out_in_every_container(tmp_path: Path) -> None:
         dataset = od.ShardDataset(url, recipe(good_only))
         assert len(dataset) == 2 and dataset.index().totals["ignored_fields"]["*"] == 6, url
         assert dataset.index().totals["bad"] == 0
-    assert len(od.ShardDataset(table(tmp_path / "d.csv", rows), recipe(good_string, "csv"))) == 2
+    assert len(od.ShardDataset(table(tmp_path / "d.csv", rows), recipe(good_only))) == 2
 
     def nothing(record: dict[str, Any]) -> Any:
         return None if record["score"] < 9 else record["text"]
@@ -290,8 +286,6 @@ def test_what_a_function_must_not_return(tmp_path: Path, value: Any, reason: str
     url = write_shard(tmp_path / "a.tar", [{"__key__": "a", "0.jpg": IMAGES[0], "1.jpg": IMAGES[1]}])
     index = od.ShardDataset(url, recipe(returns(value), "value")).index()
     assert index.totals["bad"] == 1
-    import re
-
     assert re.search(reason, index.failure(0).reason), index.failure(0).reason
 
 

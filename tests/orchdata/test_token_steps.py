@@ -239,11 +239,6 @@ def ids(step: list[od.Batch]) -> list[list[tuple[str, str]]]:
     return [list(batch.sample_ids) for batch in step]
 
 
-def of_ranks(fifty: Any, **options: Any) -> list[list[list[od.Batch]]]:
-    """The steps of an epoch, by rank."""
-    return [list(make(fifty, dp=(rank, 2), **options).steps()) for rank in range(2)]
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -256,7 +251,7 @@ def of_ranks(fifty: Any, **options: Any) -> list[list[list[od.Batch]]]:
     ids=["packed", "padded", "per phase", "grouped", "one length"],
 )
 def test_every_step_has_its_microbatches_on_every_rank(fifty: od.ShardDataset, options: dict[str, Any]) -> None:
-    ranks = of_ranks(fifty, **options)
+    ranks = [list(make(fifty, dp=(rank, 2), **options).steps()) for rank in range(2)]
     loader = make(fifty, **options)
     dropped = options.get("drop_last", False)
     assert len(loader.steps()) == len(ranks[0]) == (3 if dropped else 4)
@@ -386,16 +381,12 @@ def test_map_style_steps(options: dict[str, Any]) -> None:
     assert asked == [[batch] for batch in loader]
 
 
-def saved(loader: Any) -> Any:
-    return json.loads(json.dumps(loader.state_dict()))
-
-
 @pytest.mark.parametrize("kind", [{"shuffle": True}, {"sampler": RandomSampler(NUMBERS, num_samples=30)}])
 def test_a_state_tells_what_torch_drew(kind: dict[str, Any]) -> None:
     loader = od.DataLoader(NUMBERS, batch_size=4, collate_fn=list, **kind)
     steps = iter(loader)
     given = [next(steps) for _ in range(3)]
-    state = saved(loader)
+    state = json.loads(json.dumps(loader.state_dict()))
     laptop = od.DataLoader(NUMBERS, batch_size=4, collate_fn=list, **kind)
     with pytest.raises(ValueError, match="load a state of that epoch"):
         laptop.step_at(0, 1)

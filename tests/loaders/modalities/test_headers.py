@@ -267,15 +267,10 @@ def mp3(seconds: float, mode: str = "CONSTANT") -> bytes:
     return out.getvalue()
 
 
-def without_tag(data: bytes) -> bytes:
-    """Without the first frame, which holds the tag."""
-    return data[data.index(b"\xff\xf3", 4) :]
-
-
 def test_a_vbr_mp3_without_a_tag_is_refused_where_the_decoder_stops_early() -> None:
     whole = mp3(4, "VARIABLE")
     assert header(AUDIO, whole).frames == 4 * 16_000
-    untagged = without_tag(whole)
+    untagged = whole[whole.index(b"\xff\xf3", 4) :]  # without the first frame, which holds the tag
     with pytest.raises(
         DecodeError, match=r"VBR MP3 without a Xing tag: the decoder may stop before its end.* ffmpeg -i"
     ):

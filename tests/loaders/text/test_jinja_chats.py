@@ -20,11 +20,6 @@ pytest.importorskip("transformers")
 BOS = {"llama3": "<|begin_of_text|>", "gemma": "<bos>", "mistral": "<s>"}
 
 
-def typed(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As templates want them that take lists of items alone."""
-    return [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
-
-
 @pytest.mark.parametrize("tags", [True, False], ids=["generation", "prefixes"])
 @pytest.mark.parametrize("name", NAMED)
 def test_plain_chats_are_those_of_transformers(name, tags):
@@ -33,7 +28,8 @@ def test_plain_chats_are_those_of_transformers(name, tags):
     tokenizer = hf_tokenizer(bos=BOS.get(name))
     for seed in range(30):
         chat = plain_chat(random.Random(seed), system=name not in ("gemma", "mistral"))
-        expected = reference(tokenizer, tagged, typed(chat) if name == "vicuna" else chat)
+        typed = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in chat]
+        expected = reference(tokenizer, tagged, typed if name == "vicuna" else chat)
         assert composed(recipe, chat) == expected, chat
         llava = [{"from": turn["role"], "value": turn["content"]} for turn in chat]
         assert composed(recipe, {"conversations": llava}) == expected

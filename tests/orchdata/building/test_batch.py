@@ -399,13 +399,10 @@ def batch_of(folder: Path, recipe: od.Recipe, layout: od.Packed | od.Padded = od
     return batch
 
 
-def text_of(ids: torch.Tensor) -> str:
-    return "".join("." if token == MARK else chr(token) for token in ids.tolist())
-
-
 def test_a_part_stands_where_its_pieces_do(tmp_path: Path) -> None:
     batch = batch_of(tmp_path, od.Recipe(points=Rows(group=GROUP)))
-    assert text_of(batch.llm.input_ids) == "a[0..][1..][2.]b[0..]c"
+    text = "".join("." if token == MARK else chr(token) for token in batch.llm.input_ids.tolist())
+    assert text == "a[0..][1..][2.]b[0..]c"
     assert (batch.llm.labels[batch.llm.input_ids == ord("[")] == -100).all()
     features = torch.arange(1.0, 8.0)[:, None].expand(7, 3)
     merged = batch.merge(torch.zeros(len(batch.llm.input_ids), 3), {"points": features})[:, 0]

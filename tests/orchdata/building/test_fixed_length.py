@@ -36,11 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> od.ShardDataset:
-    found = od.ShardDataset(omni_shards(tmp_path_factory.mktemp("omni"), shards=2, samples=20), recipe=RECIPE)
-    found.index()
-    return found
+OMNI = {"shards": 2, "samples": 20}
 
 
 def loader_of(dataset: od.ShardDataset, rank: int = 0, num_ranks: int = 1, **options: Any) -> od.DataLoader:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from padded_model import PaddedLM
-from shard_factory import RECIPE, SKIP_ANY, jpeg, omni_shards, write_shard
+from shard_factory import RECIPE, SKIP_ANY, jpeg, write_shard
 from torch import Tensor
 
 import orchdata as od
@@ -34,16 +34,7 @@ SMALL = Sizes(hidden=24, layers=2, ffn=48, num_heads=2)
 CONFIG = fit_to_recipe(ModelConfig(llm=SMALL, image=SMALL, audio=SMALL), RECIPE)
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return omni_shards(tmp_path_factory.mktemp("omni"), shards=2, samples=15)
-
-
-@pytest.fixture
-def dataset(shards: list[str]) -> od.ShardDataset:
-    dataset = od.ShardDataset(shards, recipe=RECIPE)
-    dataset.index()
-    return dataset
+OMNI = {"shards": 2, "samples": 15}
 
 
 def loader(dataset: Any, layout: Layout, **options: Any) -> od.DataLoader:

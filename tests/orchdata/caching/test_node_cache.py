@@ -245,7 +245,8 @@ def test_a_full_disk_costs_one_warning_and_leaves_no_half_file(
     assert not list((Path(cache.path) / FOLDER).glob(".*.part"))
 
 
-def test_a_folder_removed_in_the_middle_costs_no_batch(remote: Remote, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", [False, True])
+def test_copies_removed_or_damaged_in_the_middle_cost_no_batch(remote: Remote, tmp_path: Path, damaged: bool) -> None:
     cache = od.Cache(tmp_path / "nvme", max_bytes=1 << 30)
     plain, loader = remote.loader(), remote.loader(cache)
     expected = [epoch(plain), epoch(plain)]
@@ -253,25 +254,15 @@ def test_a_folder_removed_in_the_middle_costs_no_batch(remote: Remote, tmp_path:
     remote.proxy.clear()
     steps = iter(loader.steps())
     found = [global_batch([next(steps)])]
-    Path(cache.path).rename(tmp_path / "removed")  # nothing is written there while it is removed
-    shutil.rmtree(tmp_path / "removed")
-    found += [global_batch([step]) for step in steps]
-    assert found == expected[1]
-    assert remote.proxy.requests("RANGE")  # the store is read instead
-
-
-def test_a_copy_damaged_in_the_middle_is_not_read(remote: Remote, tmp_path: Path) -> None:
-    cache = od.Cache(tmp_path / "nvme", max_bytes=1 << 30)
-    plain, loader = remote.loader(), remote.loader(cache)
-    expected = [epoch(plain), epoch(plain)]
-    assert epoch(loader) == expected[0]
-    steps = iter(loader.steps())
-    found = [global_batch([next(steps)])]
-    for path in copies(cache):
+    for path in copies(cache) if damaged else ():
         with path.open("r+b") as file:
             file.write(bytes(path.stat().st_size))
+    if not damaged:
+        Path(cache.path).rename(tmp_path / "removed")  # nothing is written there while it is removed
+        shutil.rmtree(tmp_path / "removed")
     found += [global_batch([step]) for step in steps]
     assert found == expected[1]
+    assert damaged or remote.proxy.requests("RANGE")  # the store is read instead
 
 
 def test_what_fills_the_cache_ends_with_the_loader(remote: Remote, tmp_path: Path) -> None:

@@ -160,7 +160,8 @@ def test_selections_after_it_work_on_these_rows_and_a_filter_before_it_indexes_a
 
 
 def test_damage_after_the_first_samples_is_not_seen(tmp_path: Path) -> None:
-    good = write_shard(tmp_path / "plain", [{"__key__": f"{at:03d}", "txt": noise(at)} for at in range(80)])
+    noise = [np.random.default_rng(seed).bytes(100_000).hex().encode() for seed in range(80)]
+    good = write_shard(tmp_path / "plain", [{"__key__": f"{at:03d}", "txt": each} for at, each in enumerate(noise)])
     data = Path(good).read_bytes()
     (tmp_path / "a.tar").write_bytes(data[:-30_000])
     (tmp_path / "c.jsonl").write_text('{"text": "good"}\n' * 50 + "{no json\n" * 20)
@@ -169,10 +170,6 @@ def test_damage_after_the_first_samples_is_not_seen(tmp_path: Path) -> None:
         loader = od.DataLoader(first, batch_size=5)
         assert len([ids for batch in loader for ids in batch.sample_ids]) == 20, name
         assert od.ShardDataset(str(tmp_path / name), TEXT).index().totals["bad"] > 0
-
-
-def noise(seed: int) -> bytes:
-    return np.random.default_rng(seed).bytes(100_000).hex().encode()
 
 
 def test_a_quarantine_may_name_samples_that_come_later(tmp_path: Path) -> None:

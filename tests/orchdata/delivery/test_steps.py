@@ -258,10 +258,6 @@ def costed(dataset: Any, **options: Any) -> od.DataLoader:
     return od.DataLoader(dataset, **fixed | options)
 
 
-def spec_of(loader: od.DataLoader) -> PlanSpec:
-    return loader._runtime.prepared.spec.plan
-
-
 def shown(spec: PlanSpec) -> dict[str, Any]:
     """The figures of an epoch that a loader of this spec would show."""
     totals = building.START
@@ -273,7 +269,8 @@ def shown(spec: PlanSpec) -> dict[str, Any]:
 @pytest.mark.parametrize("layout", [od.Packed(), od.Padded()])
 @pytest.mark.parametrize("objective", ["barrier", "sum"])
 def test_without_balancing_is_what_dealing_in_turn_costs(dataset: od.ShardDataset, objective: Any, layout: Any) -> None:
-    spec = spec_of(costed(dataset, balance=od.Balance(objective=objective), collate_fn=layout))
+    made = costed(dataset, balance=od.Balance(objective=objective), collate_fn=layout)
+    spec = made._runtime.prepared.spec.plan
     found = shown(spec)
     dealt = shown(replace(spec, balance=replace(spec.balance, scope="none")))
     assert found["step_imbalance_unbalanced"] == dealt["step_imbalance"] == dealt["step_imbalance_unbalanced"]
