@@ -7,7 +7,6 @@ import pickle
 import re
 import time
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,9 +96,7 @@ def test_oversize_samples(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'k0' has 500 llm positions, max_tokens allows 64"):
         od.DataLoader(dataset, batch_size=4, balance=od.Balance(max_tokens=64))
     own = od.DataLoader(dataset, batch_size=8, balance=od.Balance(max_tokens=64, oversize="own"), num_threads=0)
-    assert [("k0" in [key for _, key in batch.sample_ids], len(batch.sample_ids)) for batch in own].count(
-        (True, 1)
-    ) == 1
+    assert [keys for keys in ([key for _, key in batch.sample_ids] for batch in own) if "k0" in keys] == [["k0"]]
     drop = od.DataLoader(dataset, batch_size=7, balance=od.Balance(max_tokens=64, oversize="drop"), num_threads=0)
     assert sorted(key for batch in drop for _, key in batch.sample_ids) == [f"k{i}" for i in range(1, 8)]
 
@@ -114,11 +111,8 @@ def test_resume_reads_no_skipped_sample(dataset: od.ShardDataset, monkeypatch: p
     resumed = loader(dataset, global_batch_size=10)
     read: list[tuple[str, str]] = []
     original = StoredSample.read
-    monkeypatch.setattr(
-        StoredSample,
-        "read",
-        lambda self, *args, **kw: (read.append((self.shard, self.key)), original(self, *args, **kw))[1],
-    )
+    noted = lambda self, *args, **kw: (read.append((self.shard, self.key)), original(self, *args, **kw))[1]  # noqa: E731
+    monkeypatch.setattr(StoredSample, "read", noted)
     resumed.load_state_dict(state)
     delivered = [key for batch in resumed for key in batch.sample_ids]
     assert sorted(read) == sorted(delivered)
@@ -356,9 +350,7 @@ def test_epochs_differ_and_follow_each_other(dataset: od.ShardDataset) -> None:
 
 @pytest.mark.parametrize("steps", [False, True], ids=["microbatches", "steps"])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_an_iteration_after_break_begins_the_next_epoch(
-    dataset: od.ShardDataset, persistent: bool, steps: bool
-) -> None:
+def test_an_iteration_after_break_begins_the_next_epoch(dataset, persistent, steps) -> None:
     one = by_ten(dataset, persistent_workers=persistent)
     limited = []
     for _ in range(3):  # as a trainer that limits its batches does
@@ -433,35 +425,20 @@ def test_two_iterations_at_once_are_independent(dataset: od.ShardDataset, persis
     one.close()
 
 
-class Failing:
-    """Items that are their index; one of them fails once."""
-
-    def __init__(self, row: int) -> None:
-        self.row: int | None = row
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, row: int) -> int:
-        if row == self.row:
-            self.row = None
-            raise KeyError("not this time")
-        return row
-
-
 @pytest.mark.parametrize("name", ["__iter__", "steps"])
 def test_an_iteration_that_failed_never_looks_like_the_end_of_the_epoch(name: str) -> None:
-    by_ten = od.DataLoader(Failing(6), batch_size=2, collate_fn=list, dp=(0, 2))
-    steps = iter(getattr(by_ten, name)())
+    numbers = Numbers(8, bad=(6,))
+    one = od.DataLoader(numbers, batch_size=2, dp=(0, 2))
+    steps = iter(getattr(one, name)())
     next(steps)
-    with pytest.raises(KeyError):
+    with pytest.raises(OSError, match="disk on fire"):
         next(steps)
+    numbers.bad = ()
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="ended with KeyError.*a fresh iter.. of the loader continues"):
+        with pytest.raises(RuntimeError, match="ended with OSError.*a fresh iter.. of the loader continues"):
             next(steps)
-    rest = [list(batch) for batch in by_ten]
-    assert rest == [[4, 6]]
-    assert next(iter(by_ten)) == [0, 2]
+    assert [batch["number"].tolist() for batch in one] == [[4, 6]]
+    assert next(iter(one))["number"].tolist() == [0, 2]
 
 
 def test_an_iteration_belongs_to_its_process() -> None:
@@ -527,18 +504,11 @@ WAYS = [(move, copy.deepcopy) for move in MOVES] + [(broken_off, lambda loader: 
 
 @pytest.mark.parametrize(("move", "copied"), WAYS)
 @pytest.mark.parametrize("make", [sharded, seeded, drawn, mixed])
-def test_a_copy_goes_on_as_the_original(
-    dataset: od.ShardDataset,
-    make: Callable[[od.ShardDataset], od.DataLoader],
-    move: Callable[[od.DataLoader], None],
-    copied: Callable[[od.DataLoader], od.DataLoader],
-) -> None:
+def test_a_copy_goes_on_as_the_original(dataset, make, move, copied) -> None:
     loader = make(dataset)
     move(loader)
     other = copied(loader)
-    if (
-        make is not drawn
-    ):  # a state settles what torch's generators draw for the next epoch, on the loader that is asked
+    if make is not drawn:  # a state settles what torch's generators draw next, on the loader that is asked
         states = [each.state_dict() for each in (other, loader)]
         assert states[0] | {"base_seed": 0} == states[1] | {"base_seed": 0}
     first = contents(other)

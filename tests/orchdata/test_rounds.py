@@ -14,7 +14,7 @@ from albums import Album
 from rank_jobs import run_ranks
 from rounds_job import CASES
 from rounds_job import __file__ as JOB
-from shard_factory import jpeg, omni_samples, write_shard
+from shard_factory import RECIPE, jpeg, omni_samples, omni_shards, write_shard
 from torch import Tensor, nn
 
 import orchdata as od
@@ -157,9 +157,7 @@ def test_encoders_without_a_graph_need_no_backward(dataset: od.ShardDataset, rec
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("failing", ["loss", "encoder"])
-def test_a_step_that_failed_is_given_up_by_leaving_its_loop(
-    dataset: od.ShardDataset, recompute: bool, failing: str
-) -> None:
+def test_a_step_that_failed_is_given_up_by_leaving_its_loop(dataset, recompute, failing) -> None:
     steps, toy = steps_of(dataset, encode=2), Toy()
     iterator, state = iter(steps), None
 
@@ -248,7 +246,9 @@ def loader(dataset: od.ShardDataset, rank: int = 0, num_ranks: int = 1, **option
     return od.DataLoader(dataset, dp=(rank, num_ranks), **options)
 
 
-def test_parts_travel_and_every_phase_is_balanced(dataset: od.ShardDataset) -> None:
+def test_parts_travel_and_every_phase_is_balanced(tmp_path: Path) -> None:
+    dataset = od.ShardDataset(omni_shards(tmp_path, shards=2, samples=15), RECIPE)
+    dataset.index()
     batches = [next(iter(loader(dataset, rank, 3, global_batch_size=30))) for rank in range(3)]
     plan = batches[0].plan
     assert len({batch.plan.hash for batch in batches}) == 1
@@ -302,9 +302,7 @@ def test_features_rather_stay_on_their_node() -> None:
     assert plan.feature_rows("image")[1] == 0
 
 
-def test_a_loader_knows_nodes_from_the_launcher_and_tells_what_crosses_them(
-    dataset: od.ShardDataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loader_knows_nodes_from_the_launcher_and_tells_what_crosses_them(dataset, monkeypatch) -> None:
     described: list[Any] = []  # To the other ranks, which must agree.
 
     def make(self: Agreement, make: Any, describe: Any) -> Any:

@@ -135,9 +135,7 @@ def test_a_state_of_kept_workers_leads_to_the_same_epochs_and_to_other_draws() -
 
 @given(arguments(), st.integers(1, 8), st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_a_state_goes_on_where_the_epoch_was(
-    given_: tuple[int, dict[str, Any], str, bool], delivered: int, in_second_epoch: bool
-) -> None:
+def test_a_state_goes_on_where_the_epoch_was(given_, delivered, in_second_epoch) -> None:
     count, options, sampler, own = given_
     if sampler == "batches":
         sampler = "random"
@@ -254,12 +252,11 @@ def test_what_an_iterable_cannot_have_is_refused(options: dict[str, Any], error:
         od.DataLoader(Counting(4), **options)
 
 
-def with_step(samples: list[int], step: od.StepInfo) -> Any:
-    return step.epoch, step.step, samples, step.loss_scale, step.num_step_samples
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_collate_fn_is_given_the_step_of_each_batch(workers: int) -> None:
+    def with_step(samples: list[int], step: od.StepInfo) -> Any:
+        return step.epoch, step.step, samples, step.loss_scale, step.num_step_samples
+
     one = od.DataLoader(range_dataset(5), batch_size=2, collate_fn=with_step, num_workers=workers)
     for epoch in range(2):
         batches = list(one)
@@ -268,13 +265,13 @@ def test_a_collate_fn_is_given_the_step_of_each_batch(workers: int) -> None:
     assert one.stats()["samples"] == 2 * 5 * max(1, workers)
 
 
-class Once:
-    """Raises once, and continues."""
+class RaisesOnce(IterableDataset[int]):
+    """And continues."""
 
-    def __init__(self) -> None:
-        self.number = 0
+    number = 0
 
     def __iter__(self) -> Iterator[int]:
+        self.number = 0
         return self
 
     def __next__(self) -> int:
@@ -284,11 +281,6 @@ class Once:
         if self.number > 10:
             raise StopIteration
         return self.number
-
-
-class RaisesOnce(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return Once()
 
 
 def test_a_state_after_an_error_that_the_data_set_continued_from_repeats_no_batch() -> None:
@@ -390,9 +382,7 @@ class Held(OfEpochs):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
-def test_a_data_set_that_begins_each_pass_where_a_state_put_it_is_said(
-    options: dict[str, Any], recwarn: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_data_set_that_begins_each_pass_where_a_state_put_it_is_said(options, recwarn, monkeypatch) -> None:
     for kind, lengths in ((OfEpochs, [3, 4]), (Held, [3, 3])):
         monkeypatch.setattr("orchdata.notices._warned", set())
         loader = od.DataLoader(kind(), batch_size=2, **options)
