@@ -96,7 +96,9 @@ def raised(call: Callable[[], None]) -> Exception:
 
 @pytest.mark.parametrize("call", [by_statement, by_name, by_function])
 @pytest.mark.parametrize("kind", RAISES)
-def test_no_exception_of_an_import_is_a_fault_of_data(plant, kind, call) -> None:
+def test_no_exception_of_an_import_is_a_fault_of_data(
+    plant: Callable[[str], None], kind: str, call: Callable[[], None]
+) -> None:
     source, reason = RAISES[kind]
     plant(source)
     error = raised(call)
@@ -140,7 +142,9 @@ def test_an_import_that_the_package_itself_reports_names_it() -> None:
     assert isinstance(error, PackageError) and "orchdata doctor" in str(error)
 
 
-def test_a_thread_that_waited_for_an_import_that_failed_does_not_blame_data(tmp_path, monkeypatch) -> None:
+def test_a_thread_that_waited_for_an_import_that_failed_does_not_blame_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is given the module all the same, without what its body would have defined."""
     started, go_on = threading.Event(), threading.Event()
     monkeypatch.syspath_prepend(tmp_path)

@@ -92,7 +92,9 @@ def test_each_use_of_a_shard_is_recorded(shards: list[str]) -> None:
     assert counts(prune(CacheFolder(), older_than_seconds=30 * DAY)) == {"costs": 3, "index": 1}
 
 
-def test_each_use_of_an_index_is_recorded_and_that_of_a_run_each_day(shards, monkeypatch) -> None:
+def test_each_use_of_an_index_is_recorded_and_that_of_a_run_each_day(
+    shards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its own time does not change: readers would take it for another file."""
     path = build_index(shards, od.Recipe()).path
     age(path, 31)

@@ -70,7 +70,9 @@ def text_shard(path: Path, prefix: str, count: int = 100) -> str:
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES])
 @pytest.mark.parametrize("shard", ["omni-000001.tar", "packed.tar.gz"])
-def test_a_moment_of_trouble_costs_a_build_nothing(shards, no_pauses, monkeypatch, shard, number) -> None:
+def test_a_moment_of_trouble_costs_a_build_nothing(
+    shards: list[str], no_pauses: None, monkeypatch: pytest.MonkeyPatch, shard: str, number: int
+) -> None:
     whole = build_index(shards, Recipe(), num_threads=1)
     trouble = Trouble(shard, number, times=9)  # more than one call is tried
     monkeypatch.setattr(LocalFile, "_open", trouble(LocalFile._open))
@@ -82,7 +84,9 @@ def test_a_moment_of_trouble_costs_a_build_nothing(shards, no_pauses, monkeypatc
 
 
 @pytest.mark.parametrize("shard", ["omni-000001.tar", "packed.tar.gz"])
-def test_trouble_that_lasts_ends_the_build_and_is_not_recorded(shards, no_pauses, monkeypatch, shard) -> None:
+def test_trouble_that_lasts_ends_the_build_and_is_not_recorded(
+    shards: list[str], no_pauses: None, monkeypatch: pytest.MonkeyPatch, shard: str
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(LocalFile, "_open", Trouble(shard, errno.EACCES)(LocalFile._open))
         with pytest.raises(StorageError, match=rf"{shard}: cannot be opened: Permission denied"):
@@ -93,7 +97,9 @@ def test_trouble_that_lasts_ends_the_build_and_is_not_recorded(shards, no_pauses
     assert not len(index.bad_rows())
 
 
-def test_under_skip_too_trouble_in_training_ends_the_run(texts, no_pauses, monkeypatch) -> None:
+def test_under_skip_too_trouble_in_training_ends_the_run(
+    texts: list[str], no_pauses: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loader = od.DataLoader(od.ShardDataset(texts), batch_size=10, on_error=SKIP_ANY)
     monkeypatch.setattr(LocalFile, "_open", Trouble("t1.tar", errno.EACCES)(LocalFile._open))
     with pytest.raises(StorageError, match=r"t1\.tar"):
@@ -102,7 +108,9 @@ def test_under_skip_too_trouble_in_training_ends_the_run(texts, no_pauses, monke
 
 
 @pytest.mark.parametrize("error", [TypeError("odd"), ValueError("int of 5000 digits"), RecursionError(), KeyError("x")])
-def test_an_exception_while_measuring_a_sample_fails_the_sample(texts, monkeypatch, error) -> None:
+def test_an_exception_while_measuring_a_sample_fails_the_sample(
+    texts: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     prepare, seen = chunk.prepare, [0]
 
     def odd(*args: Any) -> Any:
@@ -118,7 +126,9 @@ def test_an_exception_while_measuring_a_sample_fails_the_sample(texts, monkeypat
 
 
 @pytest.mark.parametrize("error", [MemoryError(), StorageError("x", "gone")])
-def test_what_says_nothing_about_the_data_ends_the_build(texts, monkeypatch, error) -> None:
+def test_what_says_nothing_about_the_data_ends_the_build(
+    texts: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     def fail(*args: Any) -> Any:
         raise error
 
@@ -165,7 +175,9 @@ def test_a_damaged_shard_counts_by_its_samples(texts: list[str]) -> None:
         od.DataLoader(od.ShardDataset(texts), batch_size=10, on_error=policy)
 
 
-def test_a_shard_rewritten_after_its_facts_were_stored_is_scanned_again(texts, monkeypatch) -> None:
+def test_a_shard_rewritten_after_its_facts_were_stored_is_scanned_again(
+    texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     build_index(texts, Recipe(), num_threads=1)
     cost_shard, rewritten = builder.cost_shard, []
 
@@ -184,7 +196,9 @@ def test_a_shard_rewritten_after_its_facts_were_stored_is_scanned_again(texts, m
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.EACCES])
-def test_what_a_decoder_is_refused_is_no_damage(tmp_path, no_pauses, monkeypatch, number) -> None:
+def test_what_a_decoder_is_refused_is_no_damage(
+    tmp_path: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     """As a module that cannot be loaded at its first use, for want of file descriptors."""
     shard = omni_shards(tmp_path, shards=1, samples=5)
 
@@ -227,7 +241,9 @@ def test_numbers_of_libav_are_words_about_the_clip(number: int) -> None:
         pass_trouble(OSError(number, "of the system"))
 
 
-def test_a_clip_that_asks_for_too_much_memory_is_damaged_unless_memory_is_short(monkeypatch) -> None:
+def test_a_clip_that_asks_for_too_much_memory_is_damaged_unless_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(av.FFmpegError) as raised:
         av.error.err_check(-errno.ENOMEM)
     assert "Cannot allocate memory" in as_field_error(raised.value, "decoded").reason
@@ -259,7 +275,9 @@ class Shaky:
 
 
 @pytest.mark.parametrize("times", [1, 9])
-def test_a_sample_that_failed_under_a_limit_is_measured_again_alone(tmp_path, short, monkeypatch, times) -> None:
+def test_a_sample_that_failed_under_a_limit_is_measured_again_alone(
+    tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
     samples = [{"__key__": f"s{number}", "bmp": bmp(number), "txt": b"<image>"} for number in range(3)]
     url = write_shard(tmp_path / "a.tar", samples)
     with monkeypatch.context() as patch:

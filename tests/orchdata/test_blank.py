@@ -211,7 +211,9 @@ def test_a_file_names_them_and_the_list_may_change_at_any_resume(dataset: od.Sha
         (5, TypeError, r"blank is \(shard, key\) pairs"),
     ],
 )
-def test_what_names_no_sample_is_an_error(blank, error, words, dataset) -> None:
+def test_what_names_no_sample_is_an_error(
+    blank: Any, error: type[Exception], words: str, dataset: od.ShardDataset
+) -> None:
     with pytest.raises(error, match=words):
         loaders(dataset, blank=blank)
 

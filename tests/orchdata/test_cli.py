@@ -133,7 +133,9 @@ def test_profile_of_chosen_samples_is_that_of_them_alone(tmp_path: Path) -> None
     assert "25 samples that are not chosen" in run(*arguments, "--filter", "key < '0015'").stdout
 
 
-def test_recipe_and_cost_are_found_in_the_working_directory(mixed, tmp_path, monkeypatch) -> None:
+def test_recipe_and_cost_are_found_in_the_working_directory(
+    mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my_training.py").write_text(
         "import orchdata as od\nrecipe = od.Recipe(image=None)\n"
         "cost = od.CostModel(llm=od.PhaseCost(linear=2.0, quadratic=0.5))\n"
@@ -146,7 +148,9 @@ def test_recipe_and_cost_are_found_in_the_working_directory(mixed, tmp_path, mon
     assert profiled["bad"] == 0  # without images the image that is none is not asked for
 
 
-def test_what_user_code_prints_does_not_end_up_in_the_json(mixed, tmp_path, monkeypatch) -> None:
+def test_what_user_code_prints_does_not_end_up_in_the_json(
+    mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "noisy.py").write_text(
         "import orchdata as od\nprint('imported')\n"
         "def tokenize(text):\n    print('called')\n    return list(text.encode())\n"
@@ -180,7 +184,9 @@ def test_what_user_code_prints_does_not_end_up_in_the_json(mixed, tmp_path, monk
         (("demo", "--steps", "0"), "steps must be at least 1, got 0"),
     ],
 )
-def test_an_error_is_one_line_that_names_the_value(mixed, monkeypatch, arguments, words) -> None:
+def test_an_error_is_one_line_that_names_the_value(
+    mixed: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
+) -> None:
     monkeypatch.chdir(mixed.parent)
     (mixed.parent / "notes.docx").write_bytes(b"")
     assert words in error_line(*arguments)
@@ -271,7 +277,9 @@ def test_a_cache_folder_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("pyarrow", ModuleNotFoundError("no C", name="planted_c"), "broken", "pip install 'planted_c'"),
     ],
 )
-def test_only_a_package_that_loading_needs_is_broken(monkeypatch, package, error, verdict, hint) -> None:
+def test_only_a_package_that_loading_needs_is_broken(
+    monkeypatch: pytest.MonkeyPatch, package: str, error: Exception, verdict: str, hint: str
+) -> None:
     imported = machine.importlib.import_module
 
     def failing(name: str, *given: Any, **options: Any) -> Any:
@@ -289,7 +297,9 @@ def test_only_a_package_that_loading_needs_is_broken(monkeypatch, package, error
 # What long work shows on stderr: a bar in a notebook; elsewhere lines, after two seconds and every half minute.
 
 
-def test_without_a_terminal_a_line_is_written_now_and_then(monkeypatch, capsys) -> None:
+def test_without_a_terminal_a_line_is_written_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     with progress_bar("indexing") as advance:

@@ -7,6 +7,7 @@ import pickle
 import re
 import time
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,7 +112,11 @@ def test_resume_reads_no_skipped_sample(dataset: od.ShardDataset, monkeypatch: p
     resumed = loader(dataset, global_batch_size=10)
     read: list[tuple[str, str]] = []
     original = StoredSample.read
-    noted = lambda self, *args, **kw: (read.append((self.shard, self.key)), original(self, *args, **kw))[1]  # noqa: E731
+
+    def noted(self: StoredSample, *args: Any, **kw: Any) -> Any:
+        read.append((self.shard, self.key))
+        return original(self, *args, **kw)
+
     monkeypatch.setattr(StoredSample, "read", noted)
     resumed.load_state_dict(state)
     delivered = [key for batch in resumed for key in batch.sample_ids]
@@ -350,7 +355,9 @@ def test_epochs_differ_and_follow_each_other(dataset: od.ShardDataset) -> None:
 
 @pytest.mark.parametrize("steps", [False, True], ids=["microbatches", "steps"])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_an_iteration_after_break_begins_the_next_epoch(dataset, persistent, steps) -> None:
+def test_an_iteration_after_break_begins_the_next_epoch(
+    dataset: od.ShardDataset, persistent: bool, steps: bool
+) -> None:
     one = by_ten(dataset, persistent_workers=persistent)
     limited = []
     for _ in range(3):  # as a trainer that limits its batches does
@@ -504,7 +511,12 @@ WAYS = [(move, copy.deepcopy) for move in MOVES] + [(broken_off, lambda loader: 
 
 @pytest.mark.parametrize(("move", "copied"), WAYS)
 @pytest.mark.parametrize("make", [sharded, seeded, drawn, mixed])
-def test_a_copy_goes_on_as_the_original(dataset, make, move, copied) -> None:
+def test_a_copy_goes_on_as_the_original(
+    dataset: od.ShardDataset,
+    make: Callable[[od.ShardDataset], od.DataLoader],
+    move: Callable[[od.DataLoader], None],
+    copied: Callable[[od.DataLoader], od.DataLoader],
+) -> None:
     loader = make(dataset)
     move(loader)
     other = copied(loader)

@@ -155,7 +155,9 @@ UNHURRIED = settings(deadline=None, derandomize=True, suppress_health_check=list
 @pytest.mark.timeout(1800)
 @settings(UNHURRIED, max_examples=30)
 @given(**epochs(ENGINES, [1, 2, 3, 4]))
-def test_very_many_runs_are_the_undisturbed_one(stretched, balance, dataset, expected) -> None:
+def test_very_many_runs_are_the_undisturbed_one(
+    stretched: list[Stretch], balance: str, dataset: od.ShardDataset, expected: Any
+) -> None:
     assert run(dataset, stretched, 2, **BALANCES[balance]) == expected[balance]
 
 

@@ -151,7 +151,9 @@ def skipping_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exce
 
 
 @pytest.mark.parametrize("error", [TypeError("odd"), RecursionError("deep"), IndexError("beyond")])
-def test_an_exception_while_decoding_fails_the_sample(tmp_path, monkeypatch, error) -> None:
+def test_an_exception_while_decoding_fails_the_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     loader = skipping_loader(tmp_path, monkeypatch, error)
     (batch,) = loader
     assert [key for _, key in batch.sample_ids] == ["b"]
@@ -160,7 +162,9 @@ def test_an_exception_while_decoding_fails_the_sample(tmp_path, monkeypatch, err
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), ImportError("no torchaudio")])
-def test_what_says_nothing_about_the_data_ends_the_run_under_skip_too(tmp_path, monkeypatch, error) -> None:
+def test_what_says_nothing_about_the_data_ends_the_run_under_skip_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     loader = skipping_loader(tmp_path, monkeypatch, error)
     with pytest.raises(type(error)):
         list(loader)
@@ -208,7 +212,9 @@ def test_a_line_that_is_no_sample_is_named(tmp_path: Path, line: str) -> None:
         read_quarantine(tmp_path / "bad.jsonl")
 
 
-def test_a_write_that_fails_leaves_the_older_list(tmp_path, no_pauses, monkeypatch) -> None:
+def test_a_write_that_fails_leaves_the_older_list(
+    tmp_path: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "bad.jsonl"
     write_quarantine(path, FAILURES[:1])
 
@@ -290,7 +296,9 @@ def test_a_broken_package_and_each_that_is_missing_is_one_error_and_no_bad_sampl
         check(outcome)
 
 
-def test_what_the_process_that_measures_parquet_lacks_is_no_fault_of_a_file(tmp_path, monkeypatch) -> None:
+def test_what_the_process_that_measures_parquet_lacks_is_no_fault_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = pa.array(["some", "text", "some"]).dictionary_encode()
     shard = str(tmp_path / "a.parquet")
     pq.write_table(pa.table({"text": words}), shard)

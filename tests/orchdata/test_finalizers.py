@@ -74,7 +74,9 @@ def threads_of(monkeypatch: pytest.MonkeyPatch, kind: Any, name: str) -> set[str
     ],
     ids=["threads", "processes", "torch's processes", "of an iterable"],
 )
-def test_the_collector_ends_no_engine_itself(data, options, kind, end, monkeypatch) -> None:
+def test_the_collector_ends_no_engine_itself(
+    data: Any, options: Any, kind: Any, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loader = od.DataLoader(data, batch_size=2, **options)
     seen = threads_of(monkeypatch, kind, end)
     leave_in_a_cycle(loader)

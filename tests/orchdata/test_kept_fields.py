@@ -172,7 +172,9 @@ OPTIONS: list[dict[str, Any]] = [{}, {"num_threads": 2}, {"num_workers": 1, "num
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("record", [None, text_alone], ids=["plain", "record"])
 @pytest.mark.parametrize("container", ["parquet", "arrow", "jsonl"])
-def test_columns_and_keys_have_their_types(typed, container, record, options) -> None:
+def test_columns_and_keys_have_their_types(
+    typed: dict[str, str], container: str, record: Any, options: dict[str, Any]
+) -> None:
     names = [name.lower() for name in TYPED if (container, name) != ("jsonl", "messages")]
     dataset = od.ShardDataset(typed[container], recipe=od.Recipe(keep=tuple(names), record=record))
     (batch,) = od.DataLoader(dataset, batch_size=4, **options)

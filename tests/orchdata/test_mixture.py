@@ -229,7 +229,9 @@ def test_what_cannot_be_is_refused(data: dict[str, od.ShardDataset], make: Any, 
         ({"text": od.TextPreprocessor(image_token_id=900)}, "ids of image"),
     ],
 )
-def test_recipes_that_make_other_tensors_are_refused(data, other, what) -> None:
+def test_recipes_that_make_other_tensors_are_refused(
+    data: dict[str, od.ShardDataset], other: dict[str, Any], what: str
+) -> None:
     odd = od.ShardDataset(data["text"].urls, replace(RECIPE, **other))
     mixed = od.Mixture({"omni": od.Source(data["omni"]), "odd": od.Source(odd)})
     with pytest.raises(
@@ -318,7 +320,9 @@ def test_what_a_state_tells_goes_on_the_same(by: Any) -> None:
 
 
 @pytest.mark.parametrize("engine", [{"num_threads": 0}, {"num_threads": 2}], ids=["inline", "threads"])
-def test_an_error_of_the_order_belongs_to_its_step_which_is_tried_again(engine, data, monkeypatch) -> None:
+def test_an_error_of_the_order_belongs_to_its_step_which_is_tried_again(
+    engine: dict[str, Any], data: dict[str, od.ShardDataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = [held_by([step]) for step in loaders(mixture(data), 1, **engine)[0].steps()]
     (loader,) = loaders(mixture(data), 1, **engine)
     samples = MixtureOrder.samples

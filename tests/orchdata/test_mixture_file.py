@@ -67,7 +67,9 @@ def test_profile_takes_a_mixture(folder: Path, size: list[str]) -> None:
     assert "What sources give in an epoch" in table.stdout
 
 
-def test_recipes_of_a_file_are_imported_where_the_command_allows_it(folder, monkeypatch) -> None:
+def test_recipes_of_a_file_are_imported_where_the_command_allows_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A module next to the working directory may be anyone's, like a file that came with a data set."""
     monkeypatch.chdir(folder)
     lines = ("import pathlib", "pathlib.Path('was here').touch()", "from shard_factory import RECIPE as R")

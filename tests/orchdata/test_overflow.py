@@ -367,7 +367,9 @@ LONG = TOKENIZERS | {
 
 
 @pytest.mark.parametrize("tokenizer", [name for name in LONG if name.startswith("at once")])
-def test_a_piece_is_tokenized_without_the_rest_of_its_text(tokenizer, tmp_path, monkeypatch) -> None:
+def test_a_piece_is_tokenized_without_the_rest_of_its_text(
+    tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = LONG[tokenizer]()
     dataset = od.ShardDataset(jsonl(tmp_path, long_texts()), text_recipe(**{"max_tokens": 300, **options}))
     whole = undivided(dataset)

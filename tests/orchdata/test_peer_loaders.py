@@ -110,7 +110,9 @@ def test_ranks_agree_on_their_peers(delivered: Ranks) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 4), (4, 1), (2, 1)])
-def test_a_killed_run_goes_on_with_other_peers(job, shards, shape, tmp_path) -> None:
+def test_a_killed_run_goes_on_with_other_peers(
+    job: Callable[..., Ranks], shards: str, shape: tuple[int, int], tmp_path: Path
+) -> None:
     job("killed", tmp_path, lost=range(4))
     first = [json.loads((tmp_path / f"{step}-{rank}.json").read_text()) for step in (0, 1) for rank in (0, 2)]
     rest = job("resumed", tmp_path, json.dumps(shape), num_ranks=shape[0] * shape[1])

@@ -157,7 +157,9 @@ def test_encoders_without_a_graph_need_no_backward(dataset: od.ShardDataset, rec
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("failing", ["loss", "encoder"])
-def test_a_step_that_failed_is_given_up_by_leaving_its_loop(dataset, recompute, failing) -> None:
+def test_a_step_that_failed_is_given_up_by_leaving_its_loop(
+    dataset: od.ShardDataset, recompute: bool, failing: str
+) -> None:
     steps, toy = steps_of(dataset, encode=2), Toy()
     iterator, state = iter(steps), None
 
@@ -302,7 +304,9 @@ def test_features_rather_stay_on_their_node() -> None:
     assert plan.feature_rows("image")[1] == 0
 
 
-def test_a_loader_knows_nodes_from_the_launcher_and_tells_what_crosses_them(dataset, monkeypatch) -> None:
+def test_a_loader_knows_nodes_from_the_launcher_and_tells_what_crosses_them(
+    dataset: od.ShardDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     described: list[Any] = []  # To the other ranks, which must agree.
 
     def make(self: Agreement, make: Any, describe: Any) -> Any:

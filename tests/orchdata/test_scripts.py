@@ -39,7 +39,9 @@ def path_of_a_step() -> ModuleType:
     return script("path_of_a_step")
 
 
-def test_a_docstring_is_not_counted_and_a_function_inside_is(path_of_a_step, tmp_path, monkeypatch) -> None:
+def test_a_docstring_is_not_counted_and_a_function_inside_is(
+    path_of_a_step: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     head, body = '@cache\n@other\ndef outer():\n    """Two\n    lines."""\n', "    def inner():\n        return 1\n"
     (tmp_path / "a.py").write_text(f"{head}{body}\n    return inner\n")
     monkeypatch.setattr(path_of_a_step, "REPOSITORY", tmp_path)

@@ -206,7 +206,9 @@ def test_bench_plan() -> None:
 
 
 @pytest.mark.parametrize("num_samples", [5, 12])
-def test_throughput_of_a_data_set_of_the_users(tmp_path, monkeypatch, num_samples) -> None:
+def test_throughput_of_a_data_set_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_samples: int
+) -> None:
     monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps({"text": "word " * (number % 7 + 1)}) + "\n" for number in range(num_samples)))
@@ -222,7 +224,9 @@ def test_throughput_of_a_data_set_of_the_users(tmp_path, monkeypatch, num_sample
     assert all(isinstance(row[-1], float) and row[-1] >= 1 for row in rows[1:])  # ms of work
 
 
-def test_throughput_of_a_made_up_data_set_leaves_the_users_cache_alone(tmp_path, monkeypatch) -> None:
+def test_throughput_of_a_made_up_data_set_leaves_the_users_cache_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(bench, "_compared", lambda config, dataset: [dataset.index().num_rows])
     assert bench.run_throughput(ThroughputBench(samples=8, folder=str(tmp_path / "data"))) == [8]

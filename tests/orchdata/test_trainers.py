@@ -93,7 +93,9 @@ class Sized(Endless):
 
 @pytest.mark.parametrize("stop", [2, 5, 7])
 @pytest.mark.parametrize("kind", ["steps", "microbatches", "around", "drawn", "in order", "iterable"])
-def test_a_state_is_loaded_although_the_number_of_steps_was_asked_before(dataset, kind, stop, tmp_path) -> None:
+def test_a_state_is_loaded_although_the_number_of_steps_was_asked_before(
+    dataset: od.ShardDataset, kind: str, stop: int, tmp_path: Path
+) -> None:
     def make() -> Any:
         options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "drop_last": True, "seed": 1}
         if kind in ("steps", "microbatches"):

@@ -137,7 +137,9 @@ def steps_of(dataset: Any, ranks: int, epochs: Iterable[int], **options: Any) ->
         (1, "document", {"shuffle": np.arange(31, 2, -1), "seed": None}),
     ],
 )
-def test_windows_are_the_documents_of_the_epochs_cut(dataset, ranks, attention, order) -> None:
+def test_windows_are_the_documents_of_the_epochs_cut(
+    dataset: od.ShardDataset, ranks: int, attention: str, order: dict[str, Any]
+) -> None:
     stream, at = stream_of(dataset, range(3), **order), 0
     steps = steps_of(dataset, ranks, range(3), attention=attention, **order)
     for batches in steps.values():

@@ -130,7 +130,9 @@ def test_another_recipe_needs_no_scan_and_keeps_the_first(shards: list[str], sca
     assert sorted(scans) == names(shards)
 
 
-def test_facts_that_do_not_fit_in_one_batch_are_not_kept_in_part(shards, scans, monkeypatch) -> None:
+def test_facts_that_do_not_fit_in_one_batch_are_not_kept_in_part(
+    shards: list[str], scans: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Arrow splits a column of more than 2 GiB of strings."""
     whole = FactsTable.arrow
     monkeypatch.setattr(FactsTable, "arrow", lambda self: pa.concat_tables([whole(self)[:3], whole(self)[3:]]))
@@ -273,7 +275,9 @@ def test_force_measures_and_merges_again(tmp_path: Path) -> None:
     assert opened is not None and not opened.bad_rows().size
 
 
-def test_a_forced_build_that_ended_before_its_merge_is_not_lost(tmp_path, monkeypatch) -> None:
+def test_a_forced_build_that_ended_before_its_merge_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = write_shard(tmp_path / "a.tar", [{"__key__": "b", "txt": b"one b"}])
     failing = {"b"}
     recipe = counting_words(failing)
@@ -286,7 +290,9 @@ def test_a_forced_build_that_ended_before_its_merge_is_not_lost(tmp_path, monkey
 
 
 @pytest.mark.parametrize("number", ["VERDICTS", "COUNTS"])
-def test_under_another_number_of_rules_all_is_scanned(shards, scans, monkeypatch, number) -> None:
+def test_under_another_number_of_rules_all_is_scanned(
+    shards: list[str], scans: list[str], monkeypatch: pytest.MonkeyPatch, number: str
+) -> None:
     first = build_index(shards, Recipe())
     monkeypatch.setattr(versions, number, 9)
     scans.clear()
@@ -296,7 +302,9 @@ def test_under_another_number_of_rules_all_is_scanned(shards, scans, monkeypatch
     assert second.path != first.path and second.fingerprint != first.fingerprint
 
 
-def test_an_index_that_is_written_in_several_turns_is_the_same(tmp_path, shards, monkeypatch) -> None:
+def test_an_index_that_is_written_in_several_turns_is_the_same(
+    tmp_path: Path, shards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     texts = [{"__key__": "text", "txt": b"t"}, {"__key__": "broken", "jpg": b"no image"}]
     urls = [write_shard(tmp_path / "texts.tar", texts), *shards]
     at_once = build_index(urls, Recipe())
@@ -319,7 +327,9 @@ def test_the_same_shard_under_two_paths_is_refused(tmp_path: Path, shards: list[
 
 @pytest.mark.usefixtures("no_pauses")
 @pytest.mark.parametrize("refusals", [1, 1000])
-def test_a_link_that_cannot_be_looked_at_for_a_moment_is_one(tmp_path, shards, monkeypatch, refusals) -> None:
+def test_a_link_that_cannot_be_looked_at_for_a_moment_is_one(
+    tmp_path: Path, shards: list[str], monkeypatch: pytest.MonkeyPatch, refusals: int
+) -> None:
     link = tmp_path / "link.tar"
     link.symlink_to(shards[1])
     looks = itertools.count()

@@ -116,7 +116,9 @@ def test_recipes_with_other_modalities_in_turn_count_nothing_again(shard: str, t
 
 
 @pytest.mark.parametrize("change", ["parameter", "class", "content", "format", "cut", "missing", "rows"])
-def test_what_does_not_hold_is_counted_again(shard, tmp_path, change, monkeypatch) -> None:
+def test_what_does_not_hold_is_counted_again(
+    shard: str, tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kind, image = Clouds(), ImagePreprocessor(max_tokens=9)
     build_index([shard], Recipe(points=kind))
     (kept,) = (CacheFolder().root / "sizes").iterdir()
@@ -320,7 +322,9 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "llava_next", "idefics3", "smolvlm"])
-def test_a_processor_is_asked_again_where_an_image_changes_the_text(tmp_path, texts, family) -> None:
+def test_a_processor_is_asked_again_where_an_image_changes_the_text(
+    tmp_path: Path, texts: list[str], family: str
+) -> None:
     """Idefics writes rows and columns of tiles between the tokens of an image."""
     images = [{"__key__": f"i{n}", "jpg": jpeg(60 + 90 * n, 60), "txt": b"a picture"} for n in range(6)]
     only = [{"__key__": f"t{n}", "txt": b"some text"} for n in range(3)]

@@ -413,7 +413,9 @@ def test_a_pillow_without_webp_is_no_damage(monkeypatch: pytest.MonkeyPatch, rea
         read(data, LIMITS)
 
 
-def test_a_reader_that_pillow_failed_to_import_is_an_error_before_the_first_image(monkeypatch) -> None:
+def test_a_reader_that_pillow_failed_to_import_is_an_error_before_the_first_image(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(name: str) -> None:
         raise ImportError(f"{name}: libwebp.so.7: cannot open shared object file")
 

@@ -240,7 +240,9 @@ class Arrays(Points):
         ({"points": Arrays(dtype="object")}, TypeError, "dtype 'object'"),
     ],
 )
-def test_what_a_modality_may_not_claim_be_or_hold_is_refused(modalities, error, message) -> None:
+def test_what_a_modality_may_not_claim_be_or_hold_is_refused(
+    modalities: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         od.Recipe(**modalities)
 

@@ -176,7 +176,9 @@ def test_map_style_data_scale_a_sum_over_samples() -> None:
 
 
 @pytest.mark.parametrize("kind", ["shards", "costs", "equal", "empty"])
-def test_figures_of_one_rank_alone_are_those_worked_out_in_full(kind, tmp_path, monkeypatch) -> None:
+def test_figures_of_one_rank_alone_are_those_worked_out_in_full(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cost = od.CostModel(image=od.PhaseCost(2.0), audio=od.PhaseCost(1.0, 0.5), llm=od.PhaseCost(1.0))
     data, options = {
         "shards": (od.ShardDataset(omni_shards(tmp_path, shards=1, samples=12), recipe=RECIPE), {"cost": cost}),

@@ -265,7 +265,9 @@ def test_what_failed_before_leaves_nothing_of_memory_either(shards: list[str], t
         (Media, "decode", r"\w+ parts \[.*\] of a microbatch were never written"),
     ],
 )
-def test_a_slice_that_was_never_written_fails_the_build(shards, monkeypatch, owner, method, message) -> None:
+def test_a_slice_that_was_never_written_fails_the_build(
+    shards: list[str], monkeypatch: pytest.MonkeyPatch, owner: type, method: str, message: str
+) -> None:
     spec = spec_of(shards)
     built(spec, 0)
     monkeypatch.setattr(owner, method, lambda *_: None)

@@ -44,7 +44,9 @@ def loader(dataset: Any, layout: Layout, **options: Any) -> od.DataLoader:
 
 @pytest.mark.parametrize("positions", ["restart", "mrope"])
 @pytest.mark.parametrize("encoders", ["packed", "padded"])
-def test_without_its_padding_a_padded_batch_is_the_packed_one(dataset, positions, encoders) -> None:
+def test_without_its_padding_a_padded_batch_is_the_packed_one(
+    dataset: od.ShardDataset, positions: Any, encoders: Any
+) -> None:
     padded = od.Padded(positions=positions, encoders=encoders, multiple_of=8)
     pairs = zip(loader(dataset, padded), loader(dataset, od.Packed(positions=positions)), strict=True)
     for one, other in pairs:

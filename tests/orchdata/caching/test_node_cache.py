@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +221,9 @@ def test_copies_of_other_data_give_way(remote: Remote, tmp_path: Path, s3_server
     assert _bytes_in(cache) <= cache.max_bytes
 
 
-def test_a_full_disk_costs_one_warning_and_leaves_no_half_file(remote, tmp_path, monkeypatch, no_pauses) -> None:
+def test_a_full_disk_costs_one_warning_and_leaves_no_half_file(
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pauses: None
+) -> None:
     expected = epoch(remote.loader())
     written = 0
 
@@ -280,7 +283,9 @@ def test_workers_that_are_forked_fetch_nothing_and_a_warning_says_so(remote: Rem
     assert loader._runtime._filler is None
 
 
-def test_a_shard_that_was_replaced_is_not_copied(s3_server, new_bucket, proxied, tmp_path) -> None:
+def test_a_shard_that_was_replaced_is_not_copied(
+    s3_server: S3Server, new_bucket: Callable[[], str], proxied: Proxied, tmp_path: Path
+) -> None:
     bucket, proxy = new_bucket(), proxied(s3_server)
     for number in range(2):
         path = write_shard(tmp_path / "shard.tar", omni_samples(4, prefix=f"s{number}-", seed=1))
@@ -298,7 +303,9 @@ def test_a_shard_that_was_replaced_is_not_copied(s3_server, new_bucket, proxied,
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl"])
-def test_shards_of_each_container_are_read_from_their_copies(s3_server, new_bucket, proxied, tmp_path, suffix) -> None:
+def test_shards_of_each_container_are_read_from_their_copies(
+    s3_server: S3Server, new_bucket: Callable[[], str], proxied: Proxied, tmp_path: Path, suffix: str
+) -> None:
     bucket, proxy = new_bucket(), proxied(s3_server)
     for number in range(2):
         table = pa.table({"text": [f"sample {number} {row} " + "word " * row for row in range(12)]})

@@ -234,7 +234,9 @@ def test_sources_of_a_mixture_have_fields_of_their_own(shards: dict[str, str]) -
         (("score",), "score == None", "'None' is not understood.* is None"),
     ],
 )
-def test_misuse_names_the_way_out(shards, fields, expression, message) -> None:
+def test_misuse_names_the_way_out(
+    shards: dict[str, str], fields: tuple[str, ...], expression: str, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         len(od.ShardDataset(shards["jsonl"], index_fields=fields).filter(expression))
     with pytest.raises(TypeError, match="index_fields is a tuple of names"):

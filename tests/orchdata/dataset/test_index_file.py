@@ -104,7 +104,9 @@ def new_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> Pat
     return tmp_path / name
 
 
-def test_a_node_fetches_the_file_once_and_asks_for_no_shard(bucket, tmp_path, monkeypatch) -> None:
+def test_a_node_fetches_the_file_once_and_asks_for_no_shard(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     report = bucket.index()
     assert report["out"] == bucket.file
     built = od.ShardDataset(bucket.pattern, RECIPE, storage_options=bucket.options)
@@ -149,7 +151,9 @@ def test_nodes_without_a_file_or_a_common_folder_are_an_error_with_the_command(b
         assert bucket.options["secret_access_key"] not in error
 
 
-def test_parts_of_several_machines_become_the_index_of_one(shards, tmp_path, monkeypatch) -> None:
+def test_parts_of_several_machines_become_the_index_of_one(
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parts = [tmp_path / f"{number}.index" for number in range(1, 4)]
     for number, part in enumerate(parts, 1):
         new_cache(monkeypatch, tmp_path, f"machine-{number}")
@@ -213,7 +217,9 @@ class TestWhatDoesNotFit:
             od.ShardDataset(shards, RECIPE, index_file=tmp_path / "train.index").index(rebuild=True)
 
 
-def test_a_file_that_is_replaced_meanwhile_is_an_error(bucket, tmp_path, monkeypatch) -> None:
+def test_a_file_that_is_replaced_meanwhile_is_an_error(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bucket.index()
     dataset = bucket.dataset()
     assert len(dataset) == SHARDS * SAMPLES
@@ -292,7 +298,9 @@ class TestAnotherPlace:
         with pytest.raises(od.StaleIndexError, match="was rewritten since it was indexed"):
             again[0]
 
-    def test_objects_of_equal_etags_serve_in_another_bucket(self, bucket, new_bucket, tmp_path) -> None:
+    def test_objects_of_equal_etags_serve_in_another_bucket(
+        self, bucket: Bucket, new_bucket: Callable[[], str], tmp_path: Path
+    ) -> None:
         bucket.index(out=str(tmp_path / "train.index"))
         other = new_bucket()
         for path in bucket.paths:

@@ -199,7 +199,9 @@ def test_what_stands_next_to_a_file_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("template", "read"), [(None, {}), (TEMPLATE, {"messages[].time"})])
-def test_keys_of_turns_that_neither_the_library_nor_the_template_names(tmp_path, template, read) -> None:
+def test_keys_of_turns_that_neither_the_library_nor_the_template_names(
+    tmp_path: Path, template: Any, read: Any
+) -> None:
     options = {} if template is None else {"template": od.ChatTemplate.from_jinja(template)}
     tools = [{"type": "function", "function": {"name": "f", "arguments": {"own": 1}}}] if template is None else None
     rows = [{"messages": CHAT, "loss_mask": [0, 1], "tools": [] if tools else None}]

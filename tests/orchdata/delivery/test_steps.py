@@ -105,7 +105,9 @@ def test_a_state_at_the_end_of_an_epoch_begins_the_next_one(dataset: od.ShardDat
 
 
 @pytest.mark.parametrize(("epoch", "first"), [(0, None), (1, (1, 0)), (2, (2, 0))])
-def test_no_step_of_an_ended_epoch_is_delivered_again(dataset, ended, epoch, first) -> None:
+def test_no_step_of_an_ended_epoch_is_delivered_again(
+    dataset: od.ShardDataset, ended: Any, epoch: int, first: tuple[int, int] | None
+) -> None:
     steps = make(dataset).steps()
     steps.load_state_dict(ended)
     steps.set_epoch(epoch)
@@ -131,7 +133,9 @@ def len_from(module: str) -> Callable[[Any], int]:
 
 @pytest.mark.parametrize("module", TRAINERS)
 @pytest.mark.parametrize("options", [SEVERAL, {"collate_fn": od.Packed(length=1000)}])
-def test_a_trainer_that_would_count_microbatches_raises_an_error(dataset, module, options) -> None:
+def test_a_trainer_that_would_count_microbatches_raises_an_error(
+    dataset: od.ShardDataset, module: str, options: dict[str, Any]
+) -> None:
     loader, sized_len = make(dataset, **options), len_from(module)
     with pytest.raises(ValueError, match=rf"^{module.split('.')[0]} takes len.*Give it loader\.steps\(\)"):
         sized_len(loader)
@@ -156,7 +160,9 @@ def test_torch_s_distributed_checkpoint_takes_loader_and_steps(dataset: od.Shard
     assert expected[-1] == (0, 2)
 
 
-def test_distributed_checkpoint_does_not_load_into_the_loaders_own_fingerprint(dataset, tmp_path) -> None:
+def test_distributed_checkpoint_does_not_load_into_the_loaders_own_fingerprint(
+    dataset: od.ShardDataset, tmp_path: Path
+) -> None:
     begun = make(dataset)
     next(iter(begun.steps()))
     dcp.save({"loader": begun}, checkpoint_id=tmp_path)
@@ -166,7 +172,9 @@ def test_distributed_checkpoint_does_not_load_into_the_loaders_own_fingerprint(d
     assert other.state_dict() == make(dataset, seed=6).state_dict()
 
 
-def test_an_entry_of_a_state_that_distributed_checkpoint_drops_is_an_error(dataset, tmp_path) -> None:
+def test_an_entry_of_a_state_that_distributed_checkpoint_drops_is_an_error(
+    dataset: od.ShardDataset, tmp_path: Path
+) -> None:
     begun = make(dataset)
     next(iter(begun.steps()))
     larger = make(dataset, global_batch_size=12)
@@ -182,7 +190,9 @@ def test_an_entry_of_a_state_that_distributed_checkpoint_drops_is_an_error(datas
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["steps", "loader"])
-def test_an_epoch_that_a_trainer_sets_begins_although_the_loader_would_begin_another(dataset, ended, whole) -> None:
+def test_an_epoch_that_a_trainer_sets_begins_although_the_loader_would_begin_another(
+    dataset: od.ShardDataset, ended: Any, whole: bool
+) -> None:
     def items(**options: Any) -> Any:
         loader = make(dataset, balance="global", **options)
         return loader.steps() if whole else loader

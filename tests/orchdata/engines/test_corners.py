@@ -151,7 +151,9 @@ def rows_of(data: Any, **options: Any) -> tuple[list[int], list[Any], list[str]]
 @pytest.mark.parametrize(
     ("options", "ending"), [({}, ""), ({"timeout": 2}, "timed out after 2 seconds")], ids=["ends", "hangs"]
 )
-def test_a_sample_that_ends_or_hangs_two_workers_alone_is_a_failure(options, ending, workers, tmp_path) -> None:
+def test_a_sample_that_ends_or_hangs_two_workers_alone_is_a_failure(
+    options: dict[str, Any], ending: str, workers: dict[str, Any], tmp_path: Path
+) -> None:
     data = Deadly(tmp_path, row=6, times=1000, hangs=bool(options))
     rows, (failure,), notes = rows_of(data, **options, **workers)
     assert rows == [row for row in range(24) if row != 6] * 2  # the second time it is known
@@ -166,7 +168,9 @@ def test_a_sample_that_ends_its_worker_once_is_no_failure(workers: dict[str, Any
 
 
 @pytest.mark.parametrize("num_threads", [0, 1])
-def test_a_sample_that_waits_for_storage_has_more_time(num_threads, workers, tmp_path) -> None:
+def test_a_sample_that_waits_for_storage_has_more_time(
+    num_threads: int, workers: dict[str, Any], tmp_path: Path
+) -> None:
     data = FromFarStorage(tmp_path, row=6, seconds=8)
     rows, failures, _ = rows_of(data, num_threads=num_threads, timeout=3, **workers)
     assert rows == [*range(24)] * 2 and not failures
@@ -269,7 +273,9 @@ def test_runs_after_the_command_compile_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("absent")
-def test_a_loader_and_a_profile_say_at_once_that_kernels_are_compiled(capsys, monkeypatch, tmp_path) -> None:
+def test_a_loader_and_a_profile_say_at_once_that_kernels_are_compiled(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 16)
     with monkeypatch.context() as patched:
         patched.setattr(Warming, "wait", lambda warming: None)

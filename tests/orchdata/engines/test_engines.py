@@ -79,7 +79,9 @@ def alone(specs: Specs) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_engine_builds_the_same_batches_of_every_spec(engine, specs, alone) -> None:
+def test_every_engine_builds_the_same_batches_of_every_spec(
+    engine: str, specs: Specs, alone: dict[str, list[str]]
+) -> None:
     for name, (spec, tasks) in specs.items():
         running = ENGINES[engine](spec.open())
         futures = [running.submit(task) for task in tasks]
@@ -89,7 +91,9 @@ def test_every_engine_builds_the_same_batches_of_every_spec(engine, specs, alone
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["forkserver", "fork", "spawn"])
-def test_worker_processes_build_the_same_batches_of_every_spec(method, specs, alone, module_cache, monkeypatch) -> None:
+def test_worker_processes_build_the_same_batches_of_every_spec(
+    method: str, specs: Specs, alone: dict[str, list[str]], module_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ORCHDATA_CACHE", str(module_cache))
     count = 1 if method == "spawn" else 2
     for name, (spec, tasks) in specs.items():

@@ -245,7 +245,9 @@ class Bad(Numbers):
     ],
     ids=["eats", "says so"],
 )
-def test_a_sample_that_takes_too_much_memory_alone_is_marked_bad(what, options, reason) -> None:
+def test_a_sample_that_takes_too_much_memory_alone_is_marked_bad(
+    what: Any, options: dict[str, Any], reason: str
+) -> None:
     common: dict[str, Any] = {"batch_size": 5, "num_workers": 2} | options
     loader = od.DataLoader(Bad(20, what), on_error=SKIP_ANY, **common)
     for _ in range(2):  # the second time it is known
@@ -349,7 +351,9 @@ def leftovers(tag: str) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("method", "sent"), [("fork", signal.SIGKILL), pytest.param("forkserver", signal.SIGINT, marks=pytest.mark.slow)]
 )
-def test_workers_end_with_their_parent_even_if_they_hold_the_gil(method, sent, tmp_path) -> None:
+def test_workers_end_with_their_parent_even_if_they_hold_the_gil(
+    method: str, sent: signal.Signals, tmp_path: Path
+) -> None:
     tag = f"WORKERS_JOB={tmp_path}"
     environ = os.environ | {"WORKERS_JOB": str(tmp_path)}
     with subprocess.Popen([sys.executable, JOB, method], env=environ, stdout=subprocess.PIPE) as job:

@@ -127,7 +127,9 @@ def test_missing_cpus_are_a_warning_at_once_and_an_error_with_the_sum() -> None:
         next(iter(crowded))
 
 
-def test_a_module_that_nodes_lack_is_an_error_that_says_how_to_send_it(tmp_path, monkeypatch) -> None:
+def test_a_module_that_nodes_lack_is_an_error_that_says_how_to_send_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "only_here.py").write_text("def cost(item): return 1\ndef collate(items): return items\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     import only_here  # type: ignore[import-not-found]
@@ -143,7 +145,9 @@ def test_a_function_of_the_main_program_is_sent_by_value() -> None:
     assert sent.workers.worker_init_fn is not None and sent.workers.worker_init_fn(1) == 2  # type: ignore[func-returns-value]
 
 
-def test_the_index_and_arrays_are_found_on_a_node_or_fetched_once(specs, ray_cluster, same_cache) -> None:
+def test_the_index_and_arrays_are_found_on_a_node_or_fetched_once(
+    specs: Specs, ray_cluster: TestCluster, same_cache: None
+) -> None:
     spec, tasks = specs["shards, packed, joint"]
     here = ray.get_runtime_context().get_node_id()
     file = file_of_index(spec.content.shards.index, here)  # type: ignore[union-attr]
@@ -158,7 +162,9 @@ def test_the_index_and_arrays_are_found_on_a_node_or_fetched_once(specs, ray_clu
     assert delivered(by_copy.open().build(tasks[0])) == delivered(spec.open().build(tasks[0]))
 
 
-def test_a_node_that_cannot_read_the_store_asks_the_trainers_node(tmp_path, monkeypatch) -> None:
+def test_a_node_that_cannot_read_the_store_asks_the_trainers_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     index = od.ShardDataset(omni_shards(tmp_path, shards=1, samples=3), RECIPE).index()
     file = file_of_index(index, ray.get_runtime_context().get_node_id())
     monkeypatch.setattr(node_files, "_there", lambda file: None)
@@ -251,7 +257,9 @@ def test_nothing_is_left_once_the_trainer_has_ended(tmp_path: Path, ray_cluster:
 
 
 @pytest.mark.timeout(600)
-def test_actors_and_a_node_that_are_killed_change_nothing(tmp_path, ray_cluster, same_cache) -> None:
+def test_actors_and_a_node_that_are_killed_change_nothing(
+    tmp_path: Path, ray_cluster: TestCluster, same_cache: None
+) -> None:
     shards = omni_shards(tmp_path, shards=4, samples=30)
     dataset = od.ShardDataset(shards, RECIPE)
     common: dict[str, Any] = {"num_threads": 1, "shuffle": True, "seed": 1}
@@ -311,7 +319,9 @@ def test_what_counts_against_a_sample() -> None:
     assert not is_loss(ValueError("no loss"))
 
 
-def test_trials_of_ray_tune_have_actors_outside_of_their_placement_groups(ray_cluster, tmp_path) -> None:
+def test_trials_of_ray_tune_have_actors_outside_of_their_placement_groups(
+    ray_cluster: TestCluster, tmp_path: Path
+) -> None:
     """Each trial has room for its own function alone, and captures what it starts."""
     from ray import tune
 

@@ -241,7 +241,9 @@ def test_streams_may_have_a_window_less_than_others(num_samples: int, window: in
 
 
 @given(case=orders(), data=st.data())
-def test_a_sample_belongs_to_the_step_its_last_token_falls_into(case, data) -> None:
+def test_a_sample_belongs_to_the_step_its_last_token_falls_into(
+    case: tuple[Order, Listed], data: st.DataObject
+) -> None:
     order, counts = case
     largest = int(counts.tokens.max())
     budget = data.draw(st.integers(largest, 20 * largest))

@@ -61,7 +61,9 @@ def albums(draw: Any) -> tuple[dict[str, Any], int, Balance]:
 
 
 @given(albums())
-def test_a_plan_that_moves_nothing_is_taken_where_it_costs_about_the_same(drawn) -> None:
+def test_a_plan_that_moves_nothing_is_taken_where_it_costs_about_the_same(
+    drawn: tuple[dict[str, Any], int, Balance],
+) -> None:
     options, num_ranks, balance = drawn
     plan = plan_of(Album(**options), num_ranks, balance)
     assert plan.hash == plan_of(Album(**options), num_ranks, balance).hash
@@ -89,7 +91,9 @@ def test_a_plan_that_moves_nothing_is_taken_where_it_costs_about_the_same(drawn)
 
 
 @given(albums(), st.sampled_from(["step", 2, 3]))
-def test_rounds_are_as_long_as_fit_and_costs_count_them(drawn, encode) -> None:
+def test_rounds_are_as_long_as_fit_and_costs_count_them(
+    drawn: tuple[dict[str, Any], int, Balance], encode: Any
+) -> None:
     options, num_ranks, balance = drawn
     plan = plan_of(Album(**options), num_ranks, replace(balance, encode=encode))
     number, parts = plan.num_microbatches, plan.parts["image"]
@@ -129,7 +133,9 @@ def test_encoders_are_even_over_a_whole_step_and_not_over_its_micro_steps() -> N
 
 
 @given(albums(), st.integers(2, 4), st.sampled_from(["micro_step", "step", 2]))
-def test_peers_share_parts_within_caps_and_loads_are_of_gpus(drawn, num_peers, encode) -> None:
+def test_peers_share_parts_within_caps_and_loads_are_of_gpus(
+    drawn: tuple[dict[str, Any], int, Balance], num_peers: int, encode: Any
+) -> None:
     options, num_ranks, balance = drawn
     plan = plan_of(Album(**options), num_ranks, replace(balance, encode=encode), num_peers)
     parts, gpus = plan.parts["image"], num_ranks * num_peers
@@ -161,7 +167,9 @@ def test_peers_share_parts_within_caps_and_loads_are_of_gpus(drawn, num_peers, e
 
 
 @given(albums(), st.integers(2, 4))
-def test_routes_of_all_peers_and_a_gather_bring_every_part_once(drawn, num_peers) -> None:
+def test_routes_of_all_peers_and_a_gather_bring_every_part_once(
+    drawn: tuple[dict[str, Any], int, Balance], num_peers: int
+) -> None:
     options, num_ranks, balance = drawn
     plan = plan_of(Album(**options), num_ranks, balance, num_peers)
     parts = plan.parts["image"]

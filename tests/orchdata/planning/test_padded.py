@@ -54,7 +54,9 @@ def test_one_microbatch_is_as_good_as_the_best_of_all_assignments(lengths: list[
 
 
 @given(steps())
-def test_a_step_is_within_its_limits_and_no_dearer_than_the_packed_plan_in_this_layout(step) -> None:
+def test_a_step_is_within_its_limits_and_no_dearer_than_the_packed_plan_in_this_layout(
+    step: tuple[GlobalBatch, Balance],
+) -> None:
     batch, balance = step
     samples = batch.step(balance)
     shares = LINEAR.share_out(samples)
@@ -117,7 +119,9 @@ def shared(
     st.sampled_from(["none", "grouped", "grid", "global"]),
     st.booleans(),
 )
-def test_plans_keep_the_caps_and_are_never_worse_than_packed_ones(samples, num_ranks, scope, equal_count) -> None:
+def test_plans_keep_the_caps_and_are_never_worse_than_packed_ones(
+    samples: list[tuple[int, int]], num_ranks: int, scope: Scope, equal_count: bool
+) -> None:
     table = np.array(samples, np.int64).reshape(-1, 2)
     tokens, patches = table[:, 0].copy(), table[:, 1].copy()
     group_size = 2 if scope in ("grouped", "grid") else None

@@ -19,7 +19,7 @@ from orchdata.balancers import CostModel, PhaseCost, balance_phases, split_micro
 from orchdata.planning.balance import Balance
 from orchdata.planning.sharing.accumulated import FixedCost, share_out_in
 from orchdata.planning.sharing.packed import NO_PADDING, PaddedCost
-from orchdata.planning.sharing.shares import Shares, StepSamples, assign
+from orchdata.planning.sharing.shares import Padding, Shares, StepSamples, assign
 
 Ints = NDArray[np.int64]
 
@@ -80,7 +80,9 @@ def check_not_dearer(batch: GlobalBatch, shares: Shares, balance: Balance) -> No
 
 
 @given(steps())
-def test_a_step_is_within_its_limits_and_no_dearer_than_what_it_is_chosen_from(step) -> None:
+def test_a_step_is_within_its_limits_and_no_dearer_than_what_it_is_chosen_from(
+    step: tuple[GlobalBatch, Balance],
+) -> None:
     batch, balance = step
     before = [column.copy() for column in (*batch.costs.values(), *batch.positions.values())]
     shares = shared_out(batch, balance)
@@ -245,7 +247,9 @@ def test_samples_dealt_in_turn_are_cut_as_by_torch() -> None:
     ],
 )
 @pytest.mark.parametrize("count", [0, 3, 19, 24])
-def test_every_rank_has_all_micro_steps_and_no_more_than_its_share(count, options, padding) -> None:
+def test_every_rank_has_all_micro_steps_and_no_more_than_its_share(
+    count: int, options: dict[str, Any], padding: Padding
+) -> None:
     step = samples(count, 4, Balance(**options))
     shares = share_out_in(step, padding, 3)
     counts = counts_of(shares, 4)

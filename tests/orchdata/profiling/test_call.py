@@ -39,7 +39,9 @@ def made(call: str, dataset: od.ShardDataset | od.Mixture, **names: Any) -> od.D
         ("llava", od.Packed(), "od.hf.Inputs(model.config)"),
     ],
 )
-def test_the_call_for_a_processor_feeds_its_model(tmp_path, name, layout, expected) -> None:
+def test_the_call_for_a_processor_feeds_its_model(
+    tmp_path: Path, name: str, layout: od.Packed | od.Padded, expected: str
+) -> None:
     pytest.importorskip("transformers")
     from hf_families.families import FAMILIES
 

@@ -145,7 +145,9 @@ def test_what_training_would_refuse_is_refused(dataset: od.ShardDataset) -> None
 
 
 @pytest.mark.parametrize("encode", ["micro_step", "step"])
-def test_peers_share_what_each_of_them_would_encode(dataset, monkeypatch, encode) -> None:
+def test_peers_share_what_each_of_them_would_encode(
+    dataset: od.ShardDataset, monkeypatch: pytest.MonkeyPatch, encode: Any
+) -> None:
     plans: list[Plan] = []
     monkeypatch.setattr(planned, "make_plan", lambda *its: plans.append(make_plan(*its)) or plans[-1])
     balance = od.Balance(max_tokens=200, oversize="own", assignment="per_phase", encode=encode)

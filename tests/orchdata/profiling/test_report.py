@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -138,7 +139,9 @@ def test_a_mixture_has_a_part_for_each_source(dataset: od.ShardDataset, tmp_path
 
 
 @pytest.mark.parametrize("by", ["tokens", "samples"])
-def test_the_sentence_of_a_mixture_is_of_what_an_epoch_delivers(by, tmp_path) -> None:
+def test_the_sentence_of_a_mixture_is_of_what_an_epoch_delivers(
+    by: Literal["tokens", "samples"], tmp_path: Path
+) -> None:
     """A source of sound has a tenth of the samples, and most of the weight."""
     sound = [{"__key__": str(n), "wav": audio(0.5 + n % 3), "txt": b"hm"} for n in range(10)]
     text = [{"__key__": str(n), "txt": b"x" * (40 + n % 7)} for n in range(90)]
@@ -265,14 +268,18 @@ def test_a_report_that_is_there_keeps_its_mode_and_a_link_its_target(dataset: od
         ("x" * 300, "File name too long"),
     ],
 )
-def test_a_place_that_takes_no_file_is_named_before_anything_is_measured(tmp_path, target, said) -> None:
+def test_a_place_that_takes_no_file_is_named_before_anything_is_measured(
+    tmp_path: Path, target: str, said: str
+) -> None:
     done = run("profile", tmp_path / "none.tar", "--html", tmp_path / target)
     code, printed = done.exit_code, done.output
     assert code == 1
     assert said in printed
 
 
-def test_without_matplotlib_the_error_says_what_to_install(dataset, tmp_path, monkeypatch) -> None:
+def test_without_matplotlib_the_error_says_what_to_install(
+    dataset: od.ShardDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     done = run("profile", *dataset.urls, "--html", tmp_path / "report.html")
     code, printed = done.exit_code, done.output

@@ -390,7 +390,9 @@ CHANGES = [other_size, drops_last, other_sampler, other_batch_sampler, repeating
     ("shuffle", "options"), [(False, {}), (True, {}), (True, FORKED)], ids=["in order", "inline", "workers"]
 )
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_sampler_that_is_changed_in_the_run_is_what_is_iterated(shuffle, change, options) -> None:
+def test_a_sampler_that_is_changed_in_the_run_is_what_is_iterated(
+    shuffle: bool, change: Callable[[Any], None], options: dict[str, Any]
+) -> None:
     given = []
     for loader in (od.DataLoader, DataLoader):
         torch.manual_seed(2)
@@ -410,7 +412,9 @@ def test_a_sampler_that_is_changed_in_the_run_is_what_is_iterated(shuffle, chang
     ids=["inline", "threads", "persistent threads", "persistent workers"],
 )
 @pytest.mark.parametrize("data", [Numbers(8), Counting()], ids=["map-style", "iterable"])
-def test_a_loader_and_what_runs_for_it_end_with_its_last_reference(data, options, is_left, monkeypatch) -> None:
+def test_a_loader_and_what_runs_for_it_end_with_its_last_reference(
+    data: Any, options: Any, is_left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "lightning", ModuleType("lightning"))  # its loops are looked for in the frames
     if isinstance(data, IterableDataset) and "num_threads" in options:
         pytest.skip("an IterableDataset takes no threads")

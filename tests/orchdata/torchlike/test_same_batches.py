@@ -135,7 +135,9 @@ def test_a_state_of_kept_workers_leads_to_the_same_epochs_and_to_other_draws() -
 
 @given(arguments(), st.integers(1, 8), st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_a_state_goes_on_where_the_epoch_was(given_, delivered, in_second_epoch) -> None:
+def test_a_state_goes_on_where_the_epoch_was(
+    given_: tuple[int, dict[str, Any], str, bool], delivered: int, in_second_epoch: bool
+) -> None:
     count, options, sampler, own = given_
     if sampler == "batches":
         sampler = "random"
@@ -382,7 +384,9 @@ class Held(OfEpochs):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
-def test_a_data_set_that_begins_each_pass_where_a_state_put_it_is_said(options, recwarn, monkeypatch) -> None:
+def test_a_data_set_that_begins_each_pass_where_a_state_put_it_is_said(
+    options: dict[str, Any], recwarn: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for kind, lengths in ((OfEpochs, [3, 4]), (Held, [3, 3])):
         monkeypatch.setattr("orchdata.notices._warned", set())
         loader = od.DataLoader(kind(), batch_size=2, **options)
