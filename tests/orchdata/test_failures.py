@@ -414,9 +414,7 @@ def test_one_later_failure_never_ends_a_run_and_a_second_one_does_above_the_shar
     small = FailureBudget(SKIP, Stats(), num_samples=20)
     for epoch in range(3):
         small.count([failure("a")], epoch)
-    with pytest.raises(
-        od.TooManyFailures, match=r"2 of 20 samples failed, the policy allows 0 \(1 %\): 4 x damaged"
-    ) as raised:
+    with pytest.raises(od.TooManyFailures, match=r"2 of 20 samples failed, .* allows 0 \(1 %\): 4 x damaged") as raised:
         small.count([failure("b")], 3)
     assert "sample 'b'" in str(raised.value) and "Fraction(10, 100)" in str(raised.value)
     strict = FailureBudget(od.ErrorPolicy("skip", max_failures=Fraction(0)), Stats(), num_samples=20)
@@ -501,10 +499,7 @@ def revive(value: Any) -> Any:
         ({"<class>": ["Route"], "fields": ROUTE}, r"a peer sent \['Route'\]"),
         ({"<class>": "Route", "fields": [1]}, "a peer sent 'Route'"),
         ({"<class>": "Route"}, "a peer sent 'Route'"),
-        (
-            {"<class>": "Route", "fields": ROUTE | {"more": 1}},
-            "Route has other fields than what a peer sent for it: 'more'",
-        ),
+        ({"<class>": "Route", "fields": ROUTE | {"more": 1}}, "Route has other fields than what a peer sent.*: 'more'"),
         ({"<class>": "Route", "fields": {"rank": 0}}, "what a peer sent for it: 'adds', 'label', 'num_ranks'"),
         ([{"a": {"<class>": "Nothing", "fields": {}}}], "a peer sent 'Nothing'"),
     ],

@@ -18,17 +18,11 @@ import pyarrow.parquet as pq
 import pytest
 from digests import content
 from mixed_data import data, mixture, planned  # noqa: F401
-from mixture_cases import periods_of, sources_of
 from rank_loaders import loaders, steps_of
 from shard_factory import RECIPE, SKIP_ANY, omni_shards, write_shard
 
 import orchdata as od
-from orchdata.dataset.prepared import mixture_at
-from orchdata.loop.loop import Position
-from orchdata.loop.state import State
-from orchdata.order.merge import Stage
 from orchdata.order.mixture import MixtureOrder
-from orchdata.order.steps import Location
 from orchdata.planning.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("same_cache")
@@ -210,10 +204,7 @@ def test_quarantine_and_failures_are_of_their_source(data: dict[str, od.ShardDat
         (lambda data: mixture(data, stages=[(0, {"omi": 1})]), "names 'omi'; the sources are omni, chat, text"),
         (lambda data: loaders(mixture(data, (1, 1e-12, 1)), 1), "'chat' has 1.0e-12 of the weight"),
         (lambda data: loaders(mixture(data, epoch_tokens=10), 1), "epoch_tokens=10 is less than one sample has"),
-        (
-            lambda data: od.Mixture({"a": od.Source(mixture(data))}),
-            "source 'a' is a mixture with stop='repeat', and the one around it has stop='first'",
-        ),
+        (lambda data: od.Mixture({"a": od.Source(mixture(data))}), "'a' is a mixture with stop='repeat', and the one"),
     ],
 )
 def test_what_cannot_be_is_refused(data: dict[str, od.ShardDataset], make: Any, words: str) -> None:
@@ -234,9 +225,7 @@ def test_recipes_that_make_other_tensors_are_refused(
 ) -> None:
     odd = od.ShardDataset(data["text"].urls, replace(RECIPE, **other))
     mixed = od.Mixture({"omni": od.Source(data["omni"]), "odd": od.Source(odd)})
-    with pytest.raises(
-        ValueError, match="sources 'odd' and 'omni' differ in|sources 'omni' and 'odd' differ in"
-    ) as error:
+    with pytest.raises(ValueError, match="sources '(odd' and 'omni|omni' and 'odd)' differ in") as error:
         loaders(mixed, 1)
     assert what.split(",")[0] in str(error.value)
 
@@ -250,9 +239,6 @@ def test_states_of_other_mixtures_and_broken_ones_are_refused(data: dict[str, od
         loaders(mixture(fewer, (1, 1)), 1, state)
     with pytest.raises(od.StateError, match="mixture.by is 'tokens' in the state and 'samples' here"):
         loaders(mixture(data, by="samples"), 1, state)
-    for given in ([], None, {}):
-        with pytest.raises(od.StateError, match="have given"):
-            loaders(mixture(data), 1, state | {"given": given})
     again = loaders(mixture(data), 1, state)[0].state_dict()
     assert again == state
 
@@ -289,34 +275,13 @@ def test_a_state_that_says_what_cannot_be_is_refused(data: dict[str, od.ShardDat
     (loader,) = loaders(mixed, 1)
     steps_of([loader], 6)
     state = loader.state_dict()
-    for field, value in (("now", {}), ("weights", [1]), ("begun", None), ("start", {"samples": [0], "tokens": [0]})):
+    wrong = {"now": {}, "weights": [1], "begun": None, "start": {"samples": [0], "tokens": [0]}}
+    for given in ([], None, {}, *(state["given"] | {field: value} for field, value in wrong.items())):
         with pytest.raises(od.StateError, match="have given"):
-            loaders(mixed, 1, state | {"given": state["given"] | {field: value}})
+            loaders(mixed, 1, state | {"given": given})
     counts = [each + 1 for each in state["given"]["now"]["samples"]]
     with pytest.raises(od.StateError, match="has given other amounts at this position"):
         loaders(mixed, 1, state | {"given": state["given"] | {"now": state["given"]["now"] | {"samples": counts}}})
-
-
-@pytest.mark.parametrize("by", ["tokens", "samples"])
-def test_what_a_state_tells_goes_on_the_same(by: Any) -> None:
-    """Through stages in which sources leave and return."""
-    rng = np.random.default_rng(2)
-    lengths = [rng.integers(1, 90, 400) for _ in range(3)]
-    weights = [[5, 3, 1], [5, 0, 1], [1, 3, 1], [0, 3, 0], [2, 3, 4]]
-    scale = 900 if by == "tokens" else 20
-    stages = [Stage(scale * k, periods_of(weights[k % 5])) for k in range(20)]
-    order = MixtureOrder(sources_of(lengths), stages, by=by, stop="repeat", epoch_size=("samples", 700))
-    whole, fingerprint = order.rows(0, 0, 700), {"mixture": order.describe()}
-    for position in range(1, 700, 23):
-        known, location = mixture_at(order, 0, position), Location(position)
-        state = State(position=Position(), location=location, fingerprint=fingerprint, mixture=known).to_json()
-        loaded = State.from_json(json.loads(json.dumps(state))).mixture
-        assert loaded == known
-        later = order.restaged(stages, loaded.resumed)
-        for one, other in zip(later.rows(0, position, 700), whole, strict=True):
-            assert np.array_equal(one, other[position:])
-        assert mixture_at(later, 0, position) == known
-        assert np.array_equal(later.rows(0, 0, 700)[1], whole[1]), "earlier samples are the same too"
 
 
 @pytest.mark.parametrize("engine", [{"num_threads": 0}, {"num_threads": 2}], ids=["inline", "threads"])

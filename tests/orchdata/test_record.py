@@ -348,9 +348,7 @@ def test_identity_of_the_data_has_the_columns(tmp_path: Path) -> None:
     swapped = {"text": "caption", "caption": "text"}
     loader, other = (od.DataLoader(od.ShardDataset(url, recipe(), columns=each)) for each in (None, swapped))
     state = loader.state_dict()
-    with pytest.raises(
-        od.StateError, match="the list of shards, .* or how columns=, key= or containers= read them, differs"
-    ):
+    with pytest.raises(od.StateError, match="the list of shards, .* or how columns=, key= or containers= .* differs"):
         other.load_state_dict(state)
     other.load_state_dict(other.state_dict())
 

@@ -127,10 +127,7 @@ def public_scripts() -> ModuleType:
             "import torch\nloader = torch.utils.data.DataLoader(data)",
             "import torch\nimport orchdata\nloader = orchdata.DataLoader(data)",
         ),
-        (
-            "from torch.utils.data import Dataset, DistributedSampler",
-            "from torch.utils.data import Dataset, DistributedSampler",
-        ),
+        ("from torch.utils.data import DistributedSampler", "from torch.utils.data import DistributedSampler"),
     ],
 )
 def test_nothing_is_changed_but_the_import(public_scripts: ModuleType, line: str, changed: str) -> None:

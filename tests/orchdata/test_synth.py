@@ -130,10 +130,7 @@ def test_other_shards_in_the_folder_are_not_mixed_in(tmp_path: Path) -> None:
         ({"kinds": {"a": {"words": {"normal": [1, 2]}}}}, "kinds.a.words must be a number or one of"),
         ({"kinds": {"a": {"audio": {"seconds": {"choice": {"1": 1}}}}}}, "audio.seconds must be a number"),
         ({"kinds": {"a": {"image": {"formats": {"gif": 1}}}}}, "kinds.a.image.formats must be of jpg, png"),
-        (
-            {"kinds": {"a": {"audio": {"hertz": 1}}}},
-            "kinds.a.audio has unknown field 'hertz'; known are count, seconds",
-        ),
+        ({"kinds": {"a": {"audio": {"hertz": 1}}}}, "kinds.a.audio has unknown field 'hertz'; known are count"),
         ({"kinds": {"a": {"image": 3}}}, "kinds.a.image must be a mapping"),
     ],
 )

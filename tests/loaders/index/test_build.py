@@ -500,14 +500,10 @@ def test_a_read_ahead_that_fails_blames_the_right_sample() -> None:
 META = FactsMeta(url="fake.tar", size=3, version="1", checksum="sum", ignored={"pth": 2})
 
 
-def three_samples(bad: int) -> ShardCosts:
-    rows = [{"sample": i, "key": f"kü{i}", "offset": i, "size": 0 if i < bad else 1} for i in range(3)]
-    return measured_under(facts(*rows), FakeShard(b"abc").open, Recipe())
-
-
 def test_a_table_of_the_same_size_is_not_the_one_that_was_measured(tmp_path: Path) -> None:
     path = str(tmp_path / "a.costs")
-    costs = three_samples(0)
+    rows = [{"sample": i, "key": f"kü{i}", "offset": i, "size": 1} for i in range(3)]
+    costs = measured_under(facts(*rows), FakeShard(b"abc").open, Recipe())
     table = replace(costs.write(path, "fake.tar", META), packed=None)
     assert costs.write(path, "fake.tar", replace(META, version="2")).size == table.size
     with pytest.raises(StaleIndexError, match="measured by another build, during this one: build again"):

@@ -345,17 +345,7 @@ def run(arguments: list[str], folder: Path) -> subprocess.Popen[str]:
 @pytest.mark.slow
 def test_the_command_reports_and_ends_at_ctrl_c(tmp_path: Path) -> None:
     urls = [texts(tmp_path / f"{number}.jsonl", 30) for number in range(3)]
-    command = [
-        "-m",
-        "orchdata.cli",
-        "index",
-        *urls,
-        "--recipe",
-        "jobs_recipes:FROM_ENVIRONMENT",
-        "--json",
-        "--jobs",
-        "2",
-    ]
+    command = ["-m", "orchdata.cli", "index", *urls, "--recipe=jobs_recipes:FROM_ENVIRONMENT", "--json", "--jobs=2"]
     (tmp_path / "sleep").write_text("1 has 7 words")
     process = run(command, tmp_path)
     while len(processes(tmp_path)) < 2:
@@ -376,9 +366,7 @@ def test_the_command_reports_and_ends_at_ctrl_c(tmp_path: Path) -> None:
 def test_children_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     url = texts(tmp_path / "a.jsonl", 30)
     (tmp_path / "sleep").write_text("a has 7 words")
-    process = run(
-        ["-m", "orchdata.cli", "index", url, "--recipe", "jobs_recipes:FROM_ENVIRONMENT", "--jobs", "2"], tmp_path
-    )
+    process = run(["-m", "orchdata.cli", "index", url, "--recipe=jobs_recipes:FROM_ENVIRONMENT", "--jobs=2"], tmp_path)
     while not processes(tmp_path):
         assert process.poll() is None
         threading.Event().wait(0.05)

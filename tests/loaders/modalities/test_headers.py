@@ -271,9 +271,7 @@ def test_a_vbr_mp3_without_a_tag_is_refused_where_the_decoder_stops_early() -> N
     whole = mp3(4, "VARIABLE")
     assert header(AUDIO, whole).frames == 4 * 16_000
     untagged = whole[whole.index(b"\xff\xf3", 4) :]  # without the first frame, which holds the tag
-    with pytest.raises(
-        DecodeError, match=r"VBR MP3 without a Xing tag: the decoder may stop before its end.* ffmpeg -i"
-    ):
+    with pytest.raises(DecodeError, match=r"VBR MP3 without a Xing tag: the decoder may stop before .* ffmpeg -i"):
         header(AUDIO, untagged)
     with pytest.raises(DecodeError, match="VBR MP3 without a Xing tag"):
         read_mono(untagged, Limits())

@@ -168,10 +168,7 @@ def test_metadata_nulls_and_what_is_said_anyway_pass(context, keys):
         ({"dialog_turns": [ASK, ANSWER]}, "its words are under 'dialog_turns'"),
         ({"instruction": "Say x.", "output": "x"}, "instruction and output are read under a model's own template"),
         ({"messages": []}, "no turns"),
-        (
-            [{"text": "a"}, {"text": "b"}],
-            "one of them, and a file that is an array of samples ends in .json; ShardDataset(columns={old name",
-        ),
+        ([{"text": "a"}, {"text": "b"}], "a file that is an array of samples ends in .json; ShardDataset(columns="),
         ("a bare caption", "a bare string"),
         ({"text": "<video> What is it?", "videos": ["a.mp4"]}, "it names a video under 'videos'"),
         ({"role": "x", "content": "y"}, "role and content are no turn"),

@@ -250,9 +250,7 @@ def test_values_that_are_not_kept_name_shard_key_and_field(tmp_path: Path) -> No
         od.ShardDataset(path, index_fields=("note",)).index()
     raw = tmp_path / "raw.tar"
     write_shard(raw, [{"__key__": "raw", "txt": b"x", "score": b"3", "note": b"\xff"}])  # its score is not lost
-    with pytest.raises(
-        ValueError, match=r"raw\.tar: sample 'raw': the member 'note' is not valid UTF-8.* leave it out"
-    ):
+    with pytest.raises(ValueError, match=r"raw\.tar: sample 'raw': the member 'note' is not valid UTF-8.* leave it"):
         od.ShardDataset(raw, index_fields=("score", "note")).index()
     one, other = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     one.write_text('{"text": "x", "score": 3}\n')

@@ -269,31 +269,6 @@ def test_a_loader_in_a_worker_of_another_yields_batches() -> None:
     assert list(outer) == [[[0, 1], [2]]]
 
 
-class CutFile(OSError):
-    """Made of something else than its `args`."""
-
-    def __init__(self, path: str, number: int) -> None:
-        super().__init__(f"{path} is cut at {number}")
-        self.number = number
-
-
-class Cut(Numbers):
-    def __getitem__(self, number: int) -> Any:
-        if number == 4:
-            raise CutFile("a.bin", number)
-        return super().__getitem__(number)
-
-
-def test_a_worker_hands_over_errors_with_type_message_and_index() -> None:
-    steps = iter(od.DataLoader(Cut(12), batch_size=2, num_workers=2, multiprocessing_context="fork"))
-    assert [next(steps)["number"].tolist() for _ in range(2)] == [[0, 1], [2, 3]]
-    with pytest.raises(CutFile) as raised:
-        next(steps)
-    assert str(raised.value) == "a.bin is cut at 4" and raised.value.number == 4
-    assert raised.value.__notes__[0] == "item 4 of Cut"
-    assert next(steps)["number"].tolist() == [6, 7]
-
-
 class Dying(Numbers):
     is_well = False
 

@@ -127,18 +127,26 @@ def test_workers_know_who_they_are() -> None:
     assert torch.utils.data.get_worker_info() is None
 
 
+class CutFile(OSError):
+    """Made of something else than its `args`."""
+
+    def __init__(self, path: str, number: int) -> None:
+        super().__init__(f"{path} is cut at {number}")
+        self.number = number
+
+
 class Failing(Numbers):
     def __getitem__(self, number: int) -> Any:
         if number == 7:
-            raise KeyError("seven")
+            raise CutFile("a.bin", number)
         return super().__getitem__(number)
 
 
 def test_errors_arrive_with_the_workers_traceback() -> None:
-    with pytest.raises(KeyError) as caught:
+    with pytest.raises(CutFile, match="a.bin is cut at 7") as caught:
         list(od.DataLoader(Failing(20), batch_size=5, num_workers=2))
     item, story = caught.value.__notes__
-    assert caught.value.args == ("seven",) and item == "item 7 of Failing"
+    assert caught.value.number == 7 and item == "item 7 of Failing"
     assert "raised in DataLoader worker process 1" in story and "__getitem__" in story
     loader = od.DataLoader(Failing(20), batch_size=5, num_workers=2, on_error=SKIP_ANY)
     assert sum(len(batch["number"]) for batch in loader) == 19

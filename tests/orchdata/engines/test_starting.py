@@ -187,10 +187,7 @@ class WithTransform(Numbers):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (
-            {"collate_fn": partial(len, print, lock=threading.Lock())},
-            "collate_fn.keywords['lock'] is an object of type",
-        ),
+        ({"collate_fn": partial(len, print, lock=threading.Lock())}, "collate_fn.keywords['lock'] is an object"),
         ({"dataset": WithTransform(lambda sample: sample)}, "dataset.transforms['first'][1] is a lambda"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
