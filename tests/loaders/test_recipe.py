@@ -345,12 +345,8 @@ def sparse_tar(path: Path, size: int, stretches: Sequence[tuple[int, int]], name
     content = written.encode().ljust(-(-len(written) // 512) * 512, b"\0") + b"x" * sum(n for _, n in stretches)
     info = tarfile.TarInfo(f"GNUSparseFile.0/{name}")
     info.size = len(content)
-    info.pax_headers = {
-        "GNU.sparse.major": "1",
-        "GNU.sparse.minor": "0",
-        "GNU.sparse.name": name,
-        "GNU.sparse.realsize": str(size),
-    }
+    sparse = {"major": "1", "minor": "0", "name": name, "realsize": str(size)}
+    info.pax_headers = {f"GNU.sparse.{each}": value for each, value in sparse.items()}
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
         archive.addfile(info, io.BytesIO(content))
     return str(path)

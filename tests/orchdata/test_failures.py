@@ -361,16 +361,11 @@ def test_a_quarantine_names_a_shard_as_its_data_set_does(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     records(Path("data/a.jsonl"), 4, 2)
     records(Path("data/photos/metadata.jsonl"), 4, 2)
-    for path in (
-        "data/a.jsonl",
-        "./data/../data/a.jsonl",
-        "data/a*.jsonl",
-        "data/photos",
-        f"file:{tmp_path}/data/a.jsonl",
-    ):
+    a = "data/a.jsonl"
+    for path in (a, f"./data/../{a}", "data/a*.jsonl", "data/photos", f"file:{tmp_path}/{a}"):
         assert len(made(path, quarantine=[(path, "4"), (path, "5")], on_error="raise")) == 1
     with pytest.raises(ValueError, match="quarantine names sample '4' of shard 'data/b.jsonl'"):
-        made("data/a.jsonl", quarantine=[("data/b.jsonl", "4")])
+        made(a, quarantine=[("data/b.jsonl", "4")])
 
 
 def test_a_missing_file_is_reported_with_the_folder_that_was_searched(tmp_path: Path) -> None:

@@ -221,10 +221,8 @@ def test_nothing_imports_a_module_that_executes_data(folder: str) -> None:
         ("import orchdata", {"torch", "torchaudio", "numba", "numpy", "pyarrow", "webdataset", "plotly"}),
         ("import orchdata; orchdata.hf; orchdata.hf.__dir__()", {"torch", "transformers", "numba", "numpy"}),
         ("import orchdata; orchdata.hf.cost", {"torch", "transformers"}),
-        (
-            "import orchdata; orchdata.DataLoader; orchdata.exchange",
-            {"sympy", "transformers"},
-        ),  # sympy: torch's compiler
+        # sympy: torch's compiler
+        ("import orchdata; orchdata.DataLoader; orchdata.exchange", {"sympy", "transformers"}),
         ("import orchdata.cli", {"torch", "torchaudio", "numba", "numpy", "pyarrow", "webdataset", "plotly"}),
         (
             "from orchdata import DataLoader, ShardDataset, Recipe",

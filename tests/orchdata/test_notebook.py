@@ -326,9 +326,8 @@ def test_media_are_written_as_the_model_gets_them(talk: str, tmp_path: Path, mon
         assert image.size == (width, height)
         pixels = np.asarray(image)
     values = pixels.reshape(height // 16, 2, 8, width // 16, 2, 8, 3).transpose(0, 3, 1, 4, 6, 2, 5)
-    patches = (values.reshape(-1, 3, 64) / 255 - np.array(RECIPE.image.mean)[:, None]) / np.array(RECIPE.image.std)[
-        :, None
-    ]
+    mean, std = (np.array(each)[:, None] for each in (RECIPE.image.mean, RECIPE.image.std))
+    patches = (values.reshape(-1, 3, 64) / 255 - mean) / std
     assert np.abs(patches.reshape(len(part.patches), -1) - part.patches).max() < 1e-5
     (clip,) = run_json(talk, "--recipe", name, "--key", "sound", "--save", out)["files"]
     wave, rate = soundfile.read(clip)

@@ -163,11 +163,8 @@ def test_all_that_a_modality_may_define_is_used(tmp_path: Path, encoders: Any) -
     options = {"recipe": recipe, "cost": None, "balance": ONE, "collate_fn": od.Padded(encoders=encoders)}
     batch, dummy = loader(shard, global_batch_size=3, **options)
     posed_part = batch.media["posed"]
-    assert (
-        posed_part.lengths.tolist() == lengths
-        and posed_part.num_tokens == 9
-        and posed_part.cu_seqlens.tolist() == [0, 5, 7, 16]
-    )
+    assert posed_part.lengths.tolist() == lengths and posed_part.num_tokens == 9
+    assert posed_part.cu_seqlens.tolist() == [0, 5, 7, 16]
     assert posed_part.pose.tolist() == [[[n, n], [n, n]] for n in lengths] and posed_part.pose.dtype == torch.uint8
     rows = posed_part.values[posed_part.mask] if encoders == "padded" else posed_part.values
     expected = [np.frombuffer(track(n, n), "<f4", 2 * n, 8 + 8 * n).reshape(n, 2) for n in lengths]

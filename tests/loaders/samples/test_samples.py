@@ -190,11 +190,7 @@ def test_text_is_tokenized_in_stretches_of_equal_loss():
         return [7]
 
     recipe = Recipe(text=TextPreprocessor(tokenizer, id="spy", template=PLAIN))
-    turns = [
-        {"role": "system", "content": "s"},
-        {"role": "user", "content": "u"},
-        {"role": "assistant", "content": "a"},
-    ]
+    turns = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant")]
     composed(*sample(json=turns), recipe)
     assert seen == ["[system]s;[user]u;[assistant]", "a;"]
 

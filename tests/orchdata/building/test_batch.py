@@ -143,15 +143,9 @@ def test_shards_scale_a_sum_over_loss_tokens(tmp_path: Path) -> None:
         infos = [[info for _, info in rank] for rank in step]
         assert infos[0] == infos[1] == infos[2] and len(infos[0]) > 1
         for place, info in enumerate(infos[0]):
-            expected = {
-                "epoch": 0,
-                "step": number,
-                "microbatch": place,
-                "num_microbatches": len(infos[0]),
-                "dp_size": 3,
-            }
+            expected = {"epoch": 0, "step": number, "microbatch": place, "num_microbatches": len(infos[0])}
             assert {name: getattr(info, name) for name in expected} == expected
-            assert info.num_step_samples == (10, 5)[number]
+            assert (info.dp_size, info.num_step_samples) == (3, (10, 5)[number])
             assert info.loss_tokens == sum(counts) and info.loss_scale == 3 / sum(counts)
     packed = [list(od.DataLoader(dataset, dp=(0, 3), **options | {"collate_fn": None}))]
     assert [batch.num_step_samples for batch in packed[0]] == [

@@ -35,6 +35,7 @@ CONFIG = fit_to_recipe(ModelConfig(llm=SMALL, image=SMALL, audio=SMALL), RECIPE)
 
 
 OMNI = {"shards": 2, "samples": 15}
+pytestmark = pytest.mark.usefixtures("same_cache")
 
 
 def loader(dataset: Any, layout: Layout, **options: Any) -> od.DataLoader:

@@ -205,14 +205,11 @@ def test_items_are_asked_for_by_the_batch_where_the_data_set_can(recwarn: pytest
     assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in theirs]
 
 
-OURS = [{"cost": [1] * 23}, {"on_error": "skip"}]
-
-
 class Stateful(Numbers):
     state_dict = load_state_dict = dict
 
 
-@pytest.mark.parametrize("ours", OURS)
+@pytest.mark.parametrize("ours", [{"cost": [1] * 23}, {"on_error": "skip"}])
 def test_data_with_a_state_of_their_own_are_for_torchs_loader(ours: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="Stateful has a state of its own"):
         od.DataLoader(Stateful(23), **ours)
