@@ -53,14 +53,14 @@ def _work(pairs: int, monkeypatch: pytest.MonkeyPatch) -> int:
 
     chat = []
     for number in range(pairs):
-        chat += [{"role": role, "content": f"{role} says {number}"} for role in ("user", "assistant")]
+        chat += [{"role": role, "content": f"{role} {number}"} for role in ("user", "assistant")]
     template = ChatTemplate.from_jinja(CHATML, eos_token="<|im_end|>")
     text, generated = template.render(chat, Inputs())
     trained = [turn["role"] == "assistant" for turn in chat]
     with monkeypatch.context() as patch:
         patch.setattr(JinjaTemplate, "render", counted)
         spans = loss_spans(chat, trained, template, Inputs(), text, generated, Work())
-    assert [text[start:end] for start, end in spans] == [f"assistant says {number}<|im_end|>" for number in range(pairs)]
+    assert [text[start:end] for start, end in spans] == [f"assistant {number}<|im_end|>" for number in range(pairs)]
     return turns
 
 

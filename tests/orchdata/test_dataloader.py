@@ -510,7 +510,7 @@ WAYS = [(move, copy.deepcopy) for move in MOVES] + [(broken_off, lambda loader: 
 
 
 @pytest.mark.parametrize(("move", "copied"), WAYS)
-@pytest.mark.parametrize("make", [sharded, seeded, drawn, mixed])
+@pytest.mark.parametrize("make", [sharded, seeded, drawn, pytest.param(mixed, marks=pytest.mark.slow)])
 def test_a_copy_goes_on_as_the_original(
     dataset: od.ShardDataset,
     make: Callable[[od.ShardDataset], od.DataLoader],

@@ -116,7 +116,9 @@ def test_any_number_of_ranks(ranks: int, balance: str, dataset: od.ShardDataset,
     assert run(dataset, [Stretch(ranks, engine, 0)], 2, **BALANCES[balance]) == expected[balance]
 
 
-@pytest.mark.parametrize("position", range(2 * STEPS))
+@pytest.mark.parametrize(
+    "position", [*range(STEPS + 1), *(pytest.param(at, marks=pytest.mark.slow) for at in range(STEPS + 1, 2 * STEPS))]
+)
 def test_a_resume_at_every_position_and_a_second_one(position: int, dataset: od.ShardDataset, expected: Any) -> None:
     ranks, engine = (2, 3, 1)[position % 3], ENGINES[position % len(ENGINES)]
     stretches = [Stretch(2, engine, position), Stretch(ranks, ENGINES[0], 1), Stretch(1, engine, 0)]

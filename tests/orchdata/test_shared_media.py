@@ -65,9 +65,8 @@ def test_a_text_that_fails_on_one_member_is_blank_on_all(found: list[dict[str, A
     failed = [rank["failing"] for rank in found]
     assert sum(len(each["labels"]) for each in failed) and not any(sum(each["labels"]) for each in failed)
     assert all(each["placed"] for each in failed)
-    assert (
-        sum(each["count"] for each in failed) == failed[0]["texts"] + 1
-    )  # each on one member, and the image that is cut
+    # Each on one member, and the image that is cut.
+    assert sum(each["count"] for each in failed) == failed[0]["texts"] + 1
 
 
 def test_processes_build_the_same_slices_and_routes(shard: str) -> None:

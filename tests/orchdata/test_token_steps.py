@@ -66,7 +66,7 @@ def test_steps_hold_their_budget_give_or_take_a_sample(dataset: od.ShardDataset,
         },
         {"balance": od.Balance(scope="grouped", group_size=2)},
         {"balance": od.Balance(scope="grid", group_size=2, max_tokens=300, oversize="own")},
-        {"num_workers": 2, "num_threads": 1},
+        pytest.param({"num_workers": 2, "num_threads": 1}, marks=pytest.mark.slow),
         {"collate_fn": od.Padded(multiple_of=64)},
     ],
 )

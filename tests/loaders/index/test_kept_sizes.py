@@ -321,7 +321,10 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield given
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "llava_next", "idefics3", "smolvlm"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen2_vl", "idefics3", *(pytest.param(each, marks=pytest.mark.slow) for each in ("llava_next", "smolvlm"))],
+)
 def test_a_processor_is_asked_again_where_an_image_changes_the_text(
     tmp_path: Path, texts: list[str], family: str
 ) -> None:

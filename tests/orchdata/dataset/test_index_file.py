@@ -466,9 +466,7 @@ def test_a_state_of_before_is_refused(three_shards: list[str]) -> None:
     rewrite(three_shards)
     with pytest.warns(UserWarning, match=AGAIN):
         after = loader(three_shards)
-    with pytest.raises(
-        od.StateError, match=r"contents, or .* differs.*3 shards \(omni-000000.tar to .* and '3 shards"
-    ):
+    with pytest.raises(od.StateError, match=r"contents, or .* differs.*3 shards \(omni-000000.tar to .* and '3 shards"):
         after.load_state_dict(state)
 
 

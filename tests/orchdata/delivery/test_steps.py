@@ -116,12 +116,7 @@ def test_no_step_of_an_ended_epoch_is_delivered_again(
     assert position(next(iter(steps))) == (0, 0)
 
 
-TRAINERS = (
-    "lightning.fabric.utilities.data",
-    "pytorch_lightning.trainer",
-    "transformers.trainer_utils",
-    "accelerate.x",
-)
+TRAINERS = ("lightning.fabric.utilities.data", "pytorch_lightning.x", "transformers.trainer_utils", "accelerate.x")
 
 
 def len_from(module: str) -> Callable[[Any], int]:

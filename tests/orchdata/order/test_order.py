@@ -109,13 +109,12 @@ def test_shuffle_quality_of_a_long_epoch() -> None:
     num_samples, batch = 2000 * 512, 512
     none = shuffle_quality(Order(num_samples, shuffle=None, seed=0), 0, batch)
     assert none == (0.0, 2.0)  # 512 consecutive rows are in two blocks of 256
-    default = shuffle_quality(Order(num_samples, shuffle=Shuffle(), seed=0), 0, batch)
+    order = Order(num_samples, shuffle=Shuffle(), seed=0)
+    default = shuffle_quality(order, 0, batch)
     assert default.mean_displacement == pytest.approx(1 / 3, abs=0.02)
     assert 60 < default.sources_per_batch < 2 * 64 + 3  # all 64 blocks of the window, most cut in two by the rotation
     shards = np.arange(num_samples) // 10_000
-    assert (
-        shuffle_quality(Order(num_samples, shuffle=Shuffle(), seed=0), 0, batch, source=shards).sources_per_batch > 40
-    )
+    assert shuffle_quality(order, 0, batch, source=shards).sources_per_batch > 40
 
 
 def test_ten_million_samples_cost_what_a_step_costs() -> None:
