@@ -291,6 +291,36 @@ def test_blanks_that_a_tokenizer_trims_from_offsets_mask_no_later_answer():
     assert sum(reference(tokenizer, CHATML, chat).loss) in (0, sum(tokens.loss)) and sum(tokens.loss) > 0
 
 
+def odd(draw: random.Random, depth: int = 0) -> Any:
+    """JSON of the words of chats, in places of any kind."""
+    keys = (
+        "role from content value type text image image_url name tool_calls function arguments weight train index "
+        "reasoning_content tools system documents messages prompt completion instruction output history mask "
+        "chat_template_kwargs functions"
+    ).split()
+    words = ["user", "gpt", "function_call", "image", "hi", "<image>", "", " ", "[1]", '{"name": "f"}', "x\ud800", "0"]
+    if depth > 4 or draw.random() < 0.5:
+        return draw.choice([*words, *words, None, True, 0, 1.5, 10**30])
+    if draw.random() < 0.5:
+        return [odd(draw, depth + 1) for _ in range(draw.randint(0, 3))]
+    return {draw.choice(keys): odd(draw, depth + 1) for _ in range(draw.randint(0, 4))}
+
+
+def test_odd_chats_are_read_or_refused_and_nothing_else():
+    recipes = [recipe_of(template, "<bos>") for template in (QWEN2_VL, QWEN3, untagged(CHATML), NAMED["vicuna"])]
+    read = 0
+    for seed in range(1500):
+        draw = random.Random(seed)
+        role = {draw.choice(["role", "from"]): draw.choice(["user", "human", "gpt", "assistant", "observation"])}
+        answer = {"role": "assistant", "content": odd(draw), draw.choice(["weight", "tool_calls", "name"]): odd(draw)}
+        chat = {"messages": [{**role, "content": odd(draw)}, answer], "tools": odd(draw)}
+        try:
+            read += bool(composed(draw.choice(recipes), chat, draw.randint(0, 1)).ids)
+        except FieldError as error:
+            assert error.reason
+    assert read > 20
+
+
 def test_tools_may_each_be_json_in_a_string():
     recipe, chat = recipe_of(QWEN3), openai()["messages"]
     whole = composed(recipe, {"messages": chat, "tools": [TOOL, TOOL]})
