@@ -115,7 +115,7 @@ def test_a_fault_is_caught_by_a_test_that_fails_and_by_nothing_else(tmp_path: Pa
 @pytest.mark.slow
 def test_what_is_harmless_survives_and_what_ends_otherwise_is_broken(tmp_path: Path, capfd: Any) -> None:
     """All of it, with faults of which one is caught, and the others are none, cannot be imported, or do not fit."""
-    test = HEAD.replace("test_own_orders.py::test_samples_come_in_the_order_of_an_array", "order/test_order.py")
+    test = HEAD.replace("::test_samples_come_in_the_order_of_an_array", "")
     caught = next(fault for fault in FAULTS if fault.name == "order-excluded-sample-comes")
     made = [
         ("harmless", DIFF.replace("self._rows}", "self._digest}  # as ever")),
