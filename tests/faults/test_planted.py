@@ -62,7 +62,7 @@ def test_each_fits_the_code_and_names_tests_that_exist(fault: Fault, tmp_path: P
 PLACE = "orchdata/order/order.py"
 LINE = '        return super().describe() | {"rows": self._digest}'
 DIFF = f"--- a/{PLACE}\n+++ b/{PLACE}\n@@ -1 +1 @@\n-{LINE}\n+{LINE.replace('_digest', '_rows')}\n"
-HEAD = "# tests/orchdata/test_own_orders.py::test_samples_come_in_the_order_of_an_array\n"
+HEAD = "# tests/orchdata/order/test_order.py::test_samples_come_in_the_order_of_an_array\n"
 HEAD += "# Orders that differ would be taken for one another.\n"
 
 
@@ -114,7 +114,7 @@ def test_a_fault_is_caught_by_a_test_that_fails_and_by_nothing_else(tmp_path: Pa
 @pytest.mark.slow
 def test_what_is_harmless_survives_and_what_ends_otherwise_is_broken(tmp_path: Path, capfd: Any) -> None:
     """All of it, with faults of which one is caught, and the others are none, cannot be imported, or do not fit."""
-    test = HEAD.replace("test_own_orders.py::test_samples_come_in_the_order_of_an_array", "order/test_order.py")
+    test = HEAD.replace("::test_samples_come_in_the_order_of_an_array", "")
     caught = next(fault for fault in FAULTS if fault.name == "order-excluded-sample-comes")
     made = [
         ("harmless", DIFF.replace("self._rows}", "self._digest}  # as ever")),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import gc
 import json
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -54,17 +53,14 @@ def _work(pairs: int, monkeypatch: pytest.MonkeyPatch) -> int:
 
     chat = []
     for number in range(pairs):
-        chat += [
-            {"role": "user", "content": f"question {number}"},
-            {"role": "assistant", "content": f"answer {number}"},
-        ]
+        chat += [{"role": role, "content": f"{role} {number}"} for role in ("user", "assistant")]
     template = ChatTemplate.from_jinja(CHATML, eos_token="<|im_end|>")
     text, generated = template.render(chat, Inputs())
     trained = [turn["role"] == "assistant" for turn in chat]
     with monkeypatch.context() as patch:
         patch.setattr(JinjaTemplate, "render", counted)
         spans = loss_spans(chat, trained, template, Inputs(), text, generated, Work())
-    assert [text[start:end] for start, end in spans] == [f"answer {number}<|im_end|>" for number in range(pairs)]
+    assert [text[start:end] for start, end in spans] == [f"assistant {number}<|im_end|>" for number in range(pairs)]
     return turns
 
 
@@ -114,15 +110,9 @@ def worked(pace: Pace, rate_of: Callable[[int, float], float], seconds: float) -
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8])
-def test_where_threads_hinder_one_another_one_is_left(most: int) -> None:
-    spent = worked(Pace(most, 0.0), lambda threads, _: 1400 / threads**0.5, 60)
-    assert spent[1] > 55
-
-
-@pytest.mark.parametrize("most", [1, 2, 3, 8])
-def test_where_threads_wait_all_are_at_work(most: int) -> None:
-    spent = worked(Pace(most, 0.0), lambda threads, _: 100 * threads, 60)
-    assert spent[most] > 50
+def test_of_threads_that_hinder_one_another_one_is_left_and_of_those_that_wait_all(most: int) -> None:
+    assert worked(Pace(most, 0.0), lambda threads, _: 1400 / threads**0.5, 60)[1] > 55
+    assert worked(Pace(most, 0.0), lambda threads, _: 100 * threads, 60)[most] > 50
 
 
 def test_threads_that_hang_take_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,34 +139,6 @@ def test_threads_that_hang_take_no_turn(monkeypatch: pytest.MonkeyPatch) -> None
     for thread in threads:
         thread.join()
     assert not turns._begun
-
-
-def test_no_more_are_inside_than_may_be_and_the_end_lets_all_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "_SHORT_SECONDS", 3600.0)
-    turns, inside, most_inside = Turns(1), 0, 0
-    entered = threading.Semaphore(0)
-    leave = threading.Event()
-
-    def work() -> None:
-        nonlocal inside, most_inside
-        with turns.turn() as done:
-            inside += 1
-            most_inside = max(most_inside, inside)
-            entered.release()
-            leave.wait()
-            inside -= 1
-            done(1.0)
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    assert entered.acquire(timeout=60)
-    assert not entered.acquire(timeout=0.05) and most_inside == 1
-    turns.end()
-    assert entered.acquire(timeout=60) and entered.acquire(timeout=60)
-    leave.set()
-    for thread in threads:
-        thread.join()
 
 
 # One large shard is measured by all idle threads of a build, with the result of one thread.
@@ -214,36 +176,3 @@ def test_the_index_is_the_same_with_any_number_of_threads(tmp_path: Path, monkey
             built.append((index.build_id, index.path.read_bytes(), index.totals))
         assert built[0] == built[1]
         assert built[0][2]["bad"] > 30 and index.is_split
-
-
-def test_ctrl_c_ends_all_threads_of_one_file(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(f'{{"text": "{number}"}}\n' for number in range(20_000)))
-    job = f"""
-import signal, sys, threading, time
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from orchdata.loaders.index.build import build_index
-from orchdata.loaders.recipe import Recipe, TextPreprocessor
-from orchdata.loaders.storage.cache import CacheFolder
-threads, calls = set(), []
-def slow(text):  # 20,000 s in one thread
-    calls.append(text)
-    threads.add(threading.get_ident())
-    if len(threads) == 3:
-        print("at work", flush=True)
-        threads.add(0)
-    time.sleep(1)
-    return [1]
-try:
-    text = TextPreprocessor(slow, id="slow", thread_safe=True)
-    build_index([{str(path)!r}], Recipe(text=text), cache=CacheFolder({str(tmp_path)!r}), num_threads=3)
-except KeyboardInterrupt:
-    # Each thread ends the text that it is at, and not those that it would tokenize with that.
-    print("interrupted", len(calls) < 60, [each.name for each in threading.enumerate() if "orchdata" in each.name])
-"""
-    with subprocess.Popen([sys.executable, "-c", job], stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "at work\n"
-        child.send_signal(2)
-        output, _ = child.communicate(timeout=120)
-    assert output == "interrupted True []\n"

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import errno
 import gzip
+import io
 import os
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import av
+import numpy as np
 import pytest
-from shard_factory import omni_shards, write_shard
+from PIL import Image
+from shard_factory import SKIP_ANY, omni_shards, write_shard
 
 import orchdata as od
-from orchdata.loaders.errors import StorageError, TooManyFailures
+from orchdata.loaders import memory
+from orchdata.loaders.errors import DecodeError, StorageError, TooManyFailures, as_field_error, pass_trouble
 from orchdata.loaders.index import build as builder
 from orchdata.loaders.index import costs as chunk
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import open_index
+from orchdata.loaders.memory import Room
+from orchdata.loaders.modalities import image_decode
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
 from orchdata.loaders.storage.local import LocalFile
 
@@ -93,7 +100,7 @@ def test_trouble_that_lasts_ends_the_build_and_is_not_recorded(
 def test_under_skip_too_trouble_in_training_ends_the_run(
     texts: list[str], no_pauses: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loader = od.DataLoader(od.ShardDataset(texts), batch_size=10, on_error=od.ErrorPolicy("skip", max_failures=None))
+    loader = od.DataLoader(od.ShardDataset(texts), batch_size=10, on_error=SKIP_ANY)
     monkeypatch.setattr(LocalFile, "_open", Trouble("t1.tar", errno.EACCES)(LocalFile._open))
     with pytest.raises(StorageError, match=r"t1\.tar"):
         list(loader)
@@ -168,23 +175,6 @@ def test_a_damaged_shard_counts_by_its_samples(texts: list[str]) -> None:
         od.DataLoader(od.ShardDataset(texts), batch_size=10, on_error=policy)
 
 
-def test_a_shard_rewritten_between_scan_and_measuring_is_scanned_again(
-    texts: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cost_shard, rewritten = builder.cost_shard, []
-
-    def rewrite_first(facts: Any, open_shard: Any, *given: Any) -> Any:
-        if not rewritten:
-            rewritten.append(text_shard(Path(texts[0]), "new-", count=50))
-        return cost_shard(facts, open_shard, *given)
-
-    monkeypatch.setattr(builder, "cost_shard", rewrite_first)
-    with pytest.warns(UserWarning, match=r"t0\.tar: was changed while it was open.*trying again"):
-        index = build_index(texts, Recipe(), num_threads=1)
-    assert [index.key(row) for row in range(50)] == [f"new-{number:03d}" for number in range(50)]
-    assert len(index) == 150
-
-
 def test_a_shard_rewritten_after_its_facts_were_stored_is_scanned_again(
     texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,20 +216,81 @@ def test_what_a_decoder_is_refused_is_no_damage(
 def test_a_shard_cut_in_half_counts_what_others_have_and_it_lacks(texts: list[str]) -> None:
     os.truncate(texts[0], os.path.getsize(texts[0]) // 2)
     with pytest.warns(UserWarning, match="1 of 2 shards are damaged"):
-        loader = od.DataLoader(
-            od.ShardDataset(texts), batch_size=10, on_error=od.ErrorPolicy("skip", max_failures=None)
-        )
+        loader = od.DataLoader(od.ShardDataset(texts), batch_size=10, on_error=SKIP_ANY)
     delivered = sum(len(batch.sample_ids) for batch in loader)
     assert delivered + loader.stats()["failures"]["count"] == 200
 
 
-def test_what_comes_after_damage_counts_too(texts: list[str]) -> None:
-    member = os.path.getsize(texts[0]) // 100 // 512 * 512
-    zero(texts[0], start=40 * member)
-    with pytest.warns(UserWarning, match="damaged"):
-        loader = od.DataLoader(
-            od.ShardDataset(texts), batch_size=10, on_error=od.ErrorPolicy("skip", max_failures=None)
-        )
-    failures = loader.stats()["failures"]
-    assert failures["count"] == pytest.approx(60, rel=0.1)  # padding at the end counts as data
-    assert failures["count"] == failures["lost"] + 1  # the sample before the damage is not known to be whole
+# Lack of memory and bad data: what fails for want of memory is no verdict, and what is damaged is one all the same.
+
+
+LIMITED = Room("RLIMIT_AS (ulimit -v) of 1000 bytes", 10)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "room", lambda: LIMITED)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EPERM, errno.EIO, errno.ENOSYS, errno.EAGAIN])
+def test_numbers_of_libav_are_words_about_the_clip(number: int) -> None:
+    with pytest.raises(av.FFmpegError) as raised:
+        av.error.err_check(-number)
+    assert "cannot be decoded" in as_field_error(raised.value, "decoded").reason
+    with pytest.raises(StorageError):
+        pass_trouble(OSError(number, "of the system"))
+
+
+def test_a_clip_that_asks_for_too_much_memory_is_damaged_unless_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(av.FFmpegError) as raised:
+        av.error.err_check(-errno.ENOMEM)
+    assert "Cannot allocate memory" in as_field_error(raised.value, "decoded").reason
+    monkeypatch.setattr(memory, "room", lambda: LIMITED)
+    with pytest.raises(MemoryError, match="10 bytes of memory left under RLIMIT_AS"):
+        as_field_error(raised.value, "decoded")
+
+
+@pytest.mark.parametrize(
+    "said", ["Out of memory", "could not allocate buffer", "std::bad_alloc", "Allocation error : not enough memory"]
+)
+def test_words_of_libraries_for_lack_of_memory_are_known(short: None, said: str) -> None:
+    with pytest.raises(MemoryError, match="whether it is damaged is not known"):
+        as_field_error(RuntimeError(said), "measured")
+    assert "KeyError" in as_field_error(KeyError("memory"), "measured").reason
+
+
+class Shaky:
+    """A probe that fails for lack of memory some times, and what is left then."""
+
+    def __init__(self, times: int) -> None:
+        self.left, self.probe = times, image_decode.probe_image
+
+    def __call__(self, data: bytes, limits: Any) -> Any:
+        if self.left > 0:
+            self.left -= 1
+            raise DecodeError("damaged image: could not create decoder object")
+        return self.probe(data, limits)
+
+
+@pytest.mark.parametrize("times", [1, 9])
+def test_a_sample_that_failed_under_a_limit_is_measured_again_alone(
+    tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    samples = [{"__key__": f"s{number}", "bmp": bmp(number), "txt": b"<image>"} for number in range(3)]
+    url = write_shard(tmp_path / "a.tar", samples)
+    with monkeypatch.context() as patch:
+        patch.setattr(image_decode, "probe_image", Shaky(times))
+        if times == 1:
+            assert not len(build_index([url], Recipe()).bad_rows())
+            return
+        with pytest.raises(MemoryError, match=r"a\.tar: sample 's0', field 'bmp': not enough memory .*raise RLIMIT_AS"):
+            build_index([url], Recipe())
+    assert not len(build_index([url], Recipe()).bad_rows())
+
+
+def bmp(number: int) -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(np.full((40, 30), number, np.uint8)).save(stream, "BMP")
+    return stream.getvalue()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from augmentations import cropped, recipe
+from augmentations import recipe
 from digests import digest
 from rank_loaders import loaders, steps_of
 from shard_factory import omni_shards
@@ -118,13 +118,3 @@ def test_a_state_of_another_seed_is_refused_only_where_decoding_draws(dataset: o
     state = one(plain, seed=1, **options).state_dict()
     assert "draws" not in state["fingerprint"]
     loaders(plain, 1, state, seed=2, **options)
-
-
-def test_what_fails_is_a_failure_of_its_sample(dataset: od.ShardDataset) -> None:
-    wrong = od.ShardDataset(dataset.urls, recipe(cropped))
-    line = cropped.__code__.co_firstlineno
-    with pytest.raises(od.DataError, match=rf"field '.*jpg': ImagePreprocessor.augment: cropped, line {line} returned"):
-        list(one(wrong))
-    loader = one(wrong, on_error=od.ErrorPolicy("skip", max_failures=None))
-    list(loader)
-    assert loader.stats()["failures"]["count"] == 3 * 6  # samples with an image

@@ -58,17 +58,6 @@ def test_rows_with_tools_and_reasoning(tmp_path):
     assert arrived(write(tmp_path / "chats.parquet", rows), recipe_of(QWEN3)) == expected
 
 
-def test_columns_of_prompts_and_of_instructions(tmp_path):
-    answer = [{"role": "assistant", "content": "It rains."}]
-    ask = [{"role": "user", "content": "Oslo?"}]
-    recipe = recipe_of(untagged(CHATML))
-    expected = tuple(reference(hf_tokenizer(), CHATML, ask + answer))
-    pairs = write(tmp_path / "pairs.parquet", [{"prompt": ask, "completion": answer}])
-    alpaca = {"instruction": "Oslo?", "input": "", "output": "It rains.", "text": "Below is an instruction: Oslo?"}
-    rows = write(tmp_path / "alpaca.parquet", [alpaca])
-    assert list(arrived(pairs, recipe).values()) == list(arrived(rows, recipe).values()) == [expected]
-
-
 def test_samples_without_loss_are_counted(tmp_path):
     ask, answer = {"role": "user", "content": "Oslo?"}, {"role": "assistant", "content": "It rains.", "weight": 0}
     rows = [{"messages": json.dumps([ask, {**answer, "weight": weight}])} for weight in (0, 1, 0)]

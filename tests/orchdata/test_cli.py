@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from printed import run, run_json
-from shard_factory import write_shard
+from servers.gcs_server import GcsServer
+from servers.s3_server import S3Server
+from shard_factory import omni_shards, write_shard
+from typer.testing import CliRunner
 
 from orchdata import notices as progress
-from orchdata.cli import machine
+from orchdata.cli import app, machine
 from orchdata.notices import progress_bar
 
 
@@ -61,20 +63,6 @@ def test_help_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
-def test_index_json_is_pure_and_counts(tmp_path: Path) -> None:
-    report = run_json("index", write_texts(tmp_path / "a.tar", 3), write_texts(tmp_path / "b.tar", 4))
-    assert (report["shards"], report["samples"], report["bad"]) == (2, 7, 0)
-    assert report["totals"]["modalities"]["text"]["samples"] == 7
-    assert Path(report["path"]).is_file()
-
-
-def test_index_names_what_is_not_read(tmp_path: Path) -> None:
-    columns = {"text": ["a", "b"], "question": ["c", None], "label": [1, 2]}
-    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    lines = run("index", tmp_path / "a.parquet").stdout.splitlines()
-    assert lines.index("                2  label") + 1 == lines.index("                1  question")
-
-
 def test_output_says_that_tokens_are_bytes_without_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard = write_texts(tmp_path / "a.tar", 3)
     (tmp_path / "words_recipe.py").write_text(
@@ -101,12 +89,8 @@ def test_index_lists_bad_samples_and_compares_them_with_a_budget(mixed: Path) ->
     assert "bad jpg" in result.stderr
     assert "1 of 3 samples cannot be used, and --max-failures allows 0 (1 %)" in result.stderr.splitlines()[-1]
     assert "--max-failures 34%" in result.stderr
-    assert [run("index", mixed, "--max-failures", given).exit_code for given in ("34%", "1", "33.3%", "0")] == [
-        0,
-        0,
-        3,
-        3,
-    ]
+    for given, code in {"34%": 0, "1": 0, "33.3%": 3, "0": 3}.items():
+        assert run("index", mixed, "--max-failures", given).exit_code == code
     for wrong in ("x", "1.5", "101%", "-1", "nan%", "%"):
         assert run("index", mixed, f"--max-failures={wrong}").exit_code == 2
 
@@ -116,16 +100,6 @@ def test_index_fails_when_no_sample_can_be_used(tmp_path: Path) -> None:
     path.write_text('{"text": 5}\n' * 3)
     result = run("index", path, "--max-failures", "100%")
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, "orchdata: no sample can be used")
-
-
-def test_index_counts_a_failed_shard_by_its_samples(mixed: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken.tar"
-    broken.write_bytes(b"this is not a tar, in spite of its name" * 100)
-    result = run("index", mixed, broken, "--json")
-    assert result.exit_code == 3
-    report = json.loads(result.stdout)
-    assert report["failed_shards"][0]["shard"] == str(broken)
-    assert f"shard failed: {broken}" in run("index", mixed, broken).stderr
 
 
 def test_profile_takes_what_training_takes(mixed: Path) -> None:
@@ -212,15 +186,6 @@ def test_an_error_is_one_line_that_names_the_value(
     monkeypatch.chdir(mixed.parent)
     (mixed.parent / "notes.docx").write_bytes(b"")
     assert words in error_line(*arguments)
-
-
-@pytest.mark.slow
-def test_demo_reports_both_ways(tmp_path: Path) -> None:
-    report = run_json("demo", "--samples", 64, "--steps", 4, "--html", tmp_path / "report.html")
-    assert set(report["lanes"]) == {"unbalanced", "balanced"}
-    assert report["profile"]["samples"] == 64
-    assert report["loss_difference"] < 1e-2
-    assert report["profile"]["summary"][0] in (tmp_path / "report.html").read_text()
 
 
 def test_demo_options_default_to_its_configuration() -> None:
@@ -336,7 +301,95 @@ def test_without_a_terminal_a_line_is_written_now_and_then(
     with progress_bar("indexing") as advance:
         for now[0] in (101.0, 110.0, 131.0, 140.0, 162.0):
             advance(now[0] / 100, 4)
-    assert capsys.readouterr().err.splitlines() == [
-        "indexing: 1.1 of 4 (28%)",
-        "indexing: 1.4 of 4 (35%)",
-    ]
+    assert capsys.readouterr().err.splitlines() == ["indexing: 1.1 of 4 (28%)", "indexing: 1.4 of 4 (35%)"]
+
+
+# The command line over object storage: options that reach the store, and are shown nowhere.
+
+
+SHARDS = 3
+SAMPLES = 4
+RECIPE = ("--recipe", "shard_factory:RECIPE")
+
+
+class Stored:
+    """Shards in a bucket, and the options that read them."""
+
+    def __init__(self, server: S3Server, bucket: str, folder: Path) -> None:
+        self.secrets = (server.access_key, server.secret_key)
+        self.pattern, self.index = f"s3://{bucket}/data/*.tar", f"s3://{bucket}/train.index"
+        self.options = [f"--storage-options={name}={value}" for name, value in server.options.items()]
+        self.as_dict = server.options
+        for path in omni_shards(folder, shards=SHARDS, samples=SAMPLES):
+            server.put(bucket, f"data/{Path(path).name}", Path(path).read_bytes())
+
+    def run(self, *arguments: object, code: int = 0) -> Any:
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        assert result.exit_code == code, result.output
+        assert not any(secret in result.output for secret in self.secrets)
+        return result
+
+    def json(self, command: str, *arguments: object) -> Any:
+        return json.loads(self.run(command, self.pattern, *RECIPE, *self.options, *arguments, "--json").stdout)
+
+
+@pytest.fixture
+def stored(s3_server: S3Server, new_bucket: Callable[[], str], tmp_path: Path) -> Stored:
+    return Stored(s3_server, new_bucket(), tmp_path)
+
+
+def test_every_command_that_takes_shards_reads_them_from_a_store(stored: Stored) -> None:
+    assert stored.json("index")["samples"] == SHARDS * SAMPLES
+    assert stored.json("profile", "--ranks", 2)["samples"] == SHARDS * SAMPLES
+    assert stored.json("verify", "--jobs", 1)["samples"] == SHARDS * SAMPLES
+    assert len(stored.json("show")["groups"][0]["samples"]) == 3
+
+
+def test_every_command_takes_an_index_file(stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = stored.run("index", stored.pattern, *RECIPE, *stored.options, "--out", stored.index)
+    assert f"written: {stored.index}\n" in said.stdout
+    for command, more in {"profile": ("--ranks", 2), "verify": ("--jobs", 1), "show": ()}.items():
+        monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / command))
+        stored.json(command, "--index-file", stored.index, *more)
+        folders = {path.name for path in (tmp_path / command).iterdir()}
+        assert "index" in folders
+        assert "costs" not in folders, "nothing was measured"
+
+
+def test_a_mixture_has_them_for_each_source(stored: Stored, tmp_path: Path) -> None:
+    stored.run("index", stored.pattern, *RECIPE, *stored.options, "--out", stored.index)
+    options = json.dumps(stored.as_dict)
+    source = f"{{paths: '{stored.pattern}', storage_options: {options}, index_file: '{stored.index}'}}"
+    (tmp_path / "mixture.yaml").write_text(f"sources:\n  one: {source}\n")
+    report = stored.run("profile", tmp_path / "mixture.yaml", *RECIPE, "--ranks", 2, "--json")
+    assert json.loads(report.stdout)["samples"] == SHARDS * SAMPLES
+    other = stored.run("profile", tmp_path / "mixture.yaml", *stored.options, code=1)
+    assert "give the sources in" in other.stderr
+    (tmp_path / "mixture.yaml").write_text(f"sources:\n  one: {{paths: a.tar, storage_options: [{options}]}}\n")
+    wrong = stored.run("profile", tmp_path / "mixture.yaml", code=1)
+    assert "sources.one: storage_options is a dict of option -> value" in wrong.stderr
+
+
+@pytest.mark.parametrize("given", ["hidden", "=hidden"])
+def test_an_option_without_a_name_is_refused_and_not_shown(given: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["index", "s3://bucket/*.tar", "--storage-options", given])
+    assert result.exit_code == 1
+    assert "--storage-options takes NAME=VALUE" in result.stderr
+    assert "hidden" not in result.output
+
+
+def test_unchanged_shards_cost_their_listing(gcs_server: GcsServer, tmp_path: Path) -> None:
+    gcs_server.page_size = 10
+    gcs_server.make_bucket("bucket")
+    for number in range(45):
+        shard = write_shard(tmp_path / "a.tar", [{"__key__": "sample", "txt": f"text {number}".encode()}])
+        gcs_server.put("bucket", f"data/{number:06d}.tar", Path(shard).read_bytes())
+    options = [f"--storage-options={name}={value}" for name, value in gcs_server.options.items()]
+    arguments = ["index", "gs://bucket/data/*.tar", "--out", "gs://bucket/train.index", *options, "--json"]
+    assert json.loads(CliRunner().invoke(app, arguments).stdout)["scanned"] == 45
+    gcs_server.clear()
+    report = json.loads(CliRunner().invoke(app, arguments).stdout)
+    assert (report["out"], report["scanned"]) == ("gs://bucket/train.index", 0)
+    listings = [each.query["prefix"].split("/")[0] for each in gcs_server.requests() if "list-type" in each.query]
+    assert listings == ["data"] * 5  # 45 shards in pages of 10
+    assert len(gcs_server.requests()) == len(listings) + 1  # the index is written

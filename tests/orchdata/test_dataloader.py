@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import copy
+import itertools
 import json
+import pickle
 import re
-import subprocess
-import sys
 import time
 import warnings
-import weakref
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from children import in_a_child
 from forked_program import run_forked
 from map_dataset import Numbers
 from shard_factory import omni_shards, write_shard
@@ -23,22 +25,8 @@ from torch.utils.data import default_collate, default_convert
 
 import orchdata as od
 
-FIRST_LOADER = """
-import random, sys
-import numpy as np
-import orchdata as od
-import torch
+pytestmark = pytest.mark.usefixtures("same_cache")
 
-def states():
-    return random.getstate(), np.random.get_state()[1].tolist(), torch.random.get_rng_state().tolist()
-
-random.seed(1), np.random.seed(2), torch.manual_seed(3)
-before = states()
-for options in ({"num_threads": 0}, {"num_threads": 2}, {"num_workers": 1}):
-    loader = od.DataLoader(od.ShardDataset(sys.argv[1:]), global_batch_size=20, shuffle=True, **options)
-    assert len(list(loader)) == 3
-    assert states() == before, options
-"""
 
 RECIPE = od.Recipe(image=od.ImagePreprocessor(max_tokens=64, dtype="float32"))
 
@@ -48,8 +36,8 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return omni_shards(tmp_path_factory.mktemp("omni"), shards=3, samples=20)
 
 
-@pytest.fixture
-def dataset(shards: list[str]) -> od.ShardDataset:
+@pytest.fixture(scope="module")
+def dataset(shards: list[str], module_cache: Path) -> od.ShardDataset:
     dataset = od.ShardDataset(shards, recipe=RECIPE)
     dataset.index()
     return dataset
@@ -75,18 +63,6 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(dataset: od.ShardDa
     assert len(alone) == (2 if drop_last else 3)  # 60 samples, 24 a step
     for num_ranks in (2, 3, 8):
         assert global_batches(dataset, num_ranks, drop_last=drop_last) == alone
-
-
-def test_fewer_samples_than_ranks_gives_every_rank_a_batch(dataset: od.ShardDataset) -> None:
-    loaders = [loader(dataset, global_batch_size=3, dp=(rank, 8)) for rank in range(8)]
-    assert {len(one) for one in loaders} == {20}
-    batches = [next(iter(one)) for one in loaders]
-    assert sum(len(batch.sample_ids) for batch in batches) == 3
-    for batch in batches:
-        inputs = batch.model_inputs()
-        assert inputs["input_ids"].numel() >= 1
-        assert inputs["image_patches"].shape[0] >= 1
-        assert inputs["audio_features"].shape[0] >= 1
 
 
 def test_packed_layout(dataset: od.ShardDataset) -> None:
@@ -115,27 +91,13 @@ def test_packed_layout(dataset: od.ShardDataset) -> None:
         assert torch.equal(llm.labels[kept], llm.input_ids[kept])
 
 
-def test_microbatches_respect_max_tokens(dataset: od.ShardDataset) -> None:
-    one = loader(dataset, balance=od.Balance(max_tokens={"llm": 400, "image": 600}))
-    for microbatches in one.steps():
-        assert len(microbatches) > 1
-        assert [batch.microbatch for batch in microbatches] == list(range(len(microbatches)))
-        assert [batch.is_last_microbatch for batch in microbatches][-1]
-        for batch in microbatches:
-            dummies = batch.llm.dummies  # caps do not count them
-            assert batch.llm.input_ids.numel() - sum(dummies.values()) <= 400
-            assert "image" in dummies or batch.image.patches.shape[0] <= 600
-
-
 def test_oversize_samples(tmp_path: Path) -> None:
     samples = [{"__key__": f"k{i}", "txt": b"x" * (10 if i else 500)} for i in range(8)]
     dataset = od.ShardDataset(write_shard(tmp_path / "a.tar", samples))
     with pytest.raises(ValueError, match=r"'k0' has 500 llm positions, max_tokens allows 64"):
         od.DataLoader(dataset, batch_size=4, balance=od.Balance(max_tokens=64))
     own = od.DataLoader(dataset, batch_size=8, balance=od.Balance(max_tokens=64, oversize="own"), num_threads=0)
-    assert [("k0" in [key for _, key in batch.sample_ids], len(batch.sample_ids)) for batch in own].count(
-        (True, 1)
-    ) == 1
+    assert [keys for keys in ([key for _, key in batch.sample_ids] for batch in own) if "k0" in keys] == [["k0"]]
     drop = od.DataLoader(dataset, batch_size=7, balance=od.Balance(max_tokens=64, oversize="drop"), num_threads=0)
     assert sorted(key for batch in drop for _, key in batch.sample_ids) == [f"k{i}" for i in range(1, 8)]
 
@@ -150,11 +112,12 @@ def test_resume_reads_no_skipped_sample(dataset: od.ShardDataset, monkeypatch: p
     resumed = loader(dataset, global_batch_size=10)
     read: list[tuple[str, str]] = []
     original = StoredSample.read
-    monkeypatch.setattr(
-        StoredSample,
-        "read",
-        lambda self, *args, **kw: (read.append((self.shard, self.key)), original(self, *args, **kw))[1],
-    )
+
+    def noted(self: StoredSample, *args: Any, **kw: Any) -> Any:
+        read.append((self.shard, self.key))
+        return original(self, *args, **kw)
+
+    monkeypatch.setattr(StoredSample, "read", noted)
     resumed.load_state_dict(state)
     delivered = [key for batch in resumed for key in batch.sample_ids]
     assert sorted(read) == sorted(delivered)
@@ -189,15 +152,6 @@ def test_the_next_steps_are_built_while_the_caller_works() -> None:
     assert loaded == [0]
 
 
-def test_a_delivered_batch_is_kept_by_the_caller_alone(dataset: od.ShardDataset) -> None:
-    gone: list[int] = []
-    for batch in loader(dataset, balance=od.Balance(max_tokens=400)):
-        weakref.finalize(batch.llm.input_ids, gone.append, batch.microbatch)
-        before = len(gone)
-        del batch
-        assert len(gone) == before + 1
-
-
 @pytest.mark.parametrize("how", ["num_threads=3, cost=[1] * 1000", "num_workers=1, cost=[1] * 1000", "num_workers=1"])
 def test_an_iterator_that_is_open_at_exit_is_silent(how: str, tmp_path: Path) -> None:
     program = (
@@ -216,12 +170,6 @@ def test_a_launcher_without_process_group_is_warned_of(monkeypatch: pytest.Monke
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         od.DataLoader(Numbers(4), dp=(1, 4))
-
-
-@pytest.mark.slow
-def test_the_first_loader_of_a_process_draws_nothing_at_random(shards: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-c", FIRST_LOADER, *shards], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_state_of_another_loader_is_refused(dataset: od.ShardDataset) -> None:
@@ -375,3 +323,240 @@ def test_the_loop_gives_the_mean_over_all_tokens(tmp_path: Path, num_ranks: int)
         found = [evaluate(model, loader, sums) for loader in loaders][-1]
         assert found == pytest.approx(expected, rel=1e-12)
         assert sum(int(each[1]) for each in sums) == whole.loss_tokens
+
+
+# Where iterations begin: after an epoch, a break, an error, a state, and at the same time.
+
+
+STEPS = 6  # of 10 samples
+
+
+def by_ten(dataset: Any, **options: Any) -> od.DataLoader:
+    return od.DataLoader(dataset, **({"global_batch_size": 10, "shuffle": True, "num_threads": 2, "seed": 5} | options))
+
+
+def keys(one: od.DataLoader) -> list[tuple[str, str]]:
+    return [key for batch in one for key in batch.sample_ids]
+
+
+def position_of(batch: od.Batch) -> tuple[int, int]:
+    return batch.plan.epoch, batch.step
+
+
+def test_epochs_differ_and_follow_each_other(dataset: od.ShardDataset) -> None:
+    one = by_ten(dataset)
+    first, second = keys(one), keys(one)
+    assert sorted(first) == sorted(second) and first != second
+    again = by_ten(dataset)
+    again.set_epoch(1)
+    assert keys(again) == second
+    assert again.state_dict()["epoch"] == 2
+
+
+@pytest.mark.parametrize("steps", [False, True], ids=["microbatches", "steps"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_iteration_after_break_begins_the_next_epoch(
+    dataset: od.ShardDataset, persistent: bool, steps: bool
+) -> None:
+    one = by_ten(dataset, persistent_workers=persistent)
+    limited = []
+    for _ in range(3):  # as a trainer that limits its batches does
+        batches = (step[0] for step in one.steps()) if steps else iter(one)
+        limited.append([position_of(batch) for batch in itertools.islice(batches, 2)])
+    assert limited == [[(epoch, 0), (epoch, 1)] for epoch in range(3)]
+    assert one.state_dict()["epoch"] == 2 and one.state_dict()["step"] == 2  # what was delivered, not what comes next
+    one.close()
+
+
+def test_an_error_in_the_body_of_the_loop_is_a_break(dataset: od.ShardDataset) -> None:
+    one = by_ten(dataset)
+    with pytest.raises(ZeroDivisionError):
+        for batch in one:
+            _ = 1 // (1 - batch.step)
+    assert one.state_dict()["step"] == 2
+    assert position_of(next(iter(one))) == (1, 0)
+
+
+@pytest.mark.parametrize("delivered", [0, 3])
+def test_after_an_error_of_its_own_the_next_iteration_goes_on_with_the_step_that_failed(delivered: int) -> None:
+    bad = 4 * delivered + 1
+    numbers = Numbers(40, bad=(bad,))
+    one = od.DataLoader(numbers, batch_size=4)
+    seen = []
+    with pytest.raises(OSError, match="disk on fire"):
+        for batch in one:
+            seen += batch["number"].tolist()
+    assert one.state_dict()["step"] == delivered
+    with pytest.raises(OSError, match="disk on fire"):
+        next(iter(one))
+    numbers.bad = ()
+    seen += [number for batch in one for number in batch["number"].tolist()]
+    assert seen == list(range(40))
+    assert one.state_dict()["epoch"] == 1
+
+
+def test_set_epoch_keeps_a_restored_position_until_a_step_is_delivered(dataset: od.ShardDataset) -> None:
+    one = by_ten(dataset)
+    steps = iter(one.steps())
+    next(steps)
+    resumed = by_ten(dataset)
+    resumed.load_state_dict(one.state_dict())
+    for _ in range(2):
+        resumed.set_epoch(0)
+    assert position_of(next(iter(resumed))) == (0, 1)
+    resumed.set_epoch(0)
+    assert position_of(next(iter(resumed))) == (0, 0)
+
+
+def test_set_epoch_inside_an_iteration_holds_for_the_next(dataset: od.ShardDataset) -> None:
+    one = by_ten(dataset)
+    for step, batch in enumerate(one):
+        one.set_epoch(7)
+        assert position_of(batch) == (0, step)
+    assert one.state_dict()["epoch"] == 7
+    assert position_of(next(iter(one))) == (7, 0)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_two_iterations_at_once_are_independent(dataset: od.ShardDataset, persistent: bool) -> None:
+    one = by_ten(dataset, persistent_workers=persistent)
+    for step, (left, right) in enumerate(zip(one, one, strict=True)):
+        assert position_of(left) == position_of(right) == (0, step)
+        assert left.sample_ids == right.sample_ids
+        assert one.state_dict()["step"] == step + 1
+    assert one.state_dict()["epoch"] == 1
+    left_one, right_one = iter(one), iter(one)
+    next(left_one), next(right_one)
+    left_one.close()  # type: ignore[attr-defined]
+    assert len(list(right_one)) == STEPS - 1  # closing one must not take the other's threads
+    one.close()
+
+
+@pytest.mark.parametrize("name", ["__iter__", "steps"])
+def test_an_iteration_that_failed_never_looks_like_the_end_of_the_epoch(name: str) -> None:
+    numbers = Numbers(8, bad=(6,))
+    one = od.DataLoader(numbers, batch_size=2, dp=(0, 2))
+    steps = iter(getattr(one, name)())
+    next(steps)
+    with pytest.raises(OSError, match="disk on fire"):
+        next(steps)
+    numbers.bad = ()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="ended with OSError.*a fresh iter.. of the loader continues"):
+            next(steps)
+    assert [batch["number"].tolist() for batch in one] == [[4, 6]]
+    assert next(iter(one))["number"].tolist() == [0, 2]
+
+
+def test_an_iteration_belongs_to_its_process() -> None:
+    steps = iter(od.DataLoader(range(8), batch_size=2))
+    next(steps)
+
+    def go_on() -> None:
+        with pytest.raises(RuntimeError, match=re.escape("begin a fresh iter()")):
+            next(steps)
+
+    in_a_child(go_on)
+    assert next(steps).tolist() == [2, 3]
+
+
+# Copies of a loader: the same arguments, the same position, and nothing that runs.
+
+
+def sharded(dataset: od.ShardDataset) -> od.DataLoader:
+    return od.DataLoader(dataset, global_batch_size=8, shuffle=True, seed=3, num_threads=0)
+
+
+def seeded(dataset: od.ShardDataset) -> od.DataLoader:
+    return od.DataLoader(Numbers(24), batch_size=4, shuffle=True, seed=5)
+
+
+def drawn(dataset: od.ShardDataset) -> od.DataLoader:
+    return od.DataLoader(Numbers(24), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(2))
+
+
+def mixed(dataset: od.ShardDataset) -> od.DataLoader:
+    sources = {"a": od.Source(dataset, weight=0.6), "b": od.Source(dataset.split("train", 0.5), weight=0.4)}
+    return od.DataLoader(od.Mixture(sources, stop="all"), global_batch_size=8, shuffle=True, num_threads=0)
+
+
+def contents(loader: od.DataLoader, epochs: int = 2) -> list[Any]:
+    items = [item for _ in range(epochs) for item in loader]
+    return [item.sample_ids if isinstance(item, od.Batch) else item["number"].tolist() for item in items]
+
+
+def inside_an_epoch(loader: od.DataLoader) -> None:
+    loader.load_state_dict(stopped_after(loader, 2).state_dict())
+
+
+def stopped_after(loader: od.DataLoader, steps: int) -> od.DataLoader:
+    iterator = iter(loader)
+    for _ in range(steps):
+        next(iterator)
+    del iterator
+    return loader
+
+
+def broken_off(loader: od.DataLoader) -> None:
+    stopped_after(loader, 2)
+
+
+def at_a_set_epoch(loader: od.DataLoader) -> None:
+    loader.set_epoch(7)
+
+
+MOVES = [inside_an_epoch, broken_off, at_a_set_epoch]
+WAYS = [(move, copy.deepcopy) for move in MOVES] + [(broken_off, lambda loader: pickle.loads(pickle.dumps(loader)))]
+
+
+@pytest.mark.parametrize(("move", "copied"), WAYS)
+@pytest.mark.parametrize("make", [sharded, seeded, drawn, pytest.param(mixed, marks=pytest.mark.slow)])
+def test_a_copy_goes_on_as_the_original(
+    dataset: od.ShardDataset,
+    make: Callable[[od.ShardDataset], od.DataLoader],
+    move: Callable[[od.DataLoader], None],
+    copied: Callable[[od.DataLoader], od.DataLoader],
+) -> None:
+    loader = make(dataset)
+    move(loader)
+    other = copied(loader)
+    if make is not drawn:  # a state settles what torch's generators draw next, on the loader that is asked
+        states = [each.state_dict() for each in (other, loader)]
+        assert states[0] | {"base_seed": 0} == states[1] | {"base_seed": 0}
+    first = contents(other)
+    assert first == contents(loader)
+    stays = make is drawn and move is at_a_set_epoch
+    assert stays or first != contents(make(dataset))  # the control: a new loader stands elsewhere
+
+
+def _iterated(number: int, loader: od.DataLoader, queue: Any) -> None:
+    queue.put((number, contents(loader, 1)))
+
+
+@pytest.mark.slow
+def test_a_loader_is_an_argument_of_spawned_processes(dataset: od.ShardDataset) -> None:
+    loader = od.DataLoader(dataset, global_batch_size=8, shuffle=True, num_workers=1)
+    broken_off(loader)
+    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    torch.multiprocessing.spawn(_iterated, (loader, queue), nprocs=1)
+    assert queue.get() == (0, contents(loader, 1))
+
+
+def test_a_copy_on_another_rank_is_refused(dataset: od.ShardDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    pickled = pickle.dumps(sharded(dataset))
+    from orchdata import dataloader
+    from orchdata.ranks.parallel import Rank
+
+    monkeypatch.setattr(dataloader, "resolve_rank", lambda dp: Rank(1, 2))
+    with pytest.raises(ValueError, match="copied on rank 0 of 1, and this process is rank 1 of 2"):
+        pickle.loads(pickled)
+
+
+def test_copies_that_would_be_wrong_are_refused(dataset: od.ShardDataset) -> None:
+    with pytest.raises(TypeError, match="iterator for sampler="):
+        copy.deepcopy(od.DataLoader(Numbers(8), sampler=iter(range(8))))
+    loader = od.DataLoader(dataset, global_batch_size=8, num_threads=0, dp=(1, 2))
+    assert copy.deepcopy(loader)._runtime.rank.rank == 1
+    loader._given["dp"] = object()  # as of a process group
+    with pytest.raises(TypeError, match="over a process group or mesh cannot be copied"):
+        copy.deepcopy(loader)

@@ -121,10 +121,6 @@ def children_of(pid: int) -> list[int]:
     return direct + [grandchild for child in direct for grandchild in children_of(child)]
 
 
-def is_running(pid: int) -> bool:
-    return stat_of(pid)[:1] not in ([], ["Z"])
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks end with their parent by prctl, which is Linux's")
 def test_no_process_outlives_the_demo(tmp_path: Path) -> None:
@@ -143,5 +139,6 @@ def test_no_process_outlives_the_demo(tmp_path: Path) -> None:
         assert len(others) >= 2  # the ranks
         process.kill()
         process.stdout.read()
-    while any(map(is_running, others)):  # whoever is left would train on beyond this test's limit
+    # Whoever is left would train on beyond this test's limit.
+    while any(stat_of(pid)[:1] not in ([], ["Z"]) for pid in others):
         time.sleep(0.1)

@@ -55,11 +55,6 @@ def parquet(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 TABLES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
     "finevision": (
         [
@@ -123,7 +118,7 @@ def test_layout_of_records(tmp_path: Path, functions: Any, name: str) -> None:
             ["Add.\n1 12", "Sing.La."],
         ),
     }[name]
-    url = jsonl(tmp_path / "a.jsonl", rows)
+    (url := tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     dataset = od.ShardDataset(url, recipe(getattr(functions, name)), media_root=tmp_path)
     assert [_spoken(text_of(dataset[number])) for number in range(len(dataset))] == texts
     assert dataset.index().totals["bad"] == 0

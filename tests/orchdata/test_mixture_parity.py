@@ -32,11 +32,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def marks(suite: Suite) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.slow, pytest.mark.timeout(900)] if suite.slow else []
+SLOW = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=marks(suite)) for name, suite in SUITES.items()])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=SLOW * each.slow) for name, each in SUITES.items()])
 def suite(request: pytest.FixtureRequest) -> Suite:
     return SUITES[request.param]
 

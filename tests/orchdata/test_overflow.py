@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from shard_factory import RECIPE, chat, jpeg, write_shard
+from shard_factory import RECIPE, SKIP_ANY, chat, jpeg, write_shard
 
 import orchdata as od
 from orchdata.loaders.errors import DataError
@@ -287,16 +287,6 @@ def test_samples_that_are_left_count_as_samples(tmp_path: Path) -> None:
         od.DataLoader(chosen, global_batch_size=100, drop_last=True, dp=(0, 1))
 
 
-def test_both_sides_of_a_split_hold_whole_samples(tmp_path: Path) -> None:
-    dataset = od.ShardDataset(written("jsonl", tmp_path), text_recipe())
-    train, test = dataset.split("train", 0.5), dataset.split("test", 0.5)
-    sides = [{name[1] for name in rows_of(batches_of(loaders(side, 1, global_batch_size=2)))} for side in (train, test)]
-    assert sides[0] | sides[1] == TEXTS.keys()
-    assert not sides[0] & sides[1]
-    assert train.num_rows + test.num_rows == dataset.num_rows
-    assert len(train) + len(test) == len(dataset)
-
-
 def test_what_is_left_out_by_name_is_left_out_whole(tmp_path: Path) -> None:
     dataset = od.ShardDataset(written("jsonl", tmp_path), text_recipe())
     quarantine = [(dataset.urls[0], "k01"), (dataset.urls[0], "k04")]
@@ -314,9 +304,7 @@ def test_a_text_that_yields_other_tokens_fails_in_all_its_pieces(tmp_path: Path)
     with pytest.raises(DataError, match=r"'long', field 'json': the index says 100 tokens, the text yields 101"):
         list(od.DataLoader(dataset.filter("key == 'long'"), batch_size=3, dp=(0, 1), num_threads=0))
     letters.settings["more"] = 30  # the first has one piece more then, the other a longer last one
-    loader = od.DataLoader(
-        dataset, batch_size=3, dp=(0, 1), num_threads=0, on_error=od.ErrorPolicy("skip", max_failures=None)
-    )
+    loader = od.DataLoader(dataset, batch_size=3, dp=(0, 1), num_threads=0, on_error=SKIP_ANY)
     assert rows_of(loader) == {}
     failures = loader.stats()["failures"]
     assert failures["count"] == 6
@@ -491,15 +479,3 @@ def test_samples_with_media(tmp_path: Path) -> None:
     closed = {"overflow": "truncate", "image_start_id": 300, "image_end_id": 301}
     assert "media are never cut" in bad(dataset(max_tokens=13, **closed))["long"]
     assert "long" not in bad(dataset(max_tokens=15, **closed))
-
-
-def test_the_fingerprint_tells_overflow_where_it_is_set() -> None:
-    plain = od.Recipe(text=od.TextPreprocessor())
-    assert not {"max_tokens", "overflow"} & plain.describe()["text"].keys()
-    ways = [
-        {"max_tokens": 8},
-        {"max_tokens": 9},
-        *({"max_tokens": 8, "overflow": each} for each in ("truncate", "split")),
-    ]
-    recipes = [plain, *(od.Recipe(text=od.TextPreprocessor(**way)) for way in ways)]
-    assert len({each.fingerprint() for each in recipes}) == 5

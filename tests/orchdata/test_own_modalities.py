@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import pickle
+import subprocess
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from own_modalities import Bad, Posed, Tracks, cloud, track
+from own_modalities import Bad, Cropped, Loud, Lowered, Points, Posed, Shouted, Tracks, cloud, track
 from own_samples import EXPECTED, OWN, RECIPE, SAMPLES, carry, delivered, differ, encoded, features_of, loader
 from shard_factory import RECIPE as PLAIN
-from shard_factory import write_shard
+from shard_factory import SKIP_ANY, audio, chat, jpeg, write_shard
 
 import orchdata as od
 from orchdata.planning.balance import Layout
@@ -159,11 +163,8 @@ def test_all_that_a_modality_may_define_is_used(tmp_path: Path, encoders: Any) -
     options = {"recipe": recipe, "cost": None, "balance": ONE, "collate_fn": od.Padded(encoders=encoders)}
     batch, dummy = loader(shard, global_batch_size=3, **options)
     posed_part = batch.media["posed"]
-    assert (
-        posed_part.lengths.tolist() == lengths
-        and posed_part.num_tokens == 9
-        and posed_part.cu_seqlens.tolist() == [0, 5, 7, 16]
-    )
+    assert posed_part.lengths.tolist() == lengths and posed_part.num_tokens == 9
+    assert posed_part.cu_seqlens.tolist() == [0, 5, 7, 16]
     assert posed_part.pose.tolist() == [[[n, n], [n, n]] for n in lengths] and posed_part.pose.dtype == torch.uint8
     rows = posed_part.values[posed_part.mask] if encoders == "padded" else posed_part.values
     expected = [np.frombuffer(track(n, n), "<f4", 2 * n, 8 + 8 * n).reshape(n, 2) for n in lengths]
@@ -206,9 +207,7 @@ def bad_shard(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_part_that_fails_is_named_and_nothing_else_is_lost(bad_shard: str, kind: str, balance: str) -> None:
     recipe = od.Recipe(points=Bad(kind=kind), tracks=Tracks())
     options = {"recipe": recipe, "balance": BALANCES[balance], "global_batch_size": 12, "cost": None}
-    loaders = [
-        loader(bad_shard, rank, 2, on_error=od.ErrorPolicy("skip", max_failures=None), **options) for rank in range(2)
-    ]
+    loaders = [loader(bad_shard, rank, 2, on_error=SKIP_ANY, **options) for rank in range(2)]
     steps = [list(each) for each in loaders]
     failures = [failure for each in loaders for failure in each.stats()["failures"]["samples"]]
     (failure,) = failures  # each rank has its own, and the one that failed is one rank's
@@ -241,20 +240,6 @@ def test_a_part_that_fails_is_named_and_nothing_else_is_lost(bad_shard: str, kin
     assert error.reason.startswith(REASONS[kind])
 
 
-@pytest.mark.parametrize("balance", ["joint", "per phase"])
-def test_a_damaged_cloud_is_found_when_it_is_counted(tmp_path: Path, balance: str) -> None:
-    samples = [{"__key__": f"s{n}", "npy": cloud(9)[: -4 if n == 2 else None], "txt": b"text"} for n in range(4)]
-    shard = write_shard(tmp_path / "a.tar", samples)
-    one = loader(
-        shard, on_error=od.ErrorPolicy("skip", max_failures=None), balance=BALANCES[balance], global_batch_size=4
-    )
-    assert sorted(key for batch in one for _, key in batch.sample_ids) == ["s0", "s1", "s3"]
-    (failure,) = one.stats()["failures"]["samples"]
-    assert (failure["key"], failure["field"]) == ("s2", "npy") and failure["reason"].startswith("not a .npy file")
-    with pytest.raises(od.DataError, match="'s2', field 'npy'"):
-        loader(shard, balance=BALANCES[balance])
-
-
 class Opened:
     """Leaves a file where it is unpickled."""
 
@@ -270,7 +255,7 @@ def test_a_pickled_cloud_is_never_unpickled(tmp_path: Path) -> None:
     mark = tmp_path / "unpickled"
     np.save(out, np.array([Opened(mark)], object), allow_pickle=True)
     shard = write_shard(tmp_path / "a.tar", [{"__key__": "a", "npy": out.getvalue()}, {"__key__": "b", "txt": b"b"}])
-    one = loader(shard, on_error=od.ErrorPolicy("skip", max_failures=None))
+    one = loader(shard, on_error=SKIP_ANY)
     assert [key for batch in one for _, key in batch.sample_ids] == ["b"]
     assert "allow_pickle=False" in one.stats()["failures"]["samples"][0]["reason"]
     assert not mark.exists()
@@ -289,3 +274,110 @@ def test_positions_of_another_shape_are_refused(tmp_path: Path) -> None:
     one = loader(shard, recipe=od.Recipe(tracks=Bent()), cost=None, collate_fn=od.Packed(positions="mrope"))
     with pytest.raises(ValueError, match=r"rope\(\) of tracks gave shape \(3, 1\) for .*, not \(3, 4\)"):
         list(one)
+
+
+# What recipes are known by: subclasses, parameters, and what no fingerprint would see.
+
+
+IMAGE = {"patch_size": 8, "merge": 2, "min_tokens": 1, "max_tokens": 12, "dtype": "float32"}
+
+
+SUBCLASSES: dict[str, dict[str, Any]] = {
+    "image": {"image": Cropped(**IMAGE)},  # type: ignore[arg-type]
+    "audio": {"audio": Loud()},
+    "template": {"text": od.TextPreprocessor(template=Shouted())},
+    "text": {"text": Lowered()},
+}
+
+
+BASES: dict[str, Any] = {"image": od.ImagePreprocessor(**IMAGE)}  # type: ignore[arg-type]
+
+
+def test_subclasses_are_obeyed(tmp_path: Path) -> None:
+    sample = {"jpg": jpeg(64, 32), "wav": audio(0.3), "json": chat("<image> and <audio> SO", "Be it")}
+    shard = write_shard(tmp_path / "a.tar", [{"__key__": "a", **sample}])
+
+    def only(**changed: Any) -> od.Batch:
+        (batch,) = loader(shard, recipe=od.Recipe(**BASES | changed), cost=None)
+        return batch
+
+    plain = only()
+    cropped = only(**SUBCLASSES["image"]).media["image"]
+    assert cropped.grid_hw.tolist() == [[4, 4]] and plain.image.grid_hw.tolist() == [[4, 8]]
+    assert len(cropped.patches) == 16
+    left = plain.image.patches.reshape(2, 4, 4, -1)[:, :2].reshape(16, -1)  # merged tokens, row by row
+    assert (cropped.patches - left).abs().mean() < 0.05 < (cropped.patches - left.flip(0)).abs().mean()
+    assert torch.equal(only(**SUBCLASSES["audio"]).audio.features, plain.audio.features * 2)
+
+    def text(batch: od.Batch) -> str:
+        return bytes(batch.text.input_ids.tolist()).decode()
+
+    assert text(plain) == "<|im_start|>user\n and  SO<|im_end|>\n<|im_start|>assistant\nBe it<|im_end|>\n"
+    assert text(only(**SUBCLASSES["template"])) == "USER! and  SO<|im_end|>\nASSISTANT!Be it<|im_end|>\n"
+    assert text(only(**SUBCLASSES["text"])) == text(plain).lower()
+    assert (only(text=Lowered(shift=1)).text.input_ids - 1).tolist() == list(text(plain).lower().encode())
+
+
+@pytest.mark.slow
+def test_subclasses_have_fingerprints_of_their_own_in_every_process() -> None:
+    recipes = {name: od.Recipe(**BASES | changed) for name, changed in SUBCLASSES.items()}
+    recipes |= {
+        "none": od.Recipe(**BASES),
+        "image, other parameter": od.Recipe(image=Cropped(half=False, **IMAGE)),  # type: ignore[arg-type]
+        "text, other parameter": od.Recipe(**BASES, text=Lowered(shift=1)),
+        "template, other parameter": od.Recipe(**BASES, text=od.TextPreprocessor(template=Shouted(mark="?"))),
+        "points": od.Recipe(points=Points()),
+        "points, other parameter": od.Recipe(points=Points(group=3)),
+        "points, other name": od.Recipe(clouds=Points()),
+        "tracks": od.Recipe(points=Tracks()),
+        "keep": od.Recipe(keep=("cls",)),
+    }
+    prints = {name: recipe.fingerprint() for name, recipe in recipes.items()}
+    assert len(set(prints.values())) == len(prints)
+    program = "import pickle, sys; print(*[recipe.fingerprint() for recipe in pickle.load(sys.stdin.buffer)])"
+    code = f"import sys; sys.path[:0] = {[path for path in sys.path if path]!r}; {program}"
+    finished = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps(list(recipes.values())), capture_output=True, check=True
+    )
+    assert finished.stdout.decode().split() == list(prints.values())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fingerprint"),
+    [
+        (od.Recipe(), "9dd9203dc2ed2cfbe7179db61c02a615"),
+        (od.Recipe(audio=None), "3791b5c3df3c0bd9dc3fba3af8ab5260"),
+        (od.Recipe(image=None, audio=None), "def8a2c3c029dfee61bed392968eb5d2"),
+        (
+            od.Recipe(
+                image=od.ImagePreprocessor(patch_size=16, max_tokens=256, dtype="uint8"),
+                audio=od.AudioPreprocessor(num_mels=80),
+                text=od.TextPreprocessor(
+                    eos_token_id=5, template=od.ChatTemplate(suffix="\n"), image_placeholder="<img>"
+                ),
+                limits=od.Limits(image_pixels=10**6),
+            ),
+            "476f2f83ecfd630551269b5d751bc61c",
+        ),
+    ],
+)
+def test_fingerprints_of_plain_recipes_stay(recipe: od.Recipe, fingerprint: str) -> None:
+    """Indexes that people have belong to these: they change with what recipes give, and only then."""
+    assert recipe.fingerprint() == fingerprint
+
+
+class Loose(od.Modality):
+    """Not a dataclass: what it holds is no part of it."""
+
+    fields = ("loose",)
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def arrays(self) -> Mapping[str, od.ArraySpec]:
+        return {"rows": od.ArraySpec((self.size,))}
+
+
+def test_what_a_fingerprint_would_not_see_is_refused() -> None:
+    with pytest.raises(TypeError, match="Loose is no dataclass, so that .* its size: make it a frozen dataclass"):
+        od.Recipe(loose=Loose(3)).fingerprint()

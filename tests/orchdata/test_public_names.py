@@ -17,14 +17,10 @@ ROOMS = ("balancers", "hf", "planners", "torchtitan")
 NAMES = [name for name in orchdata.__all__ if name not in ROOMS]
 
 
-def _documented() -> list[str]:
-    """Names that begin an item of a list in docs/api.md, written as `od.Name`."""
-    return re.findall(r"^- `od\.([\w.]+)", (REPOSITORY / "docs" / "api.md").read_text(), re.MULTILINE)
-
-
 def test_all_is_what_the_docs_list() -> None:
     in_rooms = [f"{room}.{name}" for room in ROOMS[1:] for name in getattr(orchdata, room).__all__]
-    assert sorted([*NAMES, "balancers", *in_rooms]) == sorted(_documented())
+    listed = re.findall(r"^- `od\.([\w.]+)", (REPOSITORY / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert sorted([*NAMES, "balancers", *in_rooms]) == sorted(listed)
     # The program that mypy checks against a wheel uses them all.
     program = (REPOSITORY / "tests" / "support" / "typed_program.py").read_text()
     used = {ast.unparse(node) for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Attribute)}

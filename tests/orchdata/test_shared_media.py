@@ -65,9 +65,8 @@ def test_a_text_that_fails_on_one_member_is_blank_on_all(found: list[dict[str, A
     failed = [rank["failing"] for rank in found]
     assert sum(len(each["labels"]) for each in failed) and not any(sum(each["labels"]) for each in failed)
     assert all(each["placed"] for each in failed)
-    assert (
-        sum(each["count"] for each in failed) == failed[0]["texts"] + 1
-    )  # each on one member, and the image that is cut
+    # Each on one member, and the image that is cut.
+    assert sum(each["count"] for each in failed) == failed[0]["texts"] + 1
 
 
 def test_processes_build_the_same_slices_and_routes(shard: str) -> None:
@@ -76,9 +75,3 @@ def test_processes_build_the_same_slices_and_routes(shard: str) -> None:
         given = {"dp": (rank, 2), "on_error": "raise", "global_batch_size": 3}
         one, other = (next(iter(loader(shard, **given, **each))) for each in ({}, way))
         assert one.teams[0].size == 2 and digest(one) == digest(other) and one.routes == other.routes
-
-
-def test_what_shares_nothing_has_the_plan_that_it_has_without_teams(shard: str) -> None:
-    dear = loader(shard, dp=(0, 4), on_error="raise", teams=od.Teams(largest=4, cut="trainer", per_token=1e3))
-    plain = loader(shard, dp=(0, 4), on_error="raise", teams=None)
-    assert all(dear.plan_at(0, step).hash == plain.plan_at(0, step).hash for step in range(4))

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import json
+from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from delivered_once import tar_keys, wrong_deliveries
-from digests import global_batch
+from digests import digest, global_batch
+from map_dataset import Numbers
 from rank_loaders import BUDGET, loaders, rows_of, steps_of
 from shard_factory import RECIPE, omni_shards
+from torch.utils.data import BatchSampler, RandomSampler
 
 import orchdata as od
 from orchdata.planning.sharing.accumulated import better_budget
@@ -20,11 +26,7 @@ from orchdata.planning.sharing.accumulated import better_budget
 pytestmark = pytest.mark.usefixtures("same_cache")
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> od.ShardDataset:
-    dataset = od.ShardDataset(omni_shards(tmp_path_factory.mktemp("omni"), samples=12), RECIPE)
-    dataset.index()
-    return dataset
+OMNI = {"samples": 12}
 
 
 def keys_of(step: Sequence[Any]) -> list[tuple[str, str]]:
@@ -64,7 +66,7 @@ def test_steps_hold_their_budget_give_or_take_a_sample(dataset: od.ShardDataset,
         },
         {"balance": od.Balance(scope="grouped", group_size=2)},
         {"balance": od.Balance(scope="grid", group_size=2, max_tokens=300, oversize="own")},
-        {"num_workers": 2, "num_threads": 1},
+        pytest.param({"num_workers": 2, "num_threads": 1}, marks=pytest.mark.slow),
         {"collate_fn": od.Padded(multiple_of=64)},
     ],
 )
@@ -215,3 +217,179 @@ def test_what_is_above_the_budget_can_be_left_out(dataset: od.ShardDataset) -> N
 )
 def test_a_budget_that_fills_its_microbatches_is_known(budget: int, ranks: int, better: int | None) -> None:
     assert better_budget(budget, 4_000, ranks) == better
+
+
+# `accumulate=`: steps of so many microbatches on every rank, by any engine, and clear errors.
+
+
+@pytest.fixture(scope="module")
+def fifty(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> od.ShardDataset:
+    fifty = od.ShardDataset(omni_shards(tmp_path_factory.mktemp("omni"), shards=2, samples=25), RECIPE)
+    fifty.index()
+    return fifty
+
+
+def make(fifty: Any, **options: Any) -> od.DataLoader:
+    """50 samples in steps of 2 * 4 * 2 ranks: three, and one of two samples."""
+    fixed = {"batch_size": 2, "accumulate": 4, "dp": (0, 2), "shuffle": True, "num_threads": 0}
+    return od.DataLoader(fifty, **fixed | options)
+
+
+def ids(step: list[od.Batch]) -> list[list[tuple[str, str]]]:
+    return [list(batch.sample_ids) for batch in step]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"collate_fn": od.Padded(), "balance": od.Balance(equal_count=True)},
+        {"balance": od.Balance(assignment="per_phase"), "num_threads": 2},
+        {"balance": od.Balance(scope="grouped", group_size=1), "drop_last": True},
+        {"collate_fn": od.Packed(length=4096)},
+    ],
+    ids=["packed", "padded", "per phase", "grouped", "one length"],
+)
+def test_every_step_has_its_microbatches_on_every_rank(fifty: od.ShardDataset, options: dict[str, Any]) -> None:
+    ranks = [list(make(fifty, dp=(rank, 2), **options).steps()) for rank in range(2)]
+    loader = make(fifty, **options)
+    dropped = options.get("drop_last", False)
+    assert len(loader.steps()) == len(ranks[0]) == (3 if dropped else 4)
+    assert (loader.batch_size, loader.global_batch_size) == (2, 16)
+    seen: Counter[tuple[str, str]] = Counter()
+    for number, steps in enumerate(zip(*ranks, strict=True)):
+        of_step = [len(each) for step in steps for each in ids(step)]
+        assert [len(step) for step in steps] == [4, 4]
+        assert of_step == [2] * 8 if number < 3 else sum(of_step) == 2 and max(of_step) == 1
+        total = sum(batch.loss_tokens for step in steps for batch in step)
+        for step in steps:
+            assert [batch.is_last_microbatch for batch in step] == [False, False, False, True]
+            assert all(batch.num_microbatches == 4 and batch.global_loss_tokens == total for batch in step)
+            seen.update(each for batch in ids(step) for each in batch)
+    assert set(seen.values()) == {1} and len(seen) == (48 if dropped else 50)
+
+
+def test_other_engines_and_any_step_again_give_the_same(fifty: od.ShardDataset) -> None:
+    expected = [ids(step) for step in make(fifty).steps()]
+    forked = make(fifty, num_workers=1, num_threads=1, multiprocessing_context="fork")
+    assert [ids(step) for step in forked.steps()] == expected
+    assert ids(make(fifty).step_at(0, 2)) == expected[2]
+    assert make(fifty).plan_at(0, 3).num_microbatches == 4
+
+
+def test_a_run_continues_with_another_accumulation_and_other_ranks(fifty: od.ShardDataset) -> None:
+    first = make(fifty)
+    list(islice(first.steps(), 1))
+    state = first.state_dict()
+    whole = [
+        sorted(each for batch in ids(step) for each in batch) for step in make(fifty, dp=(0, 1), batch_size=4).steps()
+    ]
+    for options in ({"accumulate": 2}, {"accumulate": 1}, {"accumulate": 8}):
+        other = make(fifty, dp=(0, 1), batch_size=None, global_batch_size=16, **options)
+        other.load_state_dict(state)
+        following = [sorted(each for batch in ids(step) for each in batch) for step in other.steps()]
+        assert following == whole[1:]
+        assert state["fingerprint"] == other.state_dict()["fingerprint"]
+
+
+def test_what_cannot_be_cut_is_an_error(fifty: od.ShardDataset) -> None:
+    with pytest.raises(ValueError, match="accumulate=4 cuts steps of as many samples.*global_batch_tokens"):
+        make(fifty, batch_size=None, global_batch_tokens=3000)
+    named = r"accumulate=3 micro-steps do not hold the 18 samples.*max_tokens=\{'llm': 245\}"
+    with pytest.raises(ValueError, match=named):
+        make(fifty, batch_size=3, accumulate=3, balance=od.Balance(max_tokens=245))
+    with pytest.raises(ValueError, match=r"accumulate=3 micro-steps .* within Packed\(length=245\), at most 3 of them"):
+        make(fifty, batch_size=3, accumulate=3, collate_fn=od.Packed(length=245))
+    with pytest.raises(ValueError, match="accumulate must be at least 1"):
+        make(fifty, accumulate=0)
+    with pytest.raises(ValueError, match="one result of collate_fn per step"):
+        od.DataLoader(Numbers(8), batch_size=2, accumulate=2)
+    assert len(od.DataLoader(Numbers(8), batch_size=2, accumulate=1)) == 4
+
+
+# Any step of a run, once more: what `step_at` builds is what the iteration gave, and the loader stays where it was.
+
+
+NUMBERS = list(range(30))
+
+
+def digests(step: list[Any]) -> list[str]:
+    return [digest(batch) for batch in step]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"global_batch_tokens": [(0, 400), (2000, 900)]},
+        {"global_batch_tokens": None, "global_batch_size": 7, "balance": od.Balance(max_tokens=300, oversize="own")},
+        {"balance": od.Balance(assignment="per_phase")},
+        {"collate_fn": od.Padded()},
+        {"shuffle": od.Shuffle(window=1, streams=2), "num_threads": 2},
+    ],
+)
+def test_every_step_of_every_rank_is_built_again(dataset: od.ShardDataset, options: dict[str, Any]) -> None:
+    ours = loaders(dataset, 3, **options)
+    given = [[[digests(step) for step in loader.steps()] for _ in range(2)] for loader in ours]
+    asked = loaders(dataset, 3, **options)[0]
+    asked.set_epoch(1)
+    before = asked.state_dict()
+    for epoch in range(2):
+        for step in range(len(given[0][epoch])):
+            plan = asked.plan_at(epoch, step)
+            for rank in range(3):
+                again = asked.step_at(epoch, step, rank=rank)
+                assert digests(again) == given[rank][epoch][step]
+                assert all(batch.plan.hash == plan.hash for batch in again)
+        with pytest.raises(IndexError, match=f"step {step + 1} is outside"):
+            asked.step_at(epoch, step + 1)
+    assert digests(asked.step_at(1, 0)) != digests(asked.step_at(0, 0))
+    assert asked.state_dict() == before
+    assert asked.stats()["steps"] == 0
+
+
+def test_a_run_that_was_cut_again_is_rebuilt_from_its_state(dataset: od.ShardDataset) -> None:
+    run = loaders(dataset, 1, global_batch_tokens=300)[0]
+    steps = run.steps()
+    for _ in range(3):
+        next(steps)
+    resumed = loaders(dataset, 1, run.state_dict(), ["global_batch_tokens"], global_batch_tokens=800)[0]
+    given = [digests(step) for step in resumed.steps()]
+    laptop = loaders(dataset, 1, global_batch_tokens=800)[0]
+    assert digests(laptop.step_at(0, 3)) != given[0]  # before it loads the state
+    middle = loaders(dataset, 1, run.state_dict(), ["global_batch_tokens"], global_batch_tokens=800)[0]
+    laptop.load_state_dict(middle.state_dict())
+    assert [digests(laptop.step_at(0, 3 + number)) for number in range(len(given))] == given
+    with pytest.raises(IndexError, match="cut in another way"):
+        laptop.step_at(0, 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 4, "shuffle": True, "seed": 5},
+        {"batch_size": 4},
+        {"batch_size": 4, "sampler": range(0, 30, 2)},
+        {"batch_sampler": BatchSampler(range(30), 4, drop_last=False)},
+    ],
+)
+def test_map_style_steps(options: dict[str, Any]) -> None:
+    loader = od.DataLoader(NUMBERS, collate_fn=list, **options)
+    state = torch.get_rng_state()
+    asked = [loader.step_at(0, step) for step in range(len(loader))]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert asked == [[batch] for batch in loader]
+
+
+@pytest.mark.parametrize("kind", [{"shuffle": True}, {"sampler": RandomSampler(NUMBERS, num_samples=30)}])
+def test_a_state_tells_what_torch_drew(kind: dict[str, Any]) -> None:
+    loader = od.DataLoader(NUMBERS, batch_size=4, collate_fn=list, **kind)
+    steps = iter(loader)
+    given = [next(steps) for _ in range(3)]
+    state = json.loads(json.dumps(loader.state_dict()))
+    laptop = od.DataLoader(NUMBERS, batch_size=4, collate_fn=list, **kind)
+    with pytest.raises(ValueError, match="load a state of that epoch"):
+        laptop.step_at(0, 1)
+    laptop.load_state_dict(state)
+    given += steps
+    assert [laptop.step_at(0, step) for step in range(len(given))] == [[batch] for batch in given]

@@ -16,7 +16,7 @@ import torch
 import video_job
 from PIL import Image
 from rank_jobs import run_ranks
-from shard_factory import chat, jpeg, write_shard
+from shard_factory import SKIP_ANY, chat, jpeg, write_shard
 from video_clips import VARIABLE, animation, clip, number_of, picture, sound_alone
 
 import orchdata as od
@@ -199,9 +199,7 @@ def test_records_name_videos(tmp_path: Path) -> None:
     index = dataset.index()
     failures = [index.failure(int(row)) for row in index.bad_rows()]
     assert [(failure.key, failure.field) for failure in failures] == [("gone", "video.0")]
-    running = od.DataLoader(
-        dataset, global_batch_size=5, num_threads=0, shuffle=False, on_error=od.ErrorPolicy("skip", max_failures=None)
-    )
+    running = od.DataLoader(dataset, global_batch_size=5, num_threads=0, shuffle=False, on_error=SKIP_ANY)
     batch = next(iter(running))
     assert [key for _, key in batch.sample_ids] == ["llava", "qwen", "two", "inside", "plain"]
     assert len(batch.media["video"].grid_thw) == 5
@@ -247,11 +245,7 @@ def test_records_list_the_frames_of_videos(tmp_path: Path) -> None:
     assert "frames 0 and 1 are 64 x 48 and 32 x 24 pixels" in failures["sizes"]
     assert "'a.mp4': no such file" in failures["clips"] and "no video" in failures["empty"]
     assert "'00.png' is not a video: put the files of one video in a separate list" in failures["flat"]
-    options: dict[str, Any] = {
-        "global_batch_size": 5,
-        "shuffle": False,
-        "on_error": od.ErrorPolicy("skip", max_failures=None),
-    }
+    options: dict[str, Any] = {"global_batch_size": 5, "shuffle": False, "on_error": SKIP_ANY}
     batch = next(iter(od.DataLoader(dataset, num_threads=0, **options)))
     assert [key for _, key in batch.sample_ids] == ["qwen", "rate", "one", "factory", "encoded"]
     assert numbers(batch) == [
@@ -292,8 +286,6 @@ def test_what_records_say_of_frames_is_read_or_refused(tmp_path: Path) -> None:
     failed = {failure.key: failure.reason for failure in map(index.failure, index.bad_rows().tolist())}
     assert failed.keys() == {"still", "longer"}
     assert "do not ascend" in failed["still"] and "'duration', which is not read" in failed["longer"]
-    loader = od.DataLoader(
-        dataset, global_batch_size=3, shuffle=False, num_threads=0, on_error=od.ErrorPolicy("skip", max_failures=None)
-    )
+    loader = od.DataLoader(dataset, global_batch_size=3, shuffle=False, num_threads=0, on_error=SKIP_ANY)
     spans = next(iter(loader)).media["video"].seconds_per_grid
     assert spans.tolist() == pytest.approx([2 * 2, 2 * 1, 2 * 0.25])

@@ -128,10 +128,20 @@ def steps_of(dataset: Any, ranks: int, epochs: Iterable[int], **options: Any) ->
     }
 
 
-@pytest.mark.parametrize(("ranks", "attention"), [(1, "document"), (2, "window"), (3, "document")])
-def test_windows_are_the_documents_of_the_epochs_cut(dataset: od.ShardDataset, ranks: int, attention: str) -> None:
-    stream, at = stream_of(dataset, range(3)), 0
-    steps = steps_of(dataset, ranks, range(3), attention=attention)
+@pytest.mark.parametrize(
+    ("ranks", "attention", "order"),
+    [
+        (1, "document", {"shuffle": od.Shuffle(window=1, streams=3), "seed": 5}),
+        (2, "window", {}),
+        (3, "document", {}),
+        (1, "document", {"shuffle": np.arange(31, 2, -1), "seed": None}),
+    ],
+)
+def test_windows_are_the_documents_of_the_epochs_cut(
+    dataset: od.ShardDataset, ranks: int, attention: str, order: dict[str, Any]
+) -> None:
+    stream, at = stream_of(dataset, range(3), **order), 0
+    steps = steps_of(dataset, ranks, range(3), attention=attention, **order)
     for batches in steps.values():
         assert len(batches) == WINDOWS
         for batch in batches:
@@ -154,35 +164,6 @@ def test_drop_last_begins_each_epoch_with_its_first_document(dataset: od.ShardDa
         assert len(mine) == number * WINDOWS
         for at, batch in enumerate(mine):
             assert found(batch) == expected(stream[at * LENGTH : (at + 1) * LENGTH])
-
-
-@pytest.mark.parametrize(
-    "order",
-    [
-        {"shuffle": od.Shuffle(window=1, streams=3), "seed": 5},
-        {"shuffle": np.arange(31, 2, -1), "seed": None},
-    ],
-)
-def test_documents_are_joined_in_any_order(dataset: od.ShardDataset, order: dict[str, Any]) -> None:
-    stream = stream_of(dataset, range(2), **order)
-    batches = [batch for each in steps_of(dataset, 1, range(2), **order).values() for batch in each]
-    assert len(batches) == len(stream) // (WINDOWS * LENGTH) * WINDOWS
-    for at, batch in enumerate(batches):
-        assert found(batch) == expected(stream[at * LENGTH : (at + 1) * LENGTH])
-
-
-def test_every_token_is_in_one_window(dataset: od.ShardDataset) -> None:
-    """Rule 6: each (shard, key, token) once in an epoch, over ranks and epochs."""
-    stream = stream_of(dataset, range(3))
-    counts: Counter[tuple[tuple[str, str], int]] = Counter()
-    for batches in steps_of(dataset, 2, range(3)).values():
-        for batch in batches:
-            for name, (first, stop) in zip(batch.sample_ids, batch.token_ranges, strict=True):
-                counts.update((name, number) for number in range(first, stop))
-    rest = len(stream) % (WINDOWS * LENGTH)
-    assert sum(counts.values()) == len(stream) - rest
-    assert set(counts.values()) == ({2, 3} if rest else {3})
-    assert counts == Counter((token.document, token.number) for token in stream[: len(stream) - rest])
 
 
 def test_engines_build_the_same_windows(dataset: od.ShardDataset) -> None:
@@ -376,56 +357,33 @@ def test_sources_of_a_mixture_are_concatenated_in_its_order(tmp_path: Path) -> N
     sources = {
         name: od.Source(datasets[name], weight=weight, loss_weight=2 * weight) for name, weight in shares.items()
     }
-    for mixture in (od.Mixture(sources, by="tokens", stop="repeat", epoch_tokens=4_000),):
-        stream, at = stream_of(mixture, range(3)), 0
-        steps = steps_of(mixture, 2, range(3))
-        for batches in steps.values():
-            for batch in batches:
-                assert found(batch) == expected(stream[at : at + LENGTH])
-                at += LENGTH
-                weights = [2 * shares[Path(shard).parent.name] for shard, _ in batch.sample_ids]
-                assert batch.loss_weights is not None
-                counted = batch.by_source()
-                assert sum(each["tokens"] for each in counted.values()) == LENGTH
-                assert sum(each["loss_tokens"] for each in counted.values()) == batch.loss_tokens
-                assert [float(batch.loss_weights[place][0]) for place in batch.samples] == pytest.approx(weights)  # type: ignore[index]
-            weighted = sum(float((batch.loss_weights * (batch.llm.labels != -100)).sum()) for batch in batches)  # type: ignore[operator]
-            assert weighted == pytest.approx(batches[0].global_loss_tokens)
-        assert at == len(stream) // (WINDOWS * LENGTH) * WINDOWS * LENGTH
-        # And a run continues, in the middle of the second epoch, on other ranks.
-        loader = loader_of(mixture, 0, 2)
-        loader.set_epoch(1)
-        whole = iter(loader.steps())
-        next(whole)
-        state = json.loads(json.dumps(loader.state_dict()))
-        loaders = [loader_of(mixture, rank, 3) for rank in range(3)]
-        for each in loaders:
-            each.load_state_dict(state)
-        shares_of = zip(*[next_step(each) for each in loaders], strict=True)
-        assert [found(batch) for row in shares_of for batch in row] == [found(batch) for batch in steps[1, 1]]
-
-
-def test_a_mixture_with_stages_continues(tmp_path: Path) -> None:
-    for name in ("web", "code"):
-        (tmp_path / name).mkdir()
-    web, code = text_dataset(tmp_path / "web", 1, 20, 1), text_dataset(tmp_path / "code", 1, 20, 2)
-    sources = {"web": od.Source(web), "code": od.Source(code)}
-    stages = [(0, {"web": 9, "code": 1}), (2_000, {"web": 2, "code": 8}), (6_000, {"web": 1, "code": 1})]
-    mixture = od.Mixture(sources, stages=stages, stop="repeat", epoch_tokens=4_000)
-    for dataset in (web, code):
-        dataset.index()
-    stream = stream_of(mixture, range(3))
-    steps = [step for loader in [loader_of(mixture)] for _ in range(3) for step in loader.steps()]
-    windows = [found(batch) for step in steps for batch in step]
-    assert windows == [expected(stream[at : at + LENGTH]) for at in range(0, len(windows) * LENGTH, LENGTH)]
-    loader, states = loader_of(mixture), []
-    for _ in range(2):
-        for _ in loader.steps():
-            states.append(json.loads(json.dumps(loader.state_dict())))
-    for number in range(0, len(states), 4):
-        again = loader_of(mixture)
-        again.load_state_dict(states[number])
-        assert [found(batch) for batch in next_step(again)] == [found(batch) for batch in steps[number + 1]]
+    mixture = od.Mixture(sources, by="tokens", stop="repeat", epoch_tokens=4_000)
+    stream, at = stream_of(mixture, range(3)), 0
+    steps = steps_of(mixture, 2, range(3))
+    for batches in steps.values():
+        for batch in batches:
+            assert found(batch) == expected(stream[at : at + LENGTH])
+            at += LENGTH
+            weights = [2 * shares[Path(shard).parent.name] for shard, _ in batch.sample_ids]
+            assert batch.loss_weights is not None
+            counted = batch.by_source()
+            assert sum(each["tokens"] for each in counted.values()) == LENGTH
+            assert sum(each["loss_tokens"] for each in counted.values()) == batch.loss_tokens
+            assert [float(batch.loss_weights[place][0]) for place in batch.samples] == pytest.approx(weights)  # type: ignore[index]
+        weighted = sum(float((batch.loss_weights * (batch.llm.labels != -100)).sum()) for batch in batches)  # type: ignore[operator]
+        assert weighted == pytest.approx(batches[0].global_loss_tokens)
+    assert at == len(stream) // (WINDOWS * LENGTH) * WINDOWS * LENGTH
+    # And a run continues, in the middle of the second epoch, on other ranks.
+    loader = loader_of(mixture, 0, 2)
+    loader.set_epoch(1)
+    whole = iter(loader.steps())
+    next(whole)
+    state = json.loads(json.dumps(loader.state_dict()))
+    loaders = [loader_of(mixture, rank, 3) for rank in range(3)]
+    for each in loaders:
+        each.load_state_dict(state)
+    shares_of = zip(*[next_step(each) for each in loaders], strict=True)
+    assert [found(batch) for row in shares_of for batch in row] == [found(batch) for batch in steps[1, 1]]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

@@ -4,27 +4,37 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import json
+import os
 import pickle
 import random
-import time
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
+import jobs_recipes
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from shard_factory import RECIPE, chat, jpeg, omni_samples, omni_shards, write_shard
+from shard_factory import RECIPE, omni_samples, omni_shards, write_shard
+from text_shards import same, texts
 
 from orchdata.bench import synthetic_index
 from orchdata.loaders import compact
 from orchdata.loaders.compact import RowsOfKeys, Strings
-from orchdata.loaders.index.build import build_index
+from orchdata.loaders.errors import ProcessError, StorageError
+from orchdata.loaders.index import jobs
+from orchdata.loaders.index.build import BuildProgress, build_index
 from orchdata.loaders.index.fields import Piece, column_of_array, column_of_values, joined
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
-from orchdata.loaders.index.table import Columns, summarize
-from orchdata.loaders.modalities.builtin import TEXT
-from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.index.table import Columns
+from orchdata.loaders.recipe import Recipe, TextPreprocessor
+from orchdata.loaders.storage.cache import CacheFolder
 
 pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
 
@@ -38,19 +48,6 @@ def synthetic(tmp_path_factory: pytest.TempPathFactory) -> Index:
     return synthetic_index(tmp_path_factory.mktemp("index") / "synthetic.index", 50_000, seed=3, num_shards=7)
 
 
-def test_totals_are_those_of_the_columns(synthetic: Index) -> None:
-    assert synthetic.totals == summarize(synthetic, synthetic.modalities, {}, {"names": {}, "others": 0})
-
-
-def test_synthetic_content_depends_on_its_arguments_only(tmp_path: Path, synthetic: Index) -> None:
-    again = synthetic_index(tmp_path / "again.index", 50_000, seed=3, num_shards=7)
-    other = synthetic_index(tmp_path / "other.index", 50_000, seed=4, num_shards=7)
-    assert again.path.read_bytes() == synthetic.path.read_bytes()
-    assert again.fingerprint == synthetic.fingerprint != other.fingerprint
-    assert not np.array_equal(other.llm_tokens, synthetic.llm_tokens)
-    assert len(synthetic_index(tmp_path / "one.index", 1, seed=0)) == 1
-
-
 def test_arrays_are_read_only_and_the_index_pickles_as_its_path(synthetic: Index) -> None:
     for name in ARRAYS:
         with pytest.raises(ValueError, match="read-only"):
@@ -58,22 +55,6 @@ def test_arrays_are_read_only_and_the_index_pickles_as_its_path(synthetic: Index
     data = pickle.dumps(synthetic)
     assert len(data) < 1000
     assert np.array_equal(pickle.loads(data).llm_tokens, synthetic.llm_tokens)
-
-
-def test_members_as_compose_takes_them(tmp_path: Path) -> None:
-    sample = {"__key__": "k", "jpg": jpeg(80, 60), "txt": b"unused", "cls": b"1", "json": chat("<image> what", "a")}
-    url = write_shard(tmp_path / "a.tar", [sample])
-    index = build_index([url], Recipe())
-    members = index.members(0)
-    assert [(member.field, member.kind, member.header) for member in members] == [
-        ("jpg", IMAGE, (80, 60)),
-        ("json", TEXT, (0, 0)),
-    ]
-    assert [member.size for member in members] == [len(sample["jpg"]), len(sample["json"])]
-    content = (tmp_path / "a.tar").read_bytes()
-    for offset, size, encoding, field in index.read_spec(0):
-        assert content[offset : offset + size] == sample[field]
-        assert encoding == 0
 
 
 def test_find(tmp_path: Path, synthetic: Index) -> None:
@@ -94,28 +75,6 @@ def test_find(tmp_path: Path, synthetic: Index) -> None:
         index.find("x.tar", "same")
 
 
-def anonymous_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:")) * 1024
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
-def test_opening_and_reading_copies_nothing(tmp_path: Path) -> None:
-    path = synthetic_index(tmp_path / "big.index", 400_000, seed=0).path
-    assert path.stat().st_size > 50 << 20
-    Index(path).llm_tokens.sum()
-    before = anonymous_bytes()
-    seconds = time.perf_counter()
-    indexes = [Index(path) for _ in range(4)]
-    seconds = time.perf_counter() - seconds
-    for index in indexes:
-        for name in ARRAYS:
-            getattr(index, name).max()
-        index.members(1000)
-    assert anonymous_bytes() - before < 8 << 20
-    assert seconds < 0.5  # 1 ms each
-
-
 # Several indexes as one: each row and part has the values of its own index, and damage is detected.
 
 
@@ -125,43 +84,6 @@ def indexes(tmp_path: Path) -> list[Index]:
     one = build_index(omni_shards(tmp_path, shards=2, samples=7), RECIPE)
     two = build_index([write_shard(tmp_path / "broken.tar", broken)], RECIPE)
     return [one, two, one]
-
-
-def test_rows_and_parts_are_those_of_their_index(indexes: list[Index]) -> None:
-    joined = JoinedIndex(indexes)
-    assert len(joined) == 14 + 7 + 14
-    rows = np.random.default_rng(0).permutation(len(joined))
-    owner = np.searchsorted(joined.first_rows, rows, side="right") - 1
-    for row, number in zip(rows.tolist(), owner.tolist(), strict=True):
-        index, own = indexes[number], row - int(joined.first_rows[number])
-        assert joined.source_of(row) == number
-        assert (joined.key(row), joined.shard_of(row)) == (index.key(own), index.shard_of(own))
-        assert joined.members(row) == index.members(own)
-        assert joined.read_spec(row) == index.read_spec(own)
-        assert joined.shards[joined.shard[row]] == index.shard_of(own)
-        parts, theirs = joined.part_range(row), index.part_range(own)
-        assert joined.sizes(parts, RECIPE) == index.sizes(theirs, RECIPE)
-        assert joined.part_tokens[parts.start : parts.stop].tolist() == index.part_tokens[list(theirs)].tolist()
-        assert [joined.modality_of(part) for part in parts] == [index.modality_of(part) for part in theirs]
-        count = len(index.members(own))
-        assert [joined.member_of(part, count) for part in parts] == [index.member_of(part, count) for part in theirs]
-    assert joined.llm_tokens[rows].tolist() == [
-        int(indexes[number].llm_tokens[row - joined.first_rows[number]])
-        for row, number in zip(rows, owner, strict=True)
-    ]
-
-
-def test_parts_come_in_the_order_of_their_rows(indexes: list[Index]) -> None:
-    joined = JoinedIndex(indexes)
-    rows = np.random.default_rng(1).permutation(len(joined))[:20]
-    parts, places = joined.parts_of(rows, "image")
-    expected = [
-        (part, position)
-        for position, row in enumerate(rows.tolist())
-        for part in joined.part_range(row)
-        if joined.modality_of(part) == "image"
-    ]
-    assert list(zip(parts.tolist(), places.tolist(), strict=True)) == expected
 
 
 def test_failures_names_and_totals_are_those_of_all(indexes: list[Index]) -> None:
@@ -292,3 +214,174 @@ def test_numbers_of_classes_are_their_names() -> None:
 def test_columns_that_the_index_does_not_keep_are_named(array: pa.Array, message: str) -> None:
     with pytest.raises(ValueError, match=rf"a\.parquet: {message}"):
         column_of_array(array, (), "a.parquet", KEYS, "x")
+
+
+# Processes that measure shards: the same index, and one clear error if they cannot go on.
+
+
+SUPPORT = Path(__file__).parents[2] / "support"
+
+
+def processes(folder: Path) -> set[int]:
+    return {int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")}
+
+
+def is_running(process: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def no_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(given: bytes) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(jobs, "ChildProcess", refuse)
+
+
+def test_the_index_is_that_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    urls = omni_shards(tmp_path, shards=2, samples=6)
+    broken, empty = tmp_path / "broken.tar", tmp_path / "empty.jsonl"
+    broken.write_bytes(Path(urls[0]).read_bytes()[:700])
+    empty.touch()
+    table = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"text": ["a cat", "on the mat"]}), table)
+    large = texts(tmp_path / "large.jsonl", 6_000)
+    urls += [str(broken), str(empty), str(table), large, texts(tmp_path / "small.jsonl", 3)]
+    alone = build_index(urls, RECIPE, cache=CacheFolder(tmp_path / "alone"))
+
+    seen: list[BuildProgress] = []
+    shown: list[float] = []
+    together = build_index(
+        urls,
+        RECIPE,
+        cache=CacheFolder(tmp_path / "together"),
+        jobs=3,
+        progress=seen.append,
+        under_way=lambda done, total: shown.append(done / total),
+    )
+    assert same(together, alone)
+    assert sorted(each.url for each in seen) == sorted(urls) and all(each.measured for each in seen)
+    assert shown == sorted(shown) and shown[-1] == 1
+
+    # Nothing is measured again, except by force.
+    monkeypatch.setattr(jobs, "ChildProcess", None)
+    seen.clear()
+    again = build_index(urls, RECIPE, cache=CacheFolder(tmp_path / "together"), jobs=2, progress=seen.append)
+    assert same(again, alone) and not any(each.measured for each in seen)
+
+
+def test_a_process_that_ends_is_one_error_that_names_the_shard(tmp_path: Path) -> None:
+    urls = [texts(tmp_path / f"{number}.jsonl", 30) for number in range(2)]
+    recipe, cache = jobs_recipes.recipe(tmp_path), CacheFolder(tmp_path / "cache")
+    (tmp_path / "kill").write_text("0 has 7 words")
+    words = "was ended by SIGKILL, 3 times: is memory short"
+    with pytest.raises(ProcessError, match=f"0.jsonl: the process that measures it {words}"):
+        build_index(urls, recipe, cache=cache, jobs=2)
+    assert not any(map(is_running, processes(tmp_path)))
+    (tmp_path / "kill").unlink()
+    index = build_index(urls, recipe, cache=cache, jobs=2)
+    assert same(index, build_index(urls, recipe, cache=CacheFolder(tmp_path / "alone")))
+
+
+@pytest.mark.slow
+def test_errors_of_processes_are_those_of_threads(tmp_path: Path) -> None:
+    urls = [texts(tmp_path / f"{number}.jsonl", 30) for number in range(2)]
+    recipe, cache = jobs_recipes.recipe(tmp_path), CacheFolder(tmp_path / "cache")
+    (tmp_path / "memory").write_text("1 has 7 words")
+    with pytest.raises(MemoryError, match=r"1.jsonl.*no memory for this text"):
+        build_index(urls, recipe, cache=cache, jobs=2)
+    (tmp_path / "memory").unlink()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "facts").touch()  # which the child cannot make a folder
+    with pytest.raises(StorageError, match="facts"):
+        build_index(urls, recipe, cache=CacheFolder(tmp_path / "other"), jobs=2, retry_seconds=0)
+    assert build_index(urls, recipe, cache=cache, jobs=2).num_samples == 60
+
+
+@pytest.mark.usefixtures("no_children")
+def test_what_cannot_be_sent_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    url = texts(tmp_path / "a.jsonl", 3)
+    recipe = Recipe(text=TextPreprocessor(lambda text: [1] * len(text), id="characters"))
+    with pytest.raises(ValueError, match=r"cannot be sent to processes.*lambda.*--jobs 1"):
+        build_index([url], recipe, jobs=2)
+    with pytest.raises(ValueError, match="num_threads=3 is for jobs=1"):
+        build_index([url], RECIPE, jobs=2, num_threads=3)
+    with pytest.raises(ValueError, match="jobs must be at least 1, got 0"):
+        build_index([url], RECIPE, jobs=0)
+
+
+@pytest.mark.slow
+def test_two_builds_at_the_same_time_share_the_work(tmp_path: Path) -> None:
+    urls = [texts(tmp_path / f"{number}.jsonl", 30) for number in range(4)]
+    measured: list[str] = []
+
+    def note(shard: BuildProgress) -> None:
+        if shard.measured:
+            measured.append(shard.url)
+
+    def work() -> None:
+        build_index(urls, RECIPE, cache=CacheFolder(tmp_path / "cache"), jobs=2, progress=note)
+
+    builds = [threading.Thread(target=work) for _ in range(2)]
+    for each in builds:
+        each.start()
+    for each in builds:
+        each.join()
+    assert sorted(measured) == urls
+    alone = build_index(urls, RECIPE, cache=CacheFolder(tmp_path / "alone"))
+    assert same(build_index(urls, RECIPE, cache=CacheFolder(tmp_path / "cache")), alone)
+
+
+def run(arguments: list[str], folder: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "ORCHDATA_CACHE": str(folder / "cache"), "PYTHONPATH": str(SUPPORT)}
+    environment["JOBS_FOLDER"] = str(folder)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *arguments], env=environment, start_new_session=True, **pipes)
+
+
+@pytest.mark.slow
+def test_the_command_reports_and_ends_at_ctrl_c(tmp_path: Path) -> None:
+    urls = [texts(tmp_path / f"{number}.jsonl", 30) for number in range(3)]
+    command = ["-m", "orchdata.cli", "index", *urls, "--recipe=jobs_recipes:FROM_ENVIRONMENT", "--json", "--jobs=2"]
+    (tmp_path / "sleep").write_text("1 has 7 words")
+    process = run(command, tmp_path)
+    while len(processes(tmp_path)) < 2:
+        assert process.poll() is None
+        threading.Event().wait(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130 and "orchdata: stopped" in errors and "Traceback" not in errors
+    assert not any(map(is_running, processes(tmp_path)))
+
+    (tmp_path / "sleep").unlink()
+    process = run(command, tmp_path)
+    output, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    assert json.loads(output)["samples"] == 90
+
+
+def test_children_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    url = texts(tmp_path / "a.jsonl", 30)
+    (tmp_path / "sleep").write_text("a has 7 words")
+    process = run(["-m", "orchdata.cli", "index", url, "--recipe=jobs_recipes:FROM_ENVIRONMENT", "--jobs=2"], tmp_path)
+    while not processes(tmp_path):
+        assert process.poll() is None
+        threading.Event().wait(0.05)
+    process.kill()
+    process.communicate(timeout=120)
+    while any(map(is_running, processes(tmp_path))):
+        threading.Event().wait(0.05)
+
+
+def test_a_script_without_a_guard_is_refused(tmp_path: Path) -> None:
+    url = texts(tmp_path / "a.jsonl", 3)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from orchdata.loaders.index.build import build_index\nfrom orchdata.loaders.recipe import Recipe\n"
+        f"build_index([{url!r}], Recipe(), jobs=2)\n"
+    )
+    _, errors = run([str(script)], tmp_path).communicate(timeout=240)
+    assert errors.count("Traceback") == 1 and 'if __name__ == "__main__"' in errors

@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from own_modalities import Points, Tracks, cloud, mixed_samples, track
-from own_shards import RECIPE, Clouds, Wide, indexed, one_shard, parts_of, reasons, recipe_of
+from own_modalities import Points, Tracks, cloud, track
+from own_shards import Clouds, Wide, indexed, one_shard, parts_of, reasons, recipe_of
 from shard_factory import RECIPE as PLAIN
-from shard_factory import jpeg, png, write_shard
+from shard_factory import jpeg, png
 
 import orchdata as od
 from orchdata.loaders.errors import DecodeError
@@ -25,29 +25,6 @@ from orchdata.loaders.modalities.modality import stored
 pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
 
 NAMES = ("text", "image", "audio", "points", "tracks")
-
-
-def test_an_index_holds_what_counting_by_hand_gives(tmp_path: Path) -> None:
-    samples = mixed_samples(25)
-    index = indexed(write_shard(tmp_path / "a.tar", samples))
-    assert index.modalities == NAMES and not len(index.bad_rows())
-    by_key = {sample["__key__"]: sample for sample in samples}
-    for row in range(index.num_samples):
-        sample = by_key[index.key(row)]
-        points = [(len(data) - 128) // 12 for field, data in sample.items() if field.endswith("npy")]
-        lengths = [(len(data) - 8) // 16 for field, data in sample.items() if field.endswith("track")]
-        sizes = {name: index.sizes(index.parts_of(np.array([row]), name)[0], RECIPE) for name in ("points", "tracks")}
-        assert sizes["points"] == [od.PartSize(n, -(-n // 4), n) for n in points]
-        assert sizes["tracks"] == [od.PartSize(n, -(-n // 2), n, (n,)) for n in lengths]
-    for name in NAMES[1:]:
-        sizes = parts_of(index, name)
-        totals = index.totals["modalities"][name]
-        assert totals["parts"] == len(sizes) > 0
-        assert totals["positions"] == sum(size.positions for size in sizes)
-        assert totals["tokens"] == sum(size.tokens for size in sizes)
-        assert totals["max_positions"] == max(size.positions for size in sizes)
-    media = sum(totals["tokens"] for totals in index.totals["modalities"].values())
-    assert index.totals["llm_tokens"] == media  # text's tokens are in it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,28 +303,3 @@ def test_headers_are_kept_for_a_probe_and_its_version_under_all_parameters(probe
     assert probed(Raised()) == 6
     assert probed(Own()) == 6
     assert probed(Counted(stride=4)) == 0
-
-
-@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "gone"])
-def test_damaged_headers_are_probed_again(probed: Any, private_cache: Path, damage: str) -> None:
-    assert probed(Counted()) == 6
-    (kept,) = private_cache.rglob("*.headers")
-    content = bytearray(kept.read_bytes())
-    if damage == "flipped":
-        content[len(content) // 2] ^= 1
-    kept.write_bytes({"cut": content[:-1], "empty": b""}.get(damage, content))
-    if damage == "gone":
-        kept.unlink()
-    assert probed(Counted(stride=3)) == 6
-    assert probed(Counted(stride=4)) == 0
-
-
-def test_a_changed_shard_is_probed_again(probed: Any) -> None:
-    assert probed(Counted()) == 6
-    write_shard(Path(probed.shard), [{"__key__": "s0", "track": track(40)}])
-    before = Probe.calls
-    index = indexed(probed.shard, recipe_of(tracks=Counted()), rebuild=True)
-    assert [size.positions for size in parts_of(index, "tracks", recipe_of(tracks=Counted()))] == [40]
-    assert Probe.calls == before + 1
-    indexed(probed.shard, recipe_of(tracks=Counted(stride=3)))
-    assert Probe.calls == before + 1

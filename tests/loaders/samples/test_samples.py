@@ -190,11 +190,7 @@ def test_text_is_tokenized_in_stretches_of_equal_loss():
         return [7]
 
     recipe = Recipe(text=TextPreprocessor(tokenizer, id="spy", template=PLAIN))
-    turns = [
-        {"role": "system", "content": "s"},
-        {"role": "user", "content": "u"},
-        {"role": "assistant", "content": "a"},
-    ]
+    turns = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant")]
     composed(*sample(json=turns), recipe)
     assert seen == ["[system]s;[user]u;[assistant]", "a;"]
 
@@ -266,21 +262,8 @@ def test_costs_from_headers_equal_what_decoding_yields(fixtures_dir: Path, folde
     assert len(damaged) <= 5  # of images/pillow, none of which Pillow itself can load
 
 
-MARKS = [
-    "<image_1>",
-    "<Image 2>",
-    "<|video|>",
-    "<bbox_1>",
-    "<loc_0123>",
-    "<crop_1>",
-]
-NEXT_TO_MEDIA = [
-    "<bbox>",
-    "<ref-object>",
-    "<__dj__image>",
-    "</img>",
-    "<im_patch>",
-]
+MARKS = ["<image_1>", "<Image 2>", "<|video|>", "<bbox_1>", "<loc_0123>", "<crop_1>"]
+NEXT_TO_MEDIA = ["<bbox>", "<ref-object>", "<__dj__image>", "</img>", "<im_patch>"]
 WORDS = [
     "(image 1)",
     "</object>",
@@ -314,13 +297,6 @@ def test_texts_of_other_subjects_have_no_marks(fixtures_dir):
             check_no_marks(path.read_text(errors="replace"))
     for path in (fixtures_dir / "text").rglob("*.json*"):
         check_no_marks(path.read_text())
-
-
-@pytest.mark.slow
-def test_the_standard_library_has_no_marks():
-    for path in Path(email.__file__).parents[1].rglob("*"):
-        if path.suffix in (".py", ".txt", ".rst", ".html") and "site-packages" not in path.parts:
-            check_no_marks(path.read_text(errors="replace"))
 
 
 def test_llava_records():

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from shard_factory import png, write_shard
+from shard_factory import SKIP_ANY, png, write_shard
 
 import orchdata as od
 from orchdata.loaders.errors import DecodeError, FieldError
@@ -168,10 +168,7 @@ def test_metadata_nulls_and_what_is_said_anyway_pass(context, keys):
         ({"dialog_turns": [ASK, ANSWER]}, "its words are under 'dialog_turns'"),
         ({"instruction": "Say x.", "output": "x"}, "instruction and output are read under a model's own template"),
         ({"messages": []}, "no turns"),
-        (
-            [{"text": "a"}, {"text": "b"}],
-            "one of them, and a file that is an array of samples ends in .json; ShardDataset(columns={old name",
-        ),
+        ([{"text": "a"}, {"text": "b"}], "a file that is an array of samples ends in .json; ShardDataset(columns="),
         ("a bare caption", "a bare string"),
         ({"text": "<video> What is it?", "videos": ["a.mp4"]}, "it names a video under 'videos'"),
         ({"role": "x", "content": "y"}, "role and content are no turn"),
@@ -246,12 +243,7 @@ def test_a_parquet_column_of_words_next_to_media_is_read_or_an_error(tmp_path: P
     columns = {"key": ["words", "empty"], "image": [{"bytes": pixels.getvalue()}] * 2, "license": ["MIT"] * 2}
     columns[column] = [cell, None]
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    loader = od.DataLoader(
-        od.ShardDataset(str(tmp_path / "a.parquet")),
-        batch_size=1,
-        num_threads=0,
-        on_error=od.ErrorPolicy("skip", max_failures=None),
-    )
+    loader = od.DataLoader(od.ShardDataset(str(tmp_path / "a.parquet")), batch_size=1, num_threads=0, on_error=SKIP_ANY)
     assert [key for batch in loader for _, key in batch.sample_ids] == ["1"]
     (failure,) = loader.gather_failures()
     assert (failure.key, failure.field) == ("0", column)
@@ -332,7 +324,7 @@ def test_struct_chats_of_parquet_keep_their_meaning(tmp_path: Path):
     }
     pq.write_table(pa.table(columns), tmp_path / "chats.parquet")
     dataset = od.ShardDataset(str(tmp_path / "chats.parquet"), recipe=RECIPE)
-    loader = od.DataLoader(dataset, batch_size=1, num_threads=0, on_error=od.ErrorPolicy("skip", max_failures=None))
+    loader = od.DataLoader(dataset, batch_size=1, num_threads=0, on_error=SKIP_ANY)
     assert [key for batch in loader for _, key in batch.sample_ids] == ["plain"]
     reasons = {failure.key: failure.reason for failure in loader.gather_failures()}
     assert reasons.keys() == {"calling", "tools", "thinking"}

@@ -20,11 +20,6 @@ pytest.importorskip("transformers")
 BOS = {"llama3": "<|begin_of_text|>", "gemma": "<bos>", "mistral": "<s>"}
 
 
-def typed(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As templates want them that take lists of items alone."""
-    return [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
-
-
 @pytest.mark.parametrize("tags", [True, False], ids=["generation", "prefixes"])
 @pytest.mark.parametrize("name", NAMED)
 def test_plain_chats_are_those_of_transformers(name, tags):
@@ -33,7 +28,8 @@ def test_plain_chats_are_those_of_transformers(name, tags):
     tokenizer = hf_tokenizer(bos=BOS.get(name))
     for seed in range(30):
         chat = plain_chat(random.Random(seed), system=name not in ("gemma", "mistral"))
-        expected = reference(tokenizer, tagged, typed(chat) if name == "vicuna" else chat)
+        typed = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in chat]
+        expected = reference(tokenizer, tagged, typed if name == "vicuna" else chat)
         assert composed(recipe, chat) == expected, chat
         llava = [{"from": turn["role"], "value": turn["content"]} for turn in chat]
         assert composed(recipe, {"conversations": llava}) == expected
@@ -66,9 +62,8 @@ def test_images_and_loss_flags_are_those_of_transformers(tags):
         answers = [turn for turn in chat if turn["role"] == "assistant"]
         masked = tuple(number for number in range(1, len(answers)) if draw.random() < 0.4)
         for number in masked:
-            answers[number] |= draw.choice(
-                [{"weight": 0}, {"train": False}, {"loss": "0"}, {"masked": 1}, {"no_loss": True}]
-            )
+            flags = [{"weight": 0}, {"train": False}, {"loss": "0"}, {"masked": 1}, {"no_loss": True}]
+            answers[number] |= draw.choice(flags)
         expected = reference(tokenizer, QWEN2_VL, chat, masked=masked, marks=marks)
         assert composed(plain, chat, images) == expected, chat
         expected = reference(tokenizer, QWEN2_VL, chat, masked=masked, marks=marks, add_vision_id=True)
@@ -93,12 +88,8 @@ def test_places_as_people_write_them():
     recipe = recipe_of(QWEN2_VL)
     items = [{"type": "text", "text": "a "}, {"type": "image"}, {"type": "text", "text": "\nWhat?"}]
     answer = {"role": "assistant", "content": "A cat."}
-    expected = reference(
-        hf_tokenizer(),
-        QWEN2_VL,
-        [{"role": "user", "content": items}, answer],
-        marks={"<|image_pad|>": "<|image_pad|>" * 4},
-    )
+    tokenizer, marks = hf_tokenizer(), {"<|image_pad|>": "<|image_pad|>" * 4}
+    expected = reference(tokenizer, QWEN2_VL, [{"role": "user", "content": items}, answer], marks=marks)
     llava = [{"from": "human", "value": "a <image>\nWhat?"}, {"from": "gpt", "value": "A cat."}]
     for written in (
         {"image": "0.jpg", "conversations": llava},
@@ -111,13 +102,9 @@ def test_places_as_people_write_them():
     ):
         assert composed(recipe, written, 1) == expected
     # Without any place images come first in what the user says first.
-    first = reference(
-        hf_tokenizer(),
-        QWEN2_VL,
-        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}, answer],
-        marks={"<|image_pad|>": "<|image_pad|>" * 4},
-    )
-    assert composed(recipe, [{"role": "user", "content": "What?"}, answer], 1) == first
+    first = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}, answer]
+    expected = reference(tokenizer, QWEN2_VL, first, marks=marks)
+    assert composed(recipe, [{"role": "user", "content": "What?"}, answer], 1) == expected
 
 
 @pytest.mark.parametrize("template", [untagged(CHATML), QWEN3], ids=["chatml", "qwen3"])
@@ -325,14 +312,10 @@ def test_odd_chats_are_read_or_refused_and_nothing_else():
     for seed in range(1500):
         draw = random.Random(seed)
         role = {draw.choice(["role", "from"]): draw.choice(["user", "human", "gpt", "assistant", "observation"])}
-        turns = [
-            {**role, "content": odd(draw)},
-            {"role": "assistant", "content": odd(draw), draw.choice(["weight", "tool_calls", "name", "x"]): odd(draw)},
-        ]
+        answer = {"role": "assistant", "content": odd(draw), draw.choice(["weight", "tool_calls", "name"]): odd(draw)}
+        chat = {"messages": [{**role, "content": odd(draw)}, answer], "tools": odd(draw)}
         try:
-            read += bool(
-                composed(draw.choice(recipes), {"messages": turns, "tools": odd(draw)}, draw.randint(0, 1)).ids
-            )
+            read += bool(composed(draw.choice(recipes), chat, draw.randint(0, 1)).ids)
         except FieldError as error:
             assert error.reason
     assert read > 20
@@ -380,11 +363,7 @@ CALLS_OR_TEXT = "{% for m in messages %}{{ (m.tool_calls | tojson) if m.tool_cal
         (QWEN3, {"messages": [ASK, ANSWER], "chat_template_kwargs": {"custom": "Be brief."}}, "'custom'"),
         (DROPS_SYSTEM, [{"role": "system", "content": "Be brief."}, ASK, ANSWER], "turn 1 (system) has 'content'"),
         (CALLS_OR_TEXT, [ASK, {**ANSWER, "tool_calls": [CALL]}], "turn 2 (assistant) has 'content'"),
-        (
-            CUTS_THOUGHTS,
-            [ASK, {**ANSWER, "content": "<think>It is warm.</think>Sun."}],
-            "turn 2 (assistant) has '<think>'",
-        ),
+        (CUTS_THOUGHTS, [ASK, {**ANSWER, "content": "<think>Warm.</think>Sun."}], "turn 2 (assistant) has '<think>'"),
         (NAMED["gemma"], [{"role": "system", "content": "Be brief."}, ASK, ANSWER], "No system role"),
         (QWEN3, {"messages": [ASK, ANSWER], "system": 1.5, "system_prompt": ["a"]}, "'system' next to the turns"),
         (QWEN3, {"messages": [{"role": "system", "content": "A."}, ASK, ANSWER], "system": "B."}, "two system prompts"),

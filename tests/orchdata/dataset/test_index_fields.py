@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -173,16 +171,6 @@ def test_a_mask_from_a_join_of_ones_own_chooses(tmp_path: Path) -> None:
         len(od.ShardDataset(paths, recipe).filter("key != 'k1'")._with(dataset.where(every_second).selections[-1]))
 
 
-def test_a_damaged_file_is_made_again(shards: dict[str, str]) -> None:
-    paths = [shards["jsonl"], shards["csv"]]
-    dataset = od.ShardDataset(paths, index_fields=FIELDS).filter("score > 2")
-    expected, path = keys_of(dataset), dataset.index().path
-    data = bytearray(path.read_bytes())
-    data[-9] ^= 255
-    path.write_bytes(data)
-    assert keys_of(od.ShardDataset(paths, index_fields=FIELDS).filter("score > 2")) == expected
-
-
 def three(record: dict[str, Any]) -> dict[str, Any] | None:
     """Leave out every second sample."""
     return None if record["id"] in ("s0", "s2", "s4", "s6") else {"text": record["text"]}
@@ -262,9 +250,7 @@ def test_values_that_are_not_kept_name_shard_key_and_field(tmp_path: Path) -> No
         od.ShardDataset(path, index_fields=("note",)).index()
     raw = tmp_path / "raw.tar"
     write_shard(raw, [{"__key__": "raw", "txt": b"x", "score": b"3", "note": b"\xff"}])  # its score is not lost
-    with pytest.raises(
-        ValueError, match=r"raw\.tar: sample 'raw': the member 'note' is not valid UTF-8.* leave it out"
-    ):
+    with pytest.raises(ValueError, match=r"raw\.tar: sample 'raw': the member 'note' is not valid UTF-8.* leave it"):
         od.ShardDataset(raw, index_fields=("score", "note")).index()
     one, other = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     one.write_text('{"text": "x", "score": 3}\n')
@@ -288,27 +274,3 @@ def test_the_command_line(shards: dict[str, str], tmp_path: Path) -> None:
     assert json.loads(profiled.stdout)["samples"] == 3, profiled.output
     refused = runner.invoke(app, ["profile", str(described), "--index-field", "score"])
     assert refused.exit_code and "index_fields:" in refused.output
-
-
-def test_builds_at_the_same_time_read_each_shard_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "cache"))
-    paths = [
-        write_shard(tmp_path / f"{number}.tar", [{"__key__": f"k{number}", "txt": b"x", "score": b"%d" % number}])
-        for number in range(6)
-    ]
-    od.ShardDataset(paths).index()
-    together, read, read_one = threading.Barrier(2), [], fields._read
-
-    def counted(*given: Any) -> Any:
-        read.append(given[-1].url)
-        return read_one(*given)
-
-    def build_one(_: int) -> list[Any]:
-        index = od.ShardDataset(paths).index()
-        together.wait()
-        return list(od.ShardDataset(paths, index_fields=("score",)).with_fields(index).own["score"].to_pylist())
-
-    monkeypatch.setattr(fields, "_read", counted)
-    with ThreadPoolExecutor(2) as pool:
-        built = list(pool.map(build_one, range(2)))
-    assert built == [[0, 1, 2, 3, 4, 5]] * 2 and sorted(read) == sorted(paths)

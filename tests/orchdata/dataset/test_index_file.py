@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from changed_job import __file__ as CHANGED_JOB
 from index_file_job import __file__ as JOB
 from rank_jobs import run_ranks
 from servers.fixtures import Proxied
@@ -24,9 +25,12 @@ from typer.testing import CliRunner
 import orchdata as od
 from orchdata.cli import app
 from orchdata.loaders import recipe as recipes
-from orchdata.loaders.index import build as builder
 from orchdata.loaders.index.index import KIND
 from orchdata.loaders.index.table import TABLE_FORMAT
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.shards import open as changes
+from orchdata.loaders.shards.open import find_changes
+from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.sealed import head_of, seal
 
 SHARDS = 6
@@ -147,14 +151,6 @@ def test_nodes_without_a_file_or_a_common_folder_are_an_error_with_the_command(b
         assert bucket.options["secret_access_key"] not in error
 
 
-def test_a_local_file_serves_ranks_of_several_nodes(shards: str, tmp_path: Path) -> None:
-    given = {"paths": shards, "index_file": str(tmp_path / "train.index"), "folder": str(tmp_path)}
-    ranks = run_ranks(JOB, json.dumps(given | {"ranks_per_node": 2}), num_ranks=4, folder=tmp_path)
-    assert [rank["measured"] for rank in ranks] == [[]] * 4
-    keys = [key for rank in ranks for key in rank["keys"]]
-    assert len(keys) == len(set(keys)) == SHARDS * SAMPLES
-
-
 def test_parts_of_several_machines_become_the_index_of_one(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,14 +201,11 @@ class TestWhatDoesNotFit:
         with pytest.raises(od.MissingIndexError, match=f"{reason}.*orchdata index .* --out {tmp_path}/train.index"):
             od.ShardDataset(given, RECIPE, index_file=tmp_path / "train.index").index()
 
-    def test_a_recipe(self, shards: str, tmp_path: Path) -> None:
-        with pytest.raises(od.MissingIndexError, match=r"another recipe: orchdata index"):
-            od.DataLoader(od.ShardDataset(shards, index_file=tmp_path / "train.index"), batch_size=1)
-
-    @pytest.mark.parametrize("how", [{"columns": {"a": "b"}}, {"key": "last_dot"}])
+    @pytest.mark.parametrize("how", [{"columns": {"a": "b"}}, {"key": "last_dot"}, {"recipe": od.Recipe()}])
     def test_how_shards_are_read(self, shards: str, tmp_path: Path, how: dict[str, Any]) -> None:
-        with pytest.raises(od.MissingIndexError, match="or other columns, key or containers"):
-            od.ShardDataset(shards, RECIPE, index_file=tmp_path / "train.index", **how).index()
+        reason = "another recipe: orchdata index" if "recipe" in how else "or other columns, key or containers"
+        with pytest.raises(od.MissingIndexError, match=reason):
+            od.ShardDataset(shards, index_file=tmp_path / "train.index", **{"recipe": RECIPE} | how).index()
 
     def test_no_file(self, shards: str, tmp_path: Path) -> None:
         with pytest.raises(od.MissingIndexError, match=r"there is no index .*no\.index: orchdata index"):
@@ -364,23 +357,6 @@ def test_shards_that_the_index_lacks_are_one_warning_after_the_first_step(bucket
     assert bucket.asked()["LIST data"] == 1
 
 
-def test_a_state_goes_on_with_the_same_file_and_is_refused_with_another(shards: str, tmp_path: Path) -> None:
-    def loader() -> od.DataLoader:
-        dataset = od.ShardDataset(shards, RECIPE, index_file=tmp_path / "train.index")
-        return od.DataLoader(dataset, batch_size=4, num_threads=0)
-
-    first = loader()
-    next(iter(first))
-    state = first.state_dict()
-    again = loader()
-    again.load_state_dict(state)
-    assert len(list(again)) == SHARDS * SAMPLES // 4 - 1
-    write_shard(tmp_path / "shards" / f"omni-{SHARDS:06d}.tar", omni_samples(SAMPLES, prefix="m-", seed=98))
-    index(shards, "--out", tmp_path / "train.index")
-    with pytest.raises(od.StateError):
-        loader().load_state_dict(state)
-
-
 def test_a_file_serves_a_release_that_judges_otherwise_and_none_that_counts_otherwise(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,23 +373,6 @@ def test_a_file_serves_a_release_that_judges_otherwise_and_none_that_counts_othe
         opened()
 
 
-def test_a_mixture_gives_a_file_to_each_source(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "more").mkdir()
-    write_shard(tmp_path / "more" / "m.tar", omni_samples(SAMPLES, prefix="m-", seed=98))
-    index(f"{tmp_path}/more/*.tar", "--out", tmp_path / "more.index")
-    monkeypatch.setattr(builder, "cost_shard", lambda *_: pytest.fail("a shard is measured"))
-    sources = {
-        "one": od.Source(od.ShardDataset(shards, RECIPE, index_file=tmp_path / "train.index"), weight=1),
-        "two": od.Source(
-            od.ShardDataset(f"{tmp_path}/more/*.tar", RECIPE, index_file=tmp_path / "more.index"), weight=1
-        ),
-    }
-    loader = od.DataLoader(od.Mixture(sources), batch_size=2, num_threads=0)
-    keys = {key for batch in loader for _, key in batch.sample_ids}
-    assert any(key.startswith("m-") for key in keys)
-    assert any(key.startswith("s0-") for key in keys)
-
-
 def test_secrets_are_in_no_file(bucket: Bucket, tmp_path: Path, private_cache: Path) -> None:
     secrets = [bucket.options[name].encode() for name in ("secret_access_key", "access_key_id")]
     bucket.index()
@@ -426,3 +385,95 @@ def test_secrets_are_in_no_file(bucket: Bucket, tmp_path: Path, private_cache: P
     shown += [repr(dataset.named_file(bucket.file)).encode(), dataset.index_command.encode()]
     for content in [*(path.read_bytes() for path in files), *shown]:
         assert not any(secret in content for secret in secrets)
+
+
+# Local shards that were rewritten: measured again by a new data set, refused by what began before.
+
+
+AGAIN = "changed since the index was built: measured again"
+
+
+@pytest.fixture
+def three_shards(tmp_path: Path) -> list[str]:
+    (tmp_path / "data").mkdir()
+    three_shards = omni_shards(tmp_path / "data", shards=3, samples=4)
+    od.ShardDataset(three_shards, RECIPE).index()
+    return three_shards
+
+
+def rewrite(three_shards: list[str], samples: int = 6) -> None:
+    """The second shard, with other samples."""
+    write_shard(Path(three_shards[1]), omni_samples(samples, prefix="other", seed=9))
+
+
+def loader(three_shards: list[str], **options: Any) -> od.DataLoader:
+    return od.DataLoader(od.ShardDataset(three_shards, RECIPE), global_batch_size=4, num_threads=0, **options)
+
+
+def keys_of(loader: od.DataLoader) -> list[Any]:
+    return sorted(key for batch in loader for key in batch.sample_ids)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_new_data_set_measures_a_rewritten_shard_again(three_shards: list[str], on_error: str) -> None:
+    rewrite(three_shards)
+    with pytest.warns(UserWarning, match=rf"omni-000001\.tar {AGAIN}"):
+        reloaded = loader(three_shards, on_error=on_error)
+    assert reloaded.dataset.index().num_samples == len(keys_of(reloaded)) == 4 + 6 + 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(od.ShardDataset(three_shards, RECIPE)) == 14  # nothing is measured a second time
+
+
+def test_other_content_of_the_same_size_is_found(three_shards: list[str]) -> None:
+    size = os.path.getsize(three_shards[1])
+    write_shard(Path(three_shards[1]), omni_samples(4, prefix="t1-", seed=1))  # the same files under other names
+    assert os.path.getsize(three_shards[1]) == size
+    with pytest.warns(UserWarning, match=AGAIN):
+        keys_of(loader(three_shards))
+
+
+def test_a_copy_with_another_time_of_change_is_not_measured_again(three_shards: list[str]) -> None:
+    os.utime(three_shards[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(keys_of(loader(three_shards))) == 12
+
+
+def test_copies_beyond_the_compared_ones_are_reported(three_shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "MOST_SHARDS", 2)
+    for shard in three_shards:
+        os.utime(shard)
+    index = od.ShardDataset(three_shards, RECIPE).index(check=False)
+    assert find_changes(index.shards, limits=Limits(), cache=CacheFolder()) == ([], 1)
+    with pytest.warns(UserWarning, match="1 shard of the same size .* compared when it is opened"):
+        loader(three_shards)
+
+
+def test_require_and_a_run_under_way_refuse(three_shards: list[str]) -> None:
+    under_way = loader(three_shards)
+    rewrite(three_shards)
+    with pytest.raises(od.StaleIndexError, match=r"omni-000001\.tar"):
+        keys_of(loader(three_shards, index="require"))
+    with pytest.raises(od.StaleIndexError, match=r"omni-000001\.tar"):
+        keys_of(under_way)
+
+
+def test_a_state_of_before_is_refused(three_shards: list[str]) -> None:
+    before = loader(three_shards)
+    next(iter(before))
+    state = before.state_dict()
+    rewrite(three_shards)
+    with pytest.warns(UserWarning, match=AGAIN):
+        after = loader(three_shards)
+    with pytest.raises(od.StateError, match=r"contents, or .* differs.*3 shards \(omni-000000.tar to .* and '3 shards"):
+        after.load_state_dict(state)
+
+
+def test_one_rank_of_a_job_looks_and_all_measure_again(three_shards: list[str], tmp_path: Path) -> None:
+    rewrite(three_shards)
+    by_rank = run_ranks(CHANGED_JOB, str(tmp_path / "data"), num_ranks=3, folder=tmp_path)
+    assert sum(rank["looked"] for rank in by_rank) == 2  # the old index, and the new one
+    assert len({key for rank in by_rank for key in rank["keys"]}) == 14
+    assert sum(len(rank["keys"]) for rank in by_rank) == 14
+    assert [rank["warned"] for rank in by_rank].count(True) == 1

@@ -7,7 +7,8 @@ import os
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from shard_factory import SKIP_ANY, omni_shards
 
 import orchdata as od
+from benchmarks.distributions import LARGE_VISION_COST
+from orchdata.bench import OMNI_COST, synthetic_index
 from orchdata.dataset import map_style as kept
+from orchdata.dataset.indexed import IndexCosts
 from orchdata.dataset.map_style import ItemCosts
 from orchdata.engines.engine import Workers
 from orchdata.loaders.errors import FunctionError
+from orchdata.loaders.index.index import Index
+from orchdata.order.order import Order, Shuffle
+from orchdata.order.steps import GlobalBatches, StepTask
+from orchdata.planning.balance import Balance
+from orchdata.planning.plan import Plan, PlanSpec, make_plan
 
 HERE, TWO = Workers(), Workers(num_workers=2, multiprocessing_context=multiprocessing.get_context("fork"))
 
@@ -148,25 +158,13 @@ def test_a_data_set_with_another_fingerprint_has_other_costs() -> None:
 
 def test_items_that_failed_are_tried_again() -> None:
     cost, values = Counted(), list(range(1, 51))
-    skip = od.ErrorPolicy("skip", max_failures=None)
-    failed = loader(values, cost, bad=(7, 9), on_error=skip, cost_id="again")
+    failed = loader(values, cost, bad=(7, 9), on_error=SKIP_ANY, cost_id="again")
     assert failed.stats()["failures"]["count"] == 2 and cost.calls == 48
-    repaired = loader(values, cost, on_error=skip, cost_id="again")
+    repaired = loader(values, cost, on_error=SKIP_ANY, cost_id="again")
     assert repaired.stats()["failures"]["count"] == 0 and cost.calls == 48 + 8 + 2
     assert costs_in(repaired) == costs_in(loader(values, value_of))
     loader(values, cost, on_error="raise", cost_id="again")
     assert cost.calls == 48 + 8 + 2 + 8  # all are kept now
-
-
-def test_a_damaged_file_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path))
-    cost, values = Counted(), list(range(50))
-    loader(values, cost, cost_id="damaged")
-    (path,) = (tmp_path / "item_costs").iterdir()
-    content = path.read_bytes()
-    path.write_bytes(content[:-8] + bytes(8))
-    loader(values, cost, cost_id="damaged")
-    assert cost.calls == 100 and path.read_bytes() == content
 
 
 def test_one_rank_measures_and_the_others_wait_for_it() -> None:
@@ -223,3 +221,73 @@ def test_ranks_of_a_job_need_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_name_without_a_function_is_refused(options: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error, match="cost_id"):
         od.DataLoader(Items([1, 2, 3]), **options)
+
+
+# Without `cost=` every phase of the data costs its positions, and one notice says how to do better.
+
+
+PHASES = ("image", "audio", "llm")
+TOKENS = od.CostModel(llm=od.PhaseCost(1.0))
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
+    return synthetic_index(tmp_path_factory.mktemp("omni") / "omni.index", 2_000, seed=3)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> od.ShardDataset:
+    return od.ShardDataset(omni_shards(tmp_path_factory.mktemp("mixed"), shards=1, samples=24))
+
+
+@pytest.fixture
+def unwarned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("orchdata.notices._warned", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def waits(plans: list[Plan], costs: IndexCosts) -> dict[str, float]:
+    """What ranks wait for in each phase, over its mean, if samples cost this."""
+    found = {}
+    for phase in PHASES:
+        loads = [np.bincount(plan.rank, costs.costs(phase, plan.row), minlength=plan.num_ranks) for plan in plans]
+        found[phase] = float(sum(load.max() for load in loads) / sum(load.mean() for load in loads))
+    return found
+
+
+@pytest.mark.parametrize("model", [OMNI_COST, LARGE_VISION_COST])
+def test_four_ranks_of_eight_are_about_as_even_as_with_costs(index: Index, model: od.CostModel) -> None:
+    spec = PlanSpec(
+        costs=IndexCosts(index, None),
+        order=Order(index.num_rows, shuffle=Shuffle(), seed=0),
+        batches=GlobalBatches(size=32, drop_last=True),
+        balance=Balance(),
+        num_ranks=4,
+    )
+    priced = IndexCosts(index, model)
+    steps = [StepTask(0, step) for step in range(40)]
+    plain, costed, tokens = (
+        waits([make_plan(replace(spec, costs=costs), step) for step in steps], priced)
+        for costs in (spec.costs, priced, IndexCosts(index, TOKENS))
+    )
+    for phase in PHASES:
+        assert plain[phase] < 1.1 * costed[phase]
+    assert tokens["audio"] > plain["audio"] and tokens["image"] > plain["image"]
+
+
+def notices_of(dataset: Any, **options: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        od.DataLoader(dataset, num_threads=0, **{"batch_size": 4, "dp": (1, 2)} | options)
+    return [str(each.message) for each in caught if "no cost= is given" in str(each.message)]
+
+
+def test_one_notice_in_a_process_names_what_gives_costs(mixed: od.ShardDataset, unwarned: None) -> None:
+    mixed.index()
+    for quiet in ({"dp": (0, 1)}, {"balance": "none"}, {"cost": TOKENS}):
+        assert notices_of(mixed, **quiet) == []
+    (notice,) = notices_of(mixed)
+    assert "image, audio, llm" in notice and "od.hf.cost(model)" in notice and "od.TransformerCost" in notice
+    assert notices_of(mixed) == []

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from map_dataset import Numbers
+from shard_factory import SKIP_ANY
 
 import orchdata as od
 
@@ -33,16 +34,6 @@ def test_map_style_balances_equal_counts() -> None:
     assert sorted(seen) == list(range(48))
 
 
-def test_map_style_samplers() -> None:
-    dataset = Numbers(10)
-    one = od.DataLoader(dataset, batch_size=3, sampler=torch.utils.data.SequentialSampler(dataset))
-    assert [batch["number"].tolist() for batch in one] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
-    batches = [[1, 2], [7], [3, 4, 5]]
-    assert [batch["number"].tolist() for batch in od.DataLoader(dataset, batch_sampler=batches)] == batches
-    with pytest.raises(ValueError, match="sharded twice"):
-        od.DataLoader(dataset, sampler=[1, 2], dp=(0, 2))
-
-
 def test_map_style_failures() -> None:
     with pytest.raises(OSError, match="disk on fire"):
         list(od.DataLoader(Numbers(6, bad=(2,)), batch_size=3))
@@ -52,11 +43,11 @@ def test_map_style_failures() -> None:
 
 
 def test_map_style_global_batch_that_fails_whole_repeats_the_next_that_works() -> None:
-    one = od.DataLoader(Numbers(6, bad=(2, 3, 5)), batch_size=1, on_error=od.ErrorPolicy("skip", max_failures=None))
+    one = od.DataLoader(Numbers(6, bad=(2, 3, 5)), batch_size=1, on_error=SKIP_ANY)
     assert [batch["number"].tolist() for batch in one] == [[0], [1], [4], [4], [4], [0]]
     assert one.stats()["failures"]["count"] == 3
     with pytest.raises(od.DataError, match="disk on fire"):
-        list(od.DataLoader(Numbers(2, bad=(0, 1)), on_error=od.ErrorPolicy("skip", max_failures=None)))
+        list(od.DataLoader(Numbers(2, bad=(0, 1)), on_error=SKIP_ANY))
 
 
 @pytest.mark.parametrize(
@@ -214,23 +205,11 @@ def test_items_are_asked_for_by_the_batch_where_the_data_set_can(recwarn: pytest
     assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in theirs]
 
 
-OURS = [{"cost": [1] * 23}, {"on_error": "skip"}]
-
-
-@pytest.mark.parametrize("argument", ["num_threads", "worker_memory"])
-def test_arguments_of_our_engine_are_refused_where_torch_reads(argument: str) -> None:
-    options: dict[str, Any] = {"num_workers": 1, argument: 1 << 30 if argument == "worker_memory" else 2}
-    with pytest.raises(ValueError, match=f"{argument} is for steps that this library builds.*cost= or on_error='skip'"):
-        od.DataLoader(Numbers(23), **options)
-    for ours in OURS:
-        assert od.DataLoader(Numbers(23), **options, **ours).num_workers == 1
-
-
 class Stateful(Numbers):
     state_dict = load_state_dict = dict
 
 
-@pytest.mark.parametrize("ours", OURS)
+@pytest.mark.parametrize("ours", [{"cost": [1] * 23}, {"on_error": "skip"}])
 def test_data_with_a_state_of_their_own_are_for_torchs_loader(ours: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="Stateful has a state of its own"):
         od.DataLoader(Stateful(23), **ours)
@@ -285,31 +264,6 @@ class Nested(Numbers):
 def test_a_loader_in_a_worker_of_another_yields_batches() -> None:
     outer = od.DataLoader(Nested(1), batch_size=None, num_workers=1, multiprocessing_context="fork")
     assert list(outer) == [[[0, 1], [2]]]
-
-
-class CutFile(OSError):
-    """Made of something else than its `args`."""
-
-    def __init__(self, path: str, number: int) -> None:
-        super().__init__(f"{path} is cut at {number}")
-        self.number = number
-
-
-class Cut(Numbers):
-    def __getitem__(self, number: int) -> Any:
-        if number == 4:
-            raise CutFile("a.bin", number)
-        return super().__getitem__(number)
-
-
-def test_a_worker_hands_over_errors_with_type_message_and_index() -> None:
-    steps = iter(od.DataLoader(Cut(12), batch_size=2, num_workers=2, multiprocessing_context="fork"))
-    assert [next(steps)["number"].tolist() for _ in range(2)] == [[0, 1], [2, 3]]
-    with pytest.raises(CutFile) as raised:
-        next(steps)
-    assert str(raised.value) == "a.bin is cut at 4" and raised.value.number == 4
-    assert raised.value.__notes__[0] == "item 4 of Cut"
-    assert next(steps)["number"].tolist() == [6, 7]
 
 
 class Dying(Numbers):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tracemalloc
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,10 @@ from typer.testing import CliRunner
 import orchdata as od
 from orchdata.cli import app
 from orchdata.dataset.advice import unread_of, warn_of_unread
+from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples import compose
+from orchdata.loaders.text.messages import HARMLESS
+from orchdata.loaders.unread_names import SHARD_NAMES, UnreadNames, above, names_of_record
 
 pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
 
@@ -242,14 +247,41 @@ def test_an_edge_of_a_clip_in_a_form_that_is_not_read_is_said(tmp_path: Path) ->
             assert not dataset.index().totals["bad"] and set(names_of(dataset)) == {"timestamp", *said}
 
 
-def test_images_of_records_and_of_tables_are_warned_of_too(tmp_path: Path) -> None:
-    (tmp_path / "0.jpg").write_bytes(jpeg(40, 30))
-    (tmp_path / "a.jsonl").write_text('{"image": "0.jpg", "text": "a cat"}\n')
-    dataset = od.ShardDataset(tmp_path / "a.jsonl", recipe=od.Recipe(image=None), media_root=tmp_path)
-    with pytest.warns(UserWarning, match=r"'image' \(1\)"):
-        od.DataLoader(dataset, batch_size=1)
-    pq.write_table(
-        pa.table({"image": [{"bytes": jpeg(40, 30), "path": None}], "text": ["a cat"]}), tmp_path / "a.parquet"
-    )
-    with pytest.warns(UserWarning, match=r"'image' \(1\)"):
-        od.DataLoader(od.ShardDataset(tmp_path / "a.parquet", recipe=od.Recipe(image=None)), batch_size=1)
+# Counts of unread names: bounded in number, exact for frequent ones.
+
+
+RULES = Recipe().rules
+LAYOUTS = Path(__file__).parents[2] / "docs" / "layouts.md"
+
+
+def test_the_docs_list_the_names_of_which_the_warning_is_silent() -> None:
+    listed = LAYOUTS.read_text().partition("compared whole:")[2].partition("###")[0]
+    assert {*re.findall("`(.+?)`", listed)} == HARMLESS
+
+
+def test_frequent_names_are_counted_exactly_in_memory_that_does_not_grow_with_names() -> None:
+    def peak(records: int) -> int:
+        tracemalloc.start()
+        unread = UnreadNames()
+        for at in range(records):
+            unread.add(
+                names_of_record({f"own {at} {key}": 1 for key in range(100)} | {"w": 0}, None, RULES, "", (), ())
+            )
+        totals = unread.totals()
+        assert len(totals["names"]) == SHARD_NAMES and totals["names"]["w"] == records
+        assert totals["others"] + sum(totals["names"].values()) == 101 * records
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return most
+
+    assert peak(900) < 1.1 * peak(300)  # each record has 100 names that come once
+
+
+def test_hostile_names_are_short_and_printable() -> None:
+    deep: object = 1
+    for _ in range(5000):
+        deep = {"a": [[deep]]}
+    names = names_of_record({"\ud800\x1b[2J": {"\udcff" * 200: 1}, "k" * 9999: 1, "d": deep}, None, RULES, "", (), ())
+    assert all(len(name) <= 80 and name.isprintable() for name in names) and json.dumps(names)
+    assert sum(name.startswith("d") for name in names) == 3
+    assert above("a[].b.c") == ["a", "a[]", "a[].b", "a[].b.c"]

@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,13 @@ import numpy as np
 import pytest
 import torch
 from engine_specs import Specs, make_specs
+from map_dataset import Numbers
+from shard_factory import SKIP_ANY
 from spec_job import delivered
 
+import orchdata as od
 from orchdata.building.collate import SampleAssembler
-from orchdata.building.step import Builder, BuildSpec
+from orchdata.building.step import Builder, BuildSpec, BuiltStep
 from orchdata.engines.engine import Engine, InlineEngine, ThreadEngine, Workers
 from orchdata.engines.processes.engine import ProcessEngine
 from orchdata.loaders.errors import DataError
@@ -189,3 +194,86 @@ def test_torch_keeps_its_threads_in_the_training_thread_and_has_one_in_decoding_
         assert (here in seen) == (engine == "inline") and set(seen.values()) == {3 if engine == "inline" else 1}
     finally:
         torch.set_num_threads(threads)
+
+
+# `od.check_engine`: it passes engines of the library, and finds what is wrong with others.
+
+
+def right(task: StepTask, built: BuiltStep) -> BuiltStep:
+    return built
+
+
+def other_step(task: StepTask, built: BuiltStep) -> BuiltStep:
+    for batch in built.batches:
+        if task.step == 2:
+            batch.llm.input_ids[0] += 1
+    return built
+
+
+def read_only(task: StepTask, built: BuiltStep) -> BuiltStep:
+    for batch in built.batches:
+        batch.llm.input_ids.set_(torch.zeros(1, dtype=torch.int64).expand(batch.llm.input_ids.shape))
+    return built
+
+
+_memory: dict[Any, torch.Tensor] = {}
+
+
+def shared(task: StepTask, built: BuiltStep) -> BuiltStep:
+    """Each epoch gets the memory of the one before."""
+    for batch in built.batches:
+        batch.llm.input_ids.set_(_memory.setdefault((task.step, batch.llm.input_ids.shape), batch.llm.input_ids))
+    return built
+
+
+@dataclass(frozen=True)
+class OwnEngine:
+    """Builds steps in the thread that submits them."""
+
+    change: Callable[[StepTask, BuiltStep], BuiltStep] = right
+
+    def open(self, spec: BuildSpec, workers: Workers) -> Engine:
+        return Opened(spec, self.change)
+
+
+class Opened(Engine):
+    depth = 2
+
+    def __init__(self, spec: BuildSpec, change: Callable[[StepTask, BuiltStep], BuiltStep]) -> None:
+        self._builder = spec.open()
+        self._change = change
+
+    def submit(self, task: StepTask) -> Future[BuiltStep]:
+        future: Future[BuiltStep] = Future()
+        try:
+            future.set_result(self._change(task, self._builder.build(task)))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+OMNI = {"shards": 2, "samples": 12}
+
+
+@pytest.fixture(autouse=True)
+def _same(same_cache: None) -> None:
+    _memory.clear()
+
+
+def test_an_engine_of_the_users_passes(dataset: od.ShardDataset) -> None:
+    assert od.check_engine(OwnEngine(), dataset, batch_size=4, shuffle=True).batches == 12
+    numbers = od.check_engine(OwnEngine(), Numbers(20, bad=(7,)), batch_size=4, on_error=SKIP_ANY)
+    assert numbers.failures == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (other_step, "epoch 0: batch 2 differs: llm.input_ids is"),
+        (read_only, "differs: llm.input_ids|cannot be written to"),
+        (shared, "batch 0 differs: llm.input_ids"),
+    ],
+)
+def test_what_is_wrong_is_said(dataset: od.ShardDataset, change: Any, words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        od.check_engine(OwnEngine(change), dataset, batch_size=4, shuffle=True)

@@ -8,26 +8,32 @@ import itertools
 import json
 import multiprocessing
 import os
+import pickle
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import hanging_job
+import hanging_rank_job
 import lean_job
 import pytest
-import torch
+import returning_job
 from children import in_a_child
-from shard_factory import RECIPE, omni_shards
+from forked_program import ForkedProgram
+from map_dataset import Numbers
+from shard_factory import RECIPE, omni_samples, omni_shards, write_shard
 
 import orchdata as od
+from benchmarks.launch import LaunchError, torchrun
+from orchdata.building.step import BuildSpec
+from orchdata.engines.engine import explain_pickling
 from orchdata.engines.processes import engine
-from orchdata.engines.supervisor import Trial
-from orchdata.loaders.child_process import interrupts_deferred
 
 
 class Plain:
@@ -116,88 +122,6 @@ def test_starts_that_fail_with_their_server_are_tried_again(monkeypatch: pytest.
     assert next(starts) == 3 + 2
 
 
-@pytest.mark.parametrize(("fails", "verdict"), [(2, None), (100, "")])
-def test_a_trial_outlives_the_loss_of_the_fork_server(fails: int, verdict: str | None) -> None:
-    errors = [EOFError("unexpected EOF"), ConnectionRefusedError(111, "Connection refused")]
-    starts = itertools.count()
-
-    def start(*_: Any, **__: Any) -> Any:
-        if (number := next(starts)) < fails:
-            raise errors[number % 2]
-        return object()
-
-    transport: Any = SimpleNamespace(num_spare=2, start=start)
-    trial = Trial(7, transport, 0.0)
-    assert trial.verdict == verdict  # none yet, or it cannot be known
-    assert len(trial.workers) == (2 if verdict is None else 0)
-    assert next(starts) < 20
-
-
-def where_ctrl_c_is_heard(work: Callable[[], None]) -> None:
-    """Work in a child where Ctrl-C raises KeyboardInterrupt; one that comes too late does not end pytest."""
-
-    def heeding() -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-        work()
-
-    in_a_child(heeding)
-
-
-def interrupt() -> None:
-    """As Ctrl-C does, now."""
-    signal.raise_signal(signal.SIGINT)
-
-
-def test_interrupts_are_deferred() -> None:
-    def interrupted() -> None:
-        done = []
-        with pytest.raises(KeyboardInterrupt), interrupts_deferred():
-            interrupt()
-            done.append("deferred")
-        assert done == ["deferred"]
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        elsewhere = threading.Thread(target=lambda: interrupts_deferred().__enter__())
-        elsewhere.start()
-        elsewhere.join()
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-    where_ctrl_c_is_heard(interrupted)
-
-
-def _broken_sampler() -> Iterator[int]:
-    yield from (0, 1, 2)
-    raise LookupError("sampler")
-
-
-class Sampler:
-    def __iter__(self) -> Iterator[int]:
-        return _broken_sampler()
-
-
-class Exits(Plain):
-    def __getitem__(self, number: int) -> Any:
-        return sys.exit(3) if number == 4 else number
-
-
-def outcomes(batches: Iterator[Any]) -> list[Any]:
-    """Return what `next` returns until it ends, errors as their types."""
-    results: list[Any] = []
-    for _ in itertools.count():
-        try:
-            results.append(next(batches).tolist())
-        except StopIteration:
-            return results
-        except BaseException as error:
-            results.append(type(error))
-    raise AssertionError
-
-
-@pytest.mark.parametrize("options", [{"dataset": Plain(), "sampler": Sampler()}, {"dataset": Exits()}])
-def test_after_an_error_an_iteration_continues_as_torchs_does(options: dict[str, Any]) -> None:
-    theirs = outcomes(iter(torch.utils.data.DataLoader(batch_size=2, **options)))
-    assert outcomes(iter(od.DataLoader(batch_size=2, **options))) == theirs
-
-
 @pytest.mark.slow
 def test_with_worker_processes_a_loader_loads_no_compiler(tmp_path: Path) -> None:
     """The compiler takes 40 MiB in each process; only with threads does this process call kernels."""
@@ -237,3 +161,99 @@ def test_the_loss_of_the_fork_server_costs_nothing_and_workers_say_nothing(tmp_p
     command = [sys.executable, "-W", "ignore", str(tmp_path / "script.py")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"{[*range(12)]}\n", "")
+
+
+# Specs that are sent to another process, and those that cannot be: the error names the member that does not pickle.
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> list[str]:
+    return omni_shards(tmp_path, shards=1, samples=10)
+
+
+def spec_of(data: Any, recipe: od.Recipe = RECIPE, **options: Any) -> BuildSpec:
+    dataset = od.ShardDataset(data, recipe=recipe) if options.pop("shards", False) else data
+    return od.DataLoader(dataset, **options)._runtime.prepared.spec
+
+
+class WithTransform(Numbers):
+    """A data set with a transform in it."""
+
+    def __init__(self, transform: Any) -> None:
+        super().__init__(6)
+        self.transforms = {"first": [len, transform]}
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"collate_fn": partial(len, print, lock=threading.Lock())}, "collate_fn.keywords['lock'] is an object"),
+        ({"dataset": WithTransform(lambda sample: sample)}, "dataset.transforms['first'][1] is a lambda"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_error_names_the_member_that_does_not_pickle_and_the_way_out(options: dict[str, Any], named: str) -> None:
+    data = options.pop("dataset", None) or Numbers(6)
+    spec = spec_of(data, **options)
+    with pytest.raises((TypeError, AttributeError, pickle.PicklingError)) as refused:
+        pickle.dumps(spec)
+    with pytest.raises(TypeError, match="^" + re.escape(named)) as raised:
+        explain_pickling(spec, refused.value)
+    assert "at the top level of a module" in str(raised.value) and "where nothing is pickled" in str(raised.value)
+
+
+def test_an_index_that_was_rebuilt_raises_an_error(shards: list[str], tmp_path: Path) -> None:
+    data = pickle.dumps(spec_of(shards, shards=True))
+    pickle.loads(data).open()
+    write_shard(tmp_path / "omni-000000.tar", omni_samples(11))
+    od.ShardDataset(shards, recipe=RECIPE).index(rebuild=True)
+    with pytest.raises(od.StaleIndexError, match="rebuilt after this loader was created: create the loader again"):
+        pickle.loads(data).open()
+
+
+# Threads that hang: the loader reports them, and the process ends with its own status and error.
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "last_line"),
+    [
+        ("raise", 1, "RuntimeError: DataLoader timed out after 1 seconds, waiting for step 0 of epoch 0"),
+        pytest.param("interrupt", -signal.SIGINT, "KeyboardInterrupt", marks=pytest.mark.slow),
+        pytest.param("exit", 3, "", marks=pytest.mark.slow),
+        pytest.param("catch", 0, "", marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_ends_although_threads_hang(tmp_path: Path, ending: str, status: int, last_line: str) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    program = Path(hanging_job.__file__).read_text()
+    job = ForkedProgram(program, ending, fifo, folder=tmp_path, to_the_end=True)
+    if ending == "interrupt":
+        assert job.line() == "hanging\n"
+        job.send_signal(signal.SIGINT)
+    ended = job.finish()
+    assert ended.returncode == status
+    assert ended.stdout.endswith("exit handlers ran\n")
+    assert ended.stderr.strip().rpartition("\n")[2] == last_line
+
+
+@pytest.mark.parametrize("left_by", ["pool", "store"])
+def test_a_call_that_returns_while_the_interpreter_ends_changes_no_status(left_by: str, tmp_path: Path) -> None:
+    program = Path(returning_job.__file__).read_text()
+    ended = ForkedProgram(program, left_by, folder=tmp_path, to_the_end=True).finish()
+    assert (ended.returncode, ended.stderr) == (3, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["plain", "tidy"])
+def test_the_rank_that_hangs_is_the_one_that_torchrun_names(tmp_path: Path, ending: str) -> None:
+    with (tmp_path / "log").open("w+b") as log, pytest.raises(LaunchError, match="DataLoader timed out"):
+        torchrun(
+            [hanging_rank_job.__file__, "1", ending],
+            num_ranks=2,
+            environment={"PYTHONPATH": os.pathsep.join(sys.path)},
+            log=log,
+            progress=lambda done, total: None,
+        )
+    text = (tmp_path / "log").read_text()
+    assert re.search(r"Root Cause.*?rank +: (\d+).*?exitcode +: (-?\d+)", text, re.DOTALL).groups() == ("1", "1")  # type: ignore[union-attr]

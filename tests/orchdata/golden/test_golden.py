@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import json
+import lzma
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,11 @@ from float_bounds import assert_log_mel_close, assert_standard_scores_close
 from golden_batches import BatchCase, PlanCase, costed, floats
 from golden_cases import CASES, PATH, as_text, read
 from golden_data import GoldenData
+from golden_indexes import DIGESTS, FOLDER, digest
 from golden_states import STATES, StateCase, comparable, shards
 
-from orchdata.loaders.errors import StateError
+from orchdata.loaders.errors import DamagedIndexError, StateError
+from orchdata.loaders.index.index import Index
 
 pytestmark = pytest.mark.usefixtures("same_cache")
 
@@ -107,3 +111,36 @@ def test_a_name_of_the_data_is_no_folder(data: GoldenData, tmp_path: Path) -> No
     other = GoldenData(tmp_path / "elsewhere")
     assert CASES["fingerprints"](other) == GOLDEN["fingerprints"]
     assert str(tmp_path.parent) not in PATH.read_text()
+
+
+# Indexes that an earlier release has written are opened, and say what they said.
+
+
+KEPT = json.loads(DIGESTS.read_text())
+
+
+def opened(name: str, folder: Path, *, changed: int | None = None) -> Index:
+    content = bytearray(lzma.decompress((FOLDER / name).read_bytes()))
+    if changed is not None:
+        content[changed] ^= 1
+    path = folder / "kept.index"
+    path.write_bytes(content)
+    return Index(path)
+
+
+def test_all_files_have_a_digest() -> None:
+    assert {path.name for path in FOLDER.glob("*.xz")} == KEPT.keys() and len(KEPT) >= 8
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_an_index_of_an_earlier_release_says_what_it_said(name: str, tmp_path: Path) -> None:
+    index = opened(name, tmp_path)
+    assert digest(index) == KEPT[name]
+    assert index.num_samples == index.totals["samples"] > 0
+    for row in range(0, index.num_rows, 5):
+        assert index.key(row) and index.members(row) is not None
+
+
+def test_a_changed_byte_is_noticed(tmp_path: Path) -> None:
+    with pytest.raises(DamagedIndexError):
+        opened(next(iter(KEPT)), tmp_path, changed=-20)

@@ -38,10 +38,6 @@ def shared_out(
     return TOKENS.share_out(step_of(costs, num_ranks, balance, sizes))
 
 
-def cut(rank: np.ndarray, positions: np.ndarray, balance: Balance) -> Shares:
-    return split_padded(step_of({"llm": positions}, 1, balance, {"llm": positions}), rank)
-
-
 def padded_loads(positions: np.ndarray, rank: np.ndarray, num_ranks: int) -> np.ndarray:
     """In one microbatch."""
     return TOKENS.loads(positions, positions, one_microbatch(rank), num_ranks)[:, 0]
@@ -55,27 +51,6 @@ def test_one_microbatch_is_as_good_as_the_best_of_all_assignments(lengths: list[
     every = product(range(num_ranks), repeat=len(lengths))
     best = min(padded_loads(positions, np.array(rank), num_ranks).max() for rank in every)
     assert found == best == TOKENS.lower_bound(positions, positions, num_ranks, 1)
-
-
-def test_where_ranks_are_given_only_microbatches_are_chosen() -> None:
-    positions = np.array([10, 2, 10, 2, 2, 2])
-    for balance in (Balance(scope="none"), Balance(scope="none", max_tokens=20)):
-        sizes = {"llm": positions} if balance.caps else {}
-        shares = shared_out({"llm": positions}, 2, balance, sizes)
-        assert shares.rank.tolist() == [0, 1, 0, 1, 0, 1]
-    assert shares.microbatch.tolist() == [0, 0, 0, 0, 1, 0]  # 2 * 10, then the 2; rank 1 has 3 * 2
-
-
-@pytest.mark.parametrize("oversize", ["error", "own"])
-def test_a_sample_above_the_cap(oversize: str) -> None:
-    positions = np.array([50, 10, 10])
-    balance = Balance(max_tokens=20, oversize=oversize)  # type: ignore[arg-type]
-    rank = np.zeros(3, np.int32)
-    if oversize == "error":
-        with pytest.raises(ValueError, match="a sample has 50 llm positions, max_tokens allows 20"):
-            cut(rank, positions, balance)
-    else:
-        assert cut(rank, positions, balance).microbatch.tolist() == [0, 1, 1]
 
 
 @given(steps())

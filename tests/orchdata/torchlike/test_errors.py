@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import signal
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from map_dataset import Numbers
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 import orchdata as od
 
@@ -198,3 +204,228 @@ def test_a_step_that_fails_after_one_that_others_had_overtaken_is_tried_in_its_o
     data.refused.clear()
     assert list(loader) == [[10, 11]]
     assert loader.state_dict()["epoch"] == state["epoch"] + 1
+
+
+# Iterations that meet an error, Ctrl-C, or a changed sampler continue as torch's loader does.
+
+
+THREADS = {"num_threads": 2, "cost": [1] * 8}
+FORKED = {"num_workers": 2, "multiprocessing_context": "fork"}
+
+
+class Failing(Dataset[int]):
+    """Items 3 and 8 cannot be read."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, number: int) -> int:
+        if number in (3, 8):
+            raise OSError(f"item {number}")
+        return number
+
+
+class Counting(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+class FailingStream(IterableDataset[int]):
+    """Its iterator fails at 3 and 8, and goes on."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.number = 0
+        return self
+
+    def __next__(self) -> int:
+        self.number += 1
+        if self.number in (3, 8):
+            raise OSError(f"item {self.number}")
+        if self.number > 12:
+            raise StopIteration
+        return self.number
+
+
+def outcomes(iterator: Iterator[Any], most: int = 40) -> list[Any]:
+    """Each batch, or the type of the error in its place, up to the end."""
+    given: list[Any] = []
+    for _ in range(most):
+        try:
+            given.append(next(iterator))
+        except StopIteration:
+            return given
+        except Exception as error:
+            given.append(type(error).__name__)
+    raise AssertionError(f"no end after {most} calls")
+
+
+@pytest.mark.parametrize("data", [Failing, FailingStream])
+@pytest.mark.parametrize("options", [{}, FORKED], ids=["inline", "workers"])
+@pytest.mark.parametrize("batch_size", [1, 2, None])
+def test_an_iteration_continues_after_the_error_of_an_item(data: Any, options: Any, batch_size: int | None) -> None:
+    options = {"batch_size": batch_size, "collate_fn": list if batch_size else None} | options
+    ours, theirs = (outcomes(iter(loader(data(), **options))) for loader in (od.DataLoader, DataLoader))
+    assert ours == theirs and ours.count("OSError") >= 2
+
+
+class Interrupted(Dataset[int]):
+    """Ctrl-C comes while item 4 is read for the first time."""
+
+    def __init__(self) -> None:
+        self.has_come = False
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number: int) -> int:
+        if number == 4 and not self.has_come:
+            self.has_come = True
+            raise KeyboardInterrupt
+        return number
+
+
+def test_ctrl_c_inline_is_as_with_torch() -> None:
+    given = []
+    for loader in (od.DataLoader, DataLoader):
+        iterator = iter(loader(Interrupted(), batch_size=2, collate_fn=list))
+        first = list(islice(iterator, 2))
+        with pytest.raises(KeyboardInterrupt):
+            next(iterator)
+        given.append([first, list(iterator)])
+    assert given[0] == given[1] == [[[0, 1], [2, 3]], [[6, 7]]]
+
+
+class InterruptedSampler(list[int]):
+    """Ctrl-C comes while it is asked for its third item."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from islice(super().__iter__(), 2)
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_while_a_step_is_drawn_does_not_look_like_the_end_of_the_epoch() -> None:
+    iterator = iter(od.DataLoader(range(6), sampler=InterruptedSampler(range(6)), collate_fn=list))
+    assert list(islice(iterator, 2)) == [[0], [1]]
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    with pytest.raises(RuntimeError, match="ended with KeyboardInterrupt"):
+        next(iterator)
+
+
+class Slow(Dataset[int]):
+    """Item 2 comes once `free` is set."""
+
+    def __init__(self) -> None:
+        self.free = multiprocessing.get_context("fork").Event()
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, number: int) -> int:
+        if number == 2:
+            assert self.free.wait(120)
+        return number
+
+
+@pytest.mark.parametrize("options", [{"num_threads": 1, "cost": [1] * 6}, FORKED], ids=["threads", "workers"])
+def test_ctrl_c_while_a_step_is_awaited_loses_nothing(options: Any) -> None:
+    data = Slow()
+    iterator = iter(od.DataLoader(data, batch_size=1, collate_fn=list, **options))
+    given = list(islice(iterator, 2))
+    came = threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            came.start()
+            next(iterator)
+        data.free.set()
+        assert given + list(iterator) == [[number] for number in range(6)]
+    finally:
+        came.join()  # or it would come where the previous handler ends pytest
+        signal.signal(signal.SIGINT, previous)
+
+
+def other_size(loader: Any) -> None:
+    loader.batch_sampler.batch_size = 4
+
+
+def drops_last(loader: Any) -> None:
+    loader.batch_sampler.batch_size = 4
+    loader.batch_sampler.drop_last = True
+
+
+def other_sampler(loader: Any) -> None:
+    loader.batch_sampler.sampler = [5, 3, 1]
+
+
+def other_batch_sampler(loader: Any) -> None:
+    object.__setattr__(loader, "batch_sampler", BatchSampler(RandomSampler(range(9)), 4, False))
+
+
+class Repeating:
+    """timm's and ultralytics' way: the same batch sampler, for ever."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from iter(self.sampler)
+
+
+def repeating(loader: Any) -> None:
+    object.__setattr__(loader, "batch_sampler", Repeating(loader.batch_sampler))
+
+
+CHANGES = [other_size, drops_last, other_sampler, other_batch_sampler, repeating]
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "options"), [(False, {}), (True, {}), (True, FORKED)], ids=["in order", "inline", "workers"]
+)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_sampler_that_is_changed_in_the_run_is_what_is_iterated(
+    shuffle: bool, change: Callable[[Any], None], options: dict[str, Any]
+) -> None:
+    given = []
+    for loader in (od.DataLoader, DataLoader):
+        torch.manual_seed(2)
+        one: Any = loader(Numbers(9), batch_size=2, shuffle=shuffle, **options)
+        epochs = [[batch["number"].tolist() for batch in one]]
+        change(one)
+        epochs.append([batch["number"].tolist() for batch in islice(one, 7)])
+        given.append([epochs, len(one)])
+    assert given[0] == given[1]
+    assert given[0][0][0] != given[0][0][1]  # the change was no matter of chance
+
+
+@pytest.mark.parametrize("is_left", [False, True], ids=["to the end", "left"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, THREADS, THREADS | {"persistent_workers": True}, FORKED | {"persistent_workers": True}],
+    ids=["inline", "threads", "persistent threads", "persistent workers"],
+)
+@pytest.mark.parametrize("data", [Numbers(8), Counting()], ids=["map-style", "iterable"])
+def test_a_loader_and_what_runs_for_it_end_with_its_last_reference(
+    data: Any, options: Any, is_left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lightning", ModuleType("lightning"))  # its loops are looked for in the frames
+    if isinstance(data, IterableDataset) and "num_threads" in options:
+        pytest.skip("an IterableDataset takes no threads")
+    loader = od.DataLoader(data, batch_size=2, **options)
+    gc.collect()
+    gc.disable()
+    try:
+        iterator = iter(loader)
+        next(iterator) if is_left else outcomes(iterator)
+        runs = weakref.ref(loader._runtime)
+        del loader, iterator
+        assert runs() is None
+    finally:
+        gc.enable()

@@ -82,10 +82,8 @@ class Walk:
         return share(), self.seen[-1]
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "seen": self.seen,
-            "random": torch.get_rng_state().numpy().tobytes().hex(),
-        }  # its own list, which goes on
+        random = torch.get_rng_state().numpy().tobytes().hex()
+        return {"seen": self.seen, "random": random}  # its own list, which goes on
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.seen = state["seen"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -169,3 +171,242 @@ def test_a_sampler_of_ten_billion_is_drawn_as_it_is_asked_for() -> None:
     torch.manual_seed(1)
     theirs = DataLoader(range(100), batch_size=4, sampler=RandomSampler(range(100), True, 10**10))  # type: ignore[arg-type]
     assert ours == [batch.tolist() for batch, _ in zip(iter(theirs), range(5), strict=False)]
+
+
+# IterableDataset on one rank, as torch's loader iterates it.
+
+
+class Counting(IterableDataset[torch.Tensor]):
+    def __init__(self, count: int, bad: int | None = None) -> None:
+        self.count = count
+        self.bad = bad
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number in range(self.count):
+            if number == self.bad:
+                raise OSError("disk on fire")
+            yield torch.cat([torch.tensor([float(number)]), torch.rand(1)])
+
+
+class Sized(Counting):
+    def __len__(self) -> int:
+        return self.count - 2
+
+
+@given(st.integers(0, 20), st.none() | st.integers(1, 6), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_batches_of_an_iterable_are_torchs(count: int, batch_size: int | None, drop_last: bool) -> None:
+    def batches(loader: type[Any]) -> list[Any]:
+        torch.manual_seed(3)
+        one = loader(Counting(count), batch_size=batch_size, drop_last=drop_last and batch_size is not None)
+        return [[batch.tolist() for _ in range(2) for batch in one], torch.rand(1).item()]
+
+    assert batches(od.DataLoader) == batches(DataLoader)
+
+
+def range_dataset(count: int) -> Any:
+    class Range(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(count))
+
+    return Range()
+
+
+def test_its_length_is_counted_in_batches_and_more_is_said() -> None:
+    with pytest.raises(TypeError, match="has no len"):
+        len(od.DataLoader(Counting(4)))
+    one, theirs = (loader(Sized(8), batch_size=2) for loader in (od.DataLoader, DataLoader))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(iter(one))
+    assert len(one) == len(theirs) == 3
+    with pytest.warns(UserWarning, match="was reported to be 3.*but 4 samples have been fetched"):
+        list(iter(one))
+
+
+def test_an_error_is_raised_and_the_next_iteration_begins_from_scratch() -> None:
+    numbers = Counting(6, bad=3)
+    one = od.DataLoader(numbers, batch_size=2)
+    steps = iter(one)
+    next(steps)
+    with pytest.raises(OSError, match="disk on fire"):
+        next(steps)
+    assert list(steps) == []  # the generator is over, as with torch's
+    numbers.bad = None
+    assert [batch[:, 0].tolist() for batch in one] == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "reason"),
+    [
+        ({"dp": (0, 2)}, ValueError, "shared by 2 ranks.*od.ShardDataset.*dp=.0, 1.*od.post_balance"),
+        ({"shuffle": True}, ValueError, "expected unspecified shuffle option"),
+        ({"sampler": [1]}, ValueError, "expected unspecified sampler option"),
+        ({"batch_sampler": [[1]]}, ValueError, "expected unspecified batch_sampler option"),
+        ({"cost": [1]}, ValueError, "cost balances samples"),
+        ({"on_error": "skip"}, ValueError, "skip in its __iter__"),
+        ({"num_threads": 2}, ValueError, "num_threads is for steps that this library builds"),
+        ({"collate_fn": od.Packed()}, TypeError, "for a ShardDataset"),
+    ],
+)
+def test_what_an_iterable_cannot_have_is_refused(options: dict[str, Any], error: type[Exception], reason: str) -> None:
+    with pytest.raises(error, match=reason):
+        od.DataLoader(Counting(4), **options)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_collate_fn_is_given_the_step_of_each_batch(workers: int) -> None:
+    def with_step(samples: list[int], step: od.StepInfo) -> Any:
+        return step.epoch, step.step, samples, step.loss_scale, step.num_step_samples
+
+    one = od.DataLoader(range_dataset(5), batch_size=2, collate_fn=with_step, num_workers=workers)
+    for epoch in range(2):
+        batches = list(one)
+        assert [batch[:2] for batch in batches] == [(epoch, step) for step in range(len(batches))]
+        assert batches[0][2:] == ([0, 1], 0.5, 2) and len(batches) == 3 * max(1, workers)
+    assert one.stats()["samples"] == 2 * 5 * max(1, workers)
+
+
+class RaisesOnce(IterableDataset[int]):
+    """And continues."""
+
+    number = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.number = 0
+        return self
+
+    def __next__(self) -> int:
+        self.number += 1
+        if self.number == 4:
+            raise OSError("disk on fire")
+        if self.number > 10:
+            raise StopIteration
+        return self.number
+
+
+def test_a_state_after_an_error_that_the_data_set_continued_from_repeats_no_batch() -> None:
+    def loader() -> od.DataLoader:
+        return od.DataLoader(RaisesOnce(), batch_size=2, collate_fn=list)
+
+    one = loader()
+    steps = iter(one)
+    assert next(steps) == [1, 2]
+    with pytest.raises(OSError, match="disk on fire"):
+        next(steps)
+    assert next(steps) == [5, 6]
+    again = loader()
+    again.load_state_dict(one.state_dict())
+    resumed = iter(again)
+    with pytest.raises(OSError, match="disk on fire"):
+        next(resumed)
+    assert list(resumed) == list(steps) == [[7, 8], [9, 10]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("takes_step", [False, True])
+def test_a_batch_that_collate_fn_refused_comes_after_a_resume(workers: int, takes_step: bool) -> None:
+    def loader(refused: int) -> od.DataLoader:
+        def collated(samples: list[int]) -> list[int]:
+            if samples[0] == refused:
+                raise ValueError(f"refused {samples}")
+            return samples
+
+        def with_the_step(samples: list[int], step: od.StepInfo) -> tuple[int, list[int]]:
+            return step.step, collated(samples)
+
+        collate_fn = with_the_step if takes_step else collated
+        return od.DataLoader(range_dataset(8), batch_size=2, collate_fn=collate_fn, num_workers=workers)
+
+    given = list(loader(-1))
+    one = loader(4)
+    steps = iter(one)
+    assert [next(steps), next(steps)] == given[:2]
+    with pytest.raises(ValueError, match="refused"):
+        next(steps)
+    again = loader(-1)
+    again.load_state_dict(one.state_dict())
+    assert list(again) == given[2:]
+    with pytest.raises(ValueError, match="refused"):
+        next(iter(one))
+    assert next(steps) == given[3]
+
+
+class OfEpochs(IterableDataset[int]):
+    """As a stream of Hugging Face's: an order for each epoch, and a state that holds until the epoch changes."""
+
+    def __init__(self) -> None:
+        self.epoch = self._at = 0
+        self._loaded: dict[str, int] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "at": self._at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._loaded = state
+
+    def __iter__(self) -> Iterator[int]:
+        loaded = self._loaded
+        start = loaded["at"] if loaded is not None and loaded["epoch"] == self.epoch else 0
+        for self._at in range(start + 1, 9):
+            yield self.epoch * 100 + self._at
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
+def test_a_data_set_has_the_loaders_epoch_and_later_epochs_have_all_of_it(options: dict[str, Any]) -> None:
+    def epoch(loader: od.DataLoader) -> list[int]:
+        return [item for batch in loader for item in batch.tolist()]
+
+    whole = range(1, 9)
+    loader = od.DataLoader(OfEpochs(), batch_size=2, **options)
+    for number in (0, 0, 3):
+        loader.set_epoch(number)
+        assert epoch(loader) == [number * 100 + at for at in whole]
+    loader.set_epoch(5)
+    iterator = iter(loader)
+    first = next(iterator).tolist()
+    middle = loader.state_dict()
+    rest = [item for batch in iterator for item in batch.tolist()]
+    assert first + rest == [500 + at for at in whole]
+    for state, left in ((middle, 6), (loader.state_dict(), 8)):
+        resumed = od.DataLoader(OfEpochs(), batch_size=2, **options)
+        resumed.load_state_dict(state)
+        following = epoch(resumed)
+        assert len(following) == left and (state is not middle or following == rest)
+        assert [len(epoch(resumed)) for _ in range(2)] == [8, 8]
+
+
+class Held(OfEpochs):
+    set_epoch = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
+def test_a_data_set_that_begins_each_pass_where_a_state_put_it_is_said(
+    options: dict[str, Any], recwarn: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind, lengths in ((OfEpochs, [3, 4]), (Held, [3, 3])):
+        monkeypatch.setattr("orchdata.notices._warned", set())
+        loader = od.DataLoader(kind(), batch_size=2, **options)
+        next(iter(loader))
+        resumed = od.DataLoader(kind(), batch_size=2, **options)
+        resumed.load_state_dict(loader.state_dict())
+        assert [len(list(resumed)) for _ in range(2)] == lengths
+        assert ["Held yielded only 3 batches" in str(each.message) for each in recwarn] == [True] * (kind is Held)
+
+
+class MapOfEpochs(list[int]):
+    def set_epoch(self, epoch: int) -> None:
+        self[:] = range(epoch, epoch + 4)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 1, "persistent_workers": True}, {"num_threads": 1, "on_error": "skip"}]
+)
+def test_a_map_style_data_set_has_the_loaders_epoch(options: dict[str, Any]) -> None:
+    loader = od.DataLoader(MapOfEpochs([0] * 4), batch_size=4, **options)
+    for epoch in (0, 2, 7):
+        loader.set_epoch(epoch)
+        assert next(iter(loader)).tolist() == list(range(epoch, epoch + 4))

@@ -57,10 +57,7 @@ MADE: dict[str, Callable[[], Any]] = {
 UNSENT: dict[str, tuple[Callable[[], Any], str]] = {
     "generator": (lambda: (number for number in [1]), r"batch\[0\]\['made'\] is an object of type generator, which"),
     "lambda": (lambda: [1, lambda: 1], r"batch\[0\]\['made'\]\[1\] is a lambda in line"),
-    "graph": (
-        lambda: 2 * torch.ones(3, requires_grad=True),
-        r"batch\[0\]\['made'\].* requires_grad.*call detach\(\)",
-    ),
+    "graph": (lambda: 2 * torch.ones(3, requires_grad=True), r"batch\[0\]\['made'\].* requires_grad.*call detach\(\)"),
 }
 
 
