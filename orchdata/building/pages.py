@@ -45,7 +45,7 @@ from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample, Wanted, read_ahead
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import Recipe, load_required
-from orchdata.loaders.records import Media
+from orchdata.building.arrays import Media
 from orchdata.loaders.samples.measure import MeasuredPart, decoded_bytes
 from orchdata.loaders.samples.members import KeptValue
 from orchdata.loaders.samples.sample import Sample

@@ -250,10 +250,10 @@ class Arguments:
         """Return all that plans and batches depend on. `planned` is of the plan, where it differs from what is here."""
         # Only plans per phase depend on nodes: other ranks, on nodes of different sizes, need not agree on them.
         rank, node = self.rank, self.rank.ranks_per_node if self.balance.assignment == "per_phase" else None
-        planned = {"balance": self.balance, "accumulate": self.accumulate} | planned
-        planned["ranks_per_node"] = node if node and rank.size % node == 0 else None
+        whole = node if node and rank.size % node == 0 else None
+        own: dict[str, Any] = {"balance": self.balance, "accumulate": self.accumulate, "ranks_per_node": whole}
         plan = PlanSpec(
-            costs=costs, order=order, batches=batches, num_ranks=rank.size, num_peers=rank.num_peers, **planned
+            costs=costs, order=order, batches=batches, num_ranks=rank.size, num_peers=rank.num_peers, **own | planned
         )
         return BuildSpec(plan=plan, rank=rank.rank, content=content, peer=rank.peer)
 

@@ -21,9 +21,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hostile_shards import sparse_1_0
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from shard_factory import SKIP_ANY, audio, jpeg
+from tars import rows
 
 import orchdata as od
 import orchdata.building.memory
@@ -31,7 +33,7 @@ from orchdata.loaders.errors import FieldError
 from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.builtin import TEXT
+from orchdata.loaders.modalities.builtin import OTHER, TEXT
 from orchdata.loaders.recipe import (
     AudioPreprocessor,
     ChatTemplate,
@@ -43,8 +45,6 @@ from orchdata.loaders.recipe import (
 from orchdata.loaders.samples.measure import Measured, measure
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.shards.columns import ParquetShard
-from orchdata.loaders.shards.fields import SPARSE
-from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.storage.local import LocalFile
 
 pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
@@ -339,46 +339,19 @@ def test_a_column_is_held_while_it_is_decoded(tmp_path: Path, dictionary: bool) 
     assert int(error.split("decompresses to ")[1].split()[0]) < 9_000_000 + 64 * 10_000 * 2  # stopped at once
 
 
-def sparse_tar(path: Path, size: int, stretches: Sequence[tuple[int, int]], name: str = "a.txt") -> str:
-    """A member as GNU tar's PAX format 1.0 stores it: a map, then the stretches of x that are there."""
-    written = f"{len(stretches)}\n" + "".join(f"{at}\n{length}\n" for at, length in stretches)
-    content = written.encode().ljust(-(-len(written) // 512) * 512, b"\0") + b"x" * sum(n for _, n in stretches)
-    info = tarfile.TarInfo(f"GNUSparseFile.0/{name}")
-    info.size = len(content)
-    sparse = {"major": "1", "minor": "0", "name": name, "realsize": str(size)}
-    info.pax_headers = {f"GNU.sparse.{each}": value for each, value in sparse.items()}
-    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
-        archive.addfile(info, io.BytesIO(content))
-    return str(path)
-
-
-def sparse_rows(path: str, limits: Limits) -> list[dict[str, Any]]:
-    return TarShard(path, LocalFile(path), limits=limits).facts().table.arrow().to_pylist()
-
-
-def test_a_sparse_member_reads_as_tarfile_reads_it(tmp_path: Path) -> None:
-    path = sparse_tar(tmp_path / "a.tar", 3_000, [(0, 10), (1_000, 5), (2_990, 0), (2_995, 5)])
-    (row,) = sparse_rows(path, Limits())
-    assert row["encoding"] == SPARSE
-    shard = TarShard(path, LocalFile(path), limits=Limits())
-    with tarfile.open(path) as archive:
-        expected = archive.extractfile(archive.getmembers()[0]).read()  # type: ignore[union-attr]
-    assert bytes(shard.read(row["offset"], row["size"], SPARSE, "txt")) == expected
-
-
-def test_a_sparse_member_is_held_against_what_is_stored(tmp_path: Path) -> None:
-    path = sparse_tar(tmp_path / "a.tar", 2 << 20, [(0, 1 << 14)])  # 2 MiB of 16 KiB: 128 to 1
-    for ratio, bad in ((128, 0), (127, 1)):
-        index = build_index([path], Recipe(limits=Limits(decompression_ratio=ratio)))
-        assert index.totals["bad"] == bad
-    reason = index.failure(0).reason
-    assert reason == "a sparse member of 2097152 bytes, 16384 of them stored, above Limits.decompression_ratio=127"
+def test_a_sparse_member_fails_its_sample(tmp_path: Path) -> None:
+    pieces = b"2\n0\n10\n1000\n5\n".ljust(512, b"\0") + b"x" * 15
+    (tmp_path / "a.tar").write_bytes(sparse_1_0("a.txt", 3_000, pieces) + bytes(1024))
+    (row,) = rows(tmp_path / "a.tar")
+    assert (row["kind"], row["error"]) == (OTHER, "a sparse file: it is not read; write with tar without --sparse")
 
 
 def test_extended_headers_of_one_member_are_bounded_together(tmp_path: Path) -> None:
     # Maps of stretches of nothing, four bytes each: the second one is above 1 MiB.
     for stretches, over in ((200_000, False), (300_000, True)):
-        (row,) = sparse_rows(sparse_tar(tmp_path / "a.tar", 100, [(0, 0)] * stretches), Limits())
+        pieces = f"{stretches}\n".encode() + b"0\n0\n" * stretches
+        (tmp_path / "a.tar").write_bytes(sparse_1_0("a.txt", 100, pieces) + bytes(1024))
+        (row,) = rows(tmp_path / "a.tar")
         assert ("extended headers claim more than 1048576 bytes" in (row["error"] or "")) == over
 
 
@@ -394,7 +367,7 @@ def test_global_headers_of_a_tar_are_bounded(tmp_path: Path, name: str) -> None:
     ):
         with tarfile.open(path, "w", format=tarfile.PAX_FORMAT, pax_headers=records) as archive:
             archive.addfile(tarfile.TarInfo(name))
-        (row,) = sparse_rows(str(path), Limits())
+        (row,) = rows(path)
         assert ("global headers of more than 1024 records or 65536 characters" in (row["error"] or "")) == over
 
 
