@@ -13,7 +13,7 @@ class Limits:
     """Upper limits on the size of one shard or sample. They are part of the recipe's fingerprint.
 
     Attributes:
-        member_bytes: one member of a shard, as stored.
+        member_bytes: one member of a shard, as stored; a sparse one, as read.
         sample_bytes: all members of one sample together.
         sample_parts: images and clips of one sample, items of one list, turns of one chat.
         sample_tokens: LLM tokens of one sample, including those of images and audio, after
@@ -26,7 +26,7 @@ class Limits:
             whole, decompressed.
         decompressed_bytes: a .tar.gz or .tar.zst, decompressed.
         decompression_ratio: decompressed to compressed size, beyond the first MiB (`column_bytes` of a Parquet column);
-            memory of the index to bytes of a Parquet file.
+            size of a sparse member as read to its stored size; memory of the index to bytes of a Parquet file.
         key_bytes: a sample's key, or the name of a field, as UTF-8.
         image_pixels: width times height of an image, or of a video's pictures, before any resizing.
         audio_seconds: length of one clip, or video.

@@ -58,7 +58,7 @@ from orchdata.loaders.samples.measure import (
 from orchdata.loaders.samples.members import Member, has_keys, is_made
 from orchdata.loaders.samples.record import record_of
 from orchdata.loaders.shards.container import identity_of
-from orchdata.loaders.shards.fields import GZIP, NO_RULES, RAW, FieldRules, split_at_last_dot
+from orchdata.loaders.shards.fields import NO_RULES, RAW, SPARSE, FieldRules, split_at_last_dot
 from orchdata.loaders.shards.shard import Facts, FactsMeta, FactsTable, Shard, ShardInfo
 from orchdata.loaders.storage.local import Buffer, write_whole
 from orchdata.loaders.storage.sealed import Damaged, head_for, read_sealed
@@ -217,7 +217,7 @@ def _way_out_of_dots(table: FactsTable) -> str:
     for name in map(".".join, zip(table.key, table.field, strict=True)):
         key, field = split_at_last_dot(name) or ("", "")
         fields.setdefault(key, set()).add(field)
-    is_more = max(table.encoding) <= GZIP and len(fields) > len({*table.key})
+    is_more = max(table.encoding) <= SPARSE and len(fields) > len({*table.key})
     return LAST_DOT if is_more and len({*map(frozenset, fields.values())}) == 1 else ""
 
 

@@ -18,10 +18,9 @@ from orchdata.loaders.text.messages import CHAT_KEYS, PAIR_KEYS
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS
 from orchdata.loaders.text.template import record_keys
 
-RAW, GZIP, _WAS_SPARSE, PARQUET, TABLE_ROW, NAMED, OWN_BYTES = range(7)
-"""How a member's bytes are stored: plain, gzipped, in a sparse tar member (refused now), in a cell of a Parquet or
-Arrow file, as a row of CSV, named by a record (in another file, or encoded in the record), or returned by a
-container of the user's."""
+RAW, GZIP, SPARSE, PARQUET, TABLE_ROW, NAMED, OWN_BYTES = range(7)
+"""How a member's bytes are stored: plain, gzipped, in a sparse tar member, in a cell of a Parquet or Arrow file, as a
+row of CSV, named by a record (in another file, or encoded in the record), or returned by a container of the user's."""
 
 TEXT_SUFFIXES = frozenset((*TEXT_FIELDS, *PAIR_KEYS, "response", "question", "answer", "json", "jsn", "jsonl"))
 

@@ -15,7 +15,6 @@ import zlib
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import IO, TypeVar
 
 import numpy as np
@@ -26,8 +25,8 @@ from orchdata.loaders.errors import DecodeError, FieldError, ShardError, Storage
 from orchdata.loaders.limits import Limits, shortened
 from orchdata.loaders.memory import measured_at, says_memory
 from orchdata.loaders.modalities.builtin import BUILTINS, NUM_FACTS, OTHER, TEXT
-from orchdata.loaders.modalities.modality import read_header, scan_heads, starts_with
-from orchdata.loaders.shards.fields import GZIP, RAW, SPLITS, Met, classify_renamed, nfc, printable
+from orchdata.loaders.modalities.modality import Header, Modality, read_header, scan_heads, starts_with
+from orchdata.loaders.shards.fields import GZIP, RAW, SPARSE, SPLITS, Met, classify_renamed, nfc, printable
 from orchdata.loaders.shards.shard import (
     Beginning,
     Facts,
@@ -41,8 +40,10 @@ from orchdata.loaders.shards.shard import (
 from orchdata.loaders.shards.tar_walk import (
     BLOCKS,
     NotATar,
+    SparseError,
     TarBatch,
     UnusualTar,
+    read_sparse,
     walk_any,
     walk_plain,
 )
@@ -132,7 +133,8 @@ class TarShard(Shard):
         return headers.hexdigest()
 
     def ranges(self, members: Sequence[Member]) -> list[Extent]:
-        return [(offset, size) for offset, size, _, _ in members]
+        # The map of a sparse member says what is read of it.
+        return [(offset, size) for offset, size, encoding, _ in members if encoding != SPARSE]
 
     def read_many(self, members: Sequence[Member]) -> list[Bytes]:
         """Read the members of one sample; neighbours are read with one call, and share its memory; gzipped text is
@@ -140,14 +142,19 @@ class TarShard(Shard):
         """
         results: list[Bytes] = [b""] * len(members)
         for run in _runs(members, self._limits.member_bytes):
-            _, size, encoding, field = members[run.members[0]]
+            offset, size, encoding, field = members[run.members[0]]
             if size > self._limits.member_bytes:
                 raise FieldError(field, f"{size} bytes, above Limits.member_bytes={self._limits.member_bytes}")
-            if encoding not in (RAW, GZIP):
-                raise FieldError(field, "a sparse file, which is no longer read: `orchdata index --again`")
-            contents: list[Bytes] = [self._file.read(run.start, run.stop - run.start)]
+            try:
+                if encoding == SPARSE:
+                    contents: list[Bytes] = [read_sparse(self._file, offset, size, limits=self._limits)]
+                else:
+                    contents = [self._file.read(run.start, run.stop - run.start)]
+            except SparseError as error:
+                self._file.check_unchanged()  # a change of the file can look like damage
+                raise FieldError(field, str(error)) from error
             if len(run.members) > 1:
-                contents = views_of(contents[0], run, self.ranges(members))
+                contents = views_of(contents[0], run, [(offset, size) for offset, size, _, _ in members])
             self._file.check_unchanged()
             for i, content in zip(run.members, contents, strict=True):
                 _, size, encoding, field = members[i]
@@ -351,7 +358,7 @@ class TarScan:
         limits, classes, unread, names = self._limits, self._classes, batch.unread, self._names
         # Most members pass these checks without a function call.
         largest, short = min(limits.member_bytes, limits.text_bytes), limits.short_name
-        offsets, sizes = batch.offsets, batch.sizes
+        offsets, sizes, encodings = batch.offsets, batch.sizes, batch.encodings
         for i, name in enumerate(batch.names):
             is_ascii = name.isascii()
             split = self._split(name if is_ascii else printable(name))
@@ -396,7 +403,7 @@ class TarScan:
                 too_large = limits.size_error(size, is_text=kind == TEXT)
                 if too_large is not None:
                     self._table.errors[row] = too_large
-            rows.append((self._sample, key, field, kind, offsets[i], size, encoding))
+            rows.append((self._sample, key, field, kind, offsets[i], size, encodings[i] or encoding))
             taken.append(i)
         self._table.extend(rows)
         for row, reason in structural:
@@ -408,7 +415,7 @@ class TarScan:
 
     def _scan_headers(self, batch: TarBatch, taken: NDArray[np.int64], first_row: int) -> None:
         """Add the headers of the rows from `first_row` on, which are the members `taken` of the batch."""
-        table, limits = self._table, self._limits
+        table = self._table
         kinds = np.array(table.kind[first_row:], np.uint8)
         if table.errors:
             kinds[[first_row + i in table.errors for i in range(taken.size)]] = OTHER
@@ -423,9 +430,7 @@ class TarScan:
                 row = first_row + int(mine[i])
                 current.key = table.key[row]
                 try:
-                    found[i] = read_header(
-                        modality, table.size[row], partial(self._file.read, table.offset[row]), limits
-                    )
+                    found[i] = self._read_header(modality, row)
                 except DecodeError as error:
                     table.errors[row] = error.reason
                 except MemoryError as error:
@@ -433,3 +438,17 @@ class TarScan:
             current.key = None
             headers[mine, : modality.num_facts] = found
         table.extend_headers(headers)
+
+    def _read_header(self, modality: type[Modality], row: int) -> Header:
+        table = self._table
+        offset, size = table.offset[row], table.size[row]
+        if table.encoding[row] == SPARSE:
+
+            def read(count: int) -> bytes:
+                return bytes(read_sparse(self._file, offset, size, limits=self._limits, count=count))
+
+            try:
+                return read_header(modality, size, read, self._limits)
+            except SparseError as error:
+                raise DecodeError(str(error)) from error
+        return read_header(modality, size, lambda count: self._file.read(offset, count), self._limits)

@@ -9,15 +9,16 @@ from __future__ import annotations
 import hashlib
 import posixpath
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import IO, NamedTuple, cast
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import NOT_DATA, one_line, pass_trouble
-from orchdata.loaders.shards.fields import printable
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.shards.fields import RAW, SPARSE, printable
 from orchdata.loaders.storage.storage import Storage, StorageFile
 from orchdata.native.scan import CONTENT, HEADER_BYTES, NUM_COLUMNS, TAR_END, TAR_MORE, TAR_UNUSUAL, scan_block
 
@@ -26,8 +27,8 @@ BLOCKS = 512
 _MEMBERS_OF_A_BLOCK = 2  # about as many are in a batch at most: small ones share a block
 
 EXTENDED_HEADER_LIMIT = 1 << 20
-"""Limit on PAX headers, long names and the map of one sparse member together; tarfile would read any size that they
-claim, and take seconds for each 16 MiB."""
+"""Limit on PAX headers, long names and the map of one sparse member together (a map of some 50,000 segments); tarfile
+would read any size that they claim, and take seconds for each 16 MiB."""
 
 _ZEROS = bytes(HEADER_BYTES)
 _TAIL_BYTES = 1 << 20
@@ -36,6 +37,7 @@ _GLOBAL_RECORDS, _GLOBAL_BYTES = 1024, 1 << 16
 _LONGEST_TARGET = 4096  # bytes of a path in Linux: a link cannot name a longer one
 _SHOWN = 100
 _NO_MEMBER = (tarfile.DIRTYPE, b"D", b"V")  # folders; folders of GNU's incremental archives, and volume labels
+_RATIO_FREE_BYTES = 1 << 20
 
 
 class UnusualTar(Exception):
@@ -52,17 +54,19 @@ class TarBatch:
 
     Attributes:
         names: as tarfile decodes them (surrogates for bytes that are not UTF-8).
-        offsets: of the content in the archive.
+        offsets: of the content in the archive; for SPARSE of the first header.
         sizes: of the content.
+        encodings: RAW or SPARSE.
         buffer: uint8 (num_bytes,), valid until the next batch is requested.
         heads: int64 (n, 3): the position in `buffer` of the first bytes of each content, their number, and its size.
         damage: the damage that ends the archive after these members.
-        unread: index of a member -> why its content is not in the archive: links, devices, pipes, sparse files.
+        unread: index of a member -> why its content is not in the archive: links, devices, pipes.
     """
 
     names: list[str]
     offsets: list[int]
     sizes: list[int]
+    encodings: list[int]
     buffer: NDArray[np.uint8]
     heads: NDArray[np.int64]
     damage: str | None = None
@@ -138,7 +142,7 @@ def _plain_batch(buffer: NDArray[np.uint8], members: NDArray[np.int64]) -> TarBa
         names.append(text)
         offsets.append(offset)
         sizes.append(size)
-    return TarBatch(names, offsets, sizes, buffer, members[:, CONTENT:].copy())
+    return TarBatch(names, offsets, sizes, [RAW] * len(names), buffer, members[:, CONTENT:].copy())
 
 
 class _Stream(StorageFile):
@@ -202,21 +206,22 @@ class _Member(NamedTuple):
     name: str
     offset: int
     size: int
+    encoding: int
     unread: str | None = None
 
 
 def _member(info: tarfile.TarInfo, files: dict[str, _Member]) -> _Member:
     """Return the member, and add it to `files` under its normalized path; a hard link is the file that it names."""
     path = posixpath.normpath(info.name)
-    if info.issparse():
-        return _Member(info.name, info.offset, 0, "a sparse file: it is not read; write with tar without --sparse")
     if info.isreg():
+        sparse = info.issparse()
+        encoding = SPARSE if sparse else RAW
         # A PAX record can claim any number; columns have 63 bits.
-        member = _Member(info.name, info.offset_data, min(info.size, _LARGEST))
+        member = _Member(info.name, info.offset if sparse else info.offset_data, min(info.size, _LARGEST), encoding)
     else:
         target = files.get(posixpath.normpath(info.linkname)) if info.islnk() else None
         if target is None:
-            return _Member(info.name, info.offset_data, 0, _unread(info))
+            return _Member(info.name, info.offset_data, 0, RAW, _unread(info))
         member = target._replace(name=info.name)
     if len(path) <= _LONGEST_TARGET:
         files[path] = member
@@ -277,9 +282,54 @@ def _batch_of(file: Storage, members: list[_Member], damage: str | None) -> TarB
     heads = np.zeros((len(members), 3), np.int64)
     for i, member in enumerate(members):
         start, size, available = i * BLOCK_BYTES, member.size, 0
-        if member.unread is None:
+        if member.encoding == RAW and member.unread is None:
             available = file.read_into(member.offset, view[start : start + min(BLOCK_BYTES, size)])
         heads[i] = start, available, size
-    names, offsets, sizes = map(list, list(zip(*members, strict=True))[:3]) if members else ([], [], [])
+    names, offsets, sizes, encodings = map(list, list(zip(*members, strict=True))[:4]) if members else ([], [], [], [])
     unread = {i: member.unread for i, member in enumerate(members) if member.unread is not None}
-    return TarBatch(names, offsets, sizes, buffer, heads, damage, unread)
+    return TarBatch(names, offsets, sizes, encodings, buffer, heads, damage, unread)
+
+
+class SparseError(Exception):
+    """A sparse member that cannot be read; the message is the reason."""
+
+
+def read_sparse(file: Storage, offset: int, size: int, *, limits: Limits, count: int | None = None) -> memoryview:
+    """Read the sparse member with its first header at `offset`, or its first `count` bytes. Sizes in the headers are
+    checked against the limits before any allocation. Raises SparseError.
+    """
+    try:
+        info: Any = open_tarfile(file, limit=EXTENDED_HEADER_LIMIT, position=offset).next()
+    except (tarfile.TarError, ValueError, OSError) as error:
+        raise SparseError(f"damaged sparse member: {one_line(error)}") from error
+    if info is None or info.size != size or info.sparse is None:
+        raise SparseError("damaged sparse member: not the one that was indexed")
+    reason = limits.size_error(size, is_text=False) or _map_error(info.sparse, size, limits)
+    if reason is not None:
+        raise SparseError(reason)
+    out = memoryview(bytearray(size if count is None else min(count, size)))
+    stored = info.offset_data
+    for start, length in info.sparse:
+        wanted = min(length, max(0, len(out) - start))
+        if wanted and file.read_into(stored, out[start : start + wanted]) < wanted:
+            raise SparseError(f"damaged sparse member: the shard ends at byte {file.size}, inside its data")
+        stored += length
+    return out.toreadonly()
+
+
+def _map_error(segments: Sequence[tuple[int, int]], size: int, limits: Limits) -> str | None:
+    """Return the error in the map of a sparse member, which lists (start, length) of its stored segments."""
+    end = stored = 0
+    for start, length in segments:
+        if not length:
+            continue
+        if start < end or length < 0:
+            return f"damaged sparse member: its map has {length} bytes at {start}, after {end}"
+        end = start + length
+        stored += max(0, min(end, size) - start)  # like tarfile, ignore data beyond the size
+    if size > max(_RATIO_FREE_BYTES, limits.decompression_ratio * stored):
+        return (
+            f"a sparse member of {size} bytes, {stored} of them stored, above "
+            f"Limits.decompression_ratio={limits.decompression_ratio:g}"
+        )
+    return None

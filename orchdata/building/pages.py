@@ -29,6 +29,7 @@ from orchdata.batch.batch import Batch, SampleId
 from orchdata.batch.tensors import IGNORE, LLMBatch, Team, TextBatch, counted_labels
 from orchdata.building.arrays import (
     Arrays,
+    Media,
     SequenceArrays,
     SequenceWriter,
     check_written,
@@ -45,7 +46,6 @@ from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample, Wanted, read_ahead
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import Recipe, load_required
-from orchdata.building.arrays import Media
 from orchdata.loaders.samples.measure import MeasuredPart, decoded_bytes
 from orchdata.loaders.samples.members import KeptValue
 from orchdata.loaders.samples.sample import Sample

@@ -28,12 +28,11 @@ from shard_factory import SKIP_ANY, audio, jpeg
 from tars import rows
 
 import orchdata as od
-import orchdata.building.memory
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.builtin import OTHER, TEXT
+from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.recipe import (
     AudioPreprocessor,
     ChatTemplate,
@@ -45,6 +44,8 @@ from orchdata.loaders.recipe import (
 from orchdata.loaders.samples.measure import Measured, measure
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.shards.columns import ParquetShard
+from orchdata.loaders.shards.fields import SPARSE
+from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.storage.local import LocalFile
 
 pytestmark = pytest.mark.usefixtures("kept_parquet_processes")
@@ -339,11 +340,24 @@ def test_a_column_is_held_while_it_is_decoded(tmp_path: Path, dictionary: bool) 
     assert int(error.split("decompresses to ")[1].split()[0]) < 9_000_000 + 64 * 10_000 * 2  # stopped at once
 
 
-def test_a_sparse_member_fails_its_sample(tmp_path: Path) -> None:
-    pieces = b"2\n0\n10\n1000\n5\n".ljust(512, b"\0") + b"x" * 15
-    (tmp_path / "a.tar").write_bytes(sparse_1_0("a.txt", 3_000, pieces) + bytes(1024))
-    (row,) = rows(tmp_path / "a.tar")
-    assert (row["kind"], row["error"]) == (OTHER, "a sparse file: it is not read; write with tar without --sparse")
+def test_a_sparse_member_reads_as_tarfile_reads_it(tmp_path: Path) -> None:
+    path, pieces = tmp_path / "a.tar", b"2\n0\n10\n1000\n5\n".ljust(512, b"\0") + b"x" * 15
+    path.write_bytes(sparse_1_0("a.txt", 3_000, pieces) + bytes(1024))
+    (row,) = rows(path)
+    with tarfile.open(path) as archive:
+        expected = archive.extractfile(archive.getmembers()[0]).read()  # type: ignore[union-attr]
+    shard = TarShard(str(path), LocalFile(path), limits=Limits())
+    assert bytes(shard.read(row["offset"], row["size"], SPARSE, "txt")) == expected
+
+
+def test_a_sparse_member_is_held_against_what_is_stored(tmp_path: Path) -> None:
+    path, pieces = tmp_path / "a.tar", b"1\n0\n16384\n".ljust(512, b"\0") + b"x" * 16_384
+    path.write_bytes(sparse_1_0("a.txt", 2 << 20, pieces) + bytes(1024))  # 2 MiB of 16 KiB: 128 to 1
+    for ratio, bad in ((128, 0), (127, 1)):
+        index = build_index([str(path)], Recipe(limits=Limits(decompression_ratio=ratio)))
+        assert index.totals["bad"] == bad
+    reason = index.failure(0).reason
+    assert reason == "a sparse member of 2097152 bytes, 16384 of them stored, above Limits.decompression_ratio=127"
 
 
 def test_extended_headers_of_one_member_are_bounded_together(tmp_path: Path) -> None:

@@ -63,8 +63,8 @@ def test_a_step_enters_the_loop_the_plan_and_the_builder(path_of_a_step: Any, mo
     names = {(file, written[file, first]) for file, first in entered if (file, first) in written}
     assert {
         ("orchdata/dataloader.py", "__iter__"),
-        ("orchdata/planning/make_plan.py", "make_plan"),
-        ("orchdata/engines/threads.py", "submit"),
+        ("orchdata/planning/plan.py", "make_plan"),
+        ("orchdata/engines/engine.py", "submit"),
         ("orchdata/building/step.py", "build"),
     } <= names
     assert ("orchdata/dataloader.py", "__init__") not in names

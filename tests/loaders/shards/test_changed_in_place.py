@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from hostile import tar_of
+from hostile_shards import sparse_1_0
 
 import orchdata as od
 from orchdata.loaders.errors import StaleIndexError
@@ -48,6 +49,11 @@ def tar() -> bytes:
     return tar_of(members)
 
 
+def sparse_tar() -> bytes:
+    pieces = b"1\n0\n512\n".ljust(512, b"\0") + b"x" * 512
+    return b"".join(sparse_1_0(f"{number}.txt", 700, pieces) for number in range(SAMPLES)) + bytes(1024)
+
+
 def gzipped_members(path: Path) -> None:
     path.write_bytes(tar_of({f"{at}.txt.gz": gzip.compress(text.encode()) for at, text in enumerate(TEXTS)}))
 
@@ -74,6 +80,7 @@ def table_of_media(path: Path) -> None:
 
 CONTAINERS = {
     "tar": Container("a.tar", lambda path: path.write_bytes(tar())),
+    "sparse tar": Container("a.tar", lambda path: path.write_bytes(sparse_tar())),
     "gzipped members": Container("a.tar", gzipped_members),
     "tar.gz": Container("a.tar.gz", lambda path: path.write_bytes(gzip.compress(tar())), True),
     "tar.zst": Container("a.tar.zst", lambda path: path.write_bytes(zstandard.compress(tar())), True),

@@ -23,7 +23,7 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 from orchdata.loaders.errors import FieldError, StaleIndexError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import OTHER
-from orchdata.loaders.shards.fields import RAW, split_at_last_dot
+from orchdata.loaders.shards.fields import RAW, SPARSE, split_at_last_dot
 from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.shards.tar_walk import UnusualTar, walk_any, walk_plain
 from orchdata.loaders.storage.local import LocalFile
@@ -258,7 +258,8 @@ def samples_by_us(path: Path) -> list[dict[str, Any]]:
         assert row["error"] is None or row["kind"] != OTHER, row
         if row["sample"] == len(samples):
             samples.append({"__key__": row["key"], "__url__": str(path)})
-        samples[-1][row["field"]] = bytes(opened.read(row["offset"], row["size"], 0, row["field"]))
+        encoding = row["encoding"] if row["encoding"] == SPARSE else 0
+        samples[-1][row["field"]] = bytes(opened.read(row["offset"], row["size"], encoding, row["field"]))
     return samples
 
 
