@@ -27,6 +27,7 @@ from orchdata.cli.command import (
     plain_table,
     print_json,
     print_table,
+    profile_table,
     recipe_named,
     stage_progress,
     storage_options_of,
@@ -369,8 +370,6 @@ def demo(
     if as_json:
         print_json(report.to_dict())
         return
-    from orchdata.cli.tables import profile_table
-
     print_table(profile_table(report.profile))
     typer.echo()
     print_table(render(report))
