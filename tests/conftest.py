@@ -75,7 +75,7 @@ BEGUN_FIRST = (
     "loaders/index/test_jobs.py",
     "benchmarks/test_index_text.py",
     "test_recipes.py",
-    "benchmarks/test_throughput.py",
+    "benchmarks/test_loading.py",
     "orchdata/test_fixture_epochs.py",
 )
 
