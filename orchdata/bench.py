@@ -243,8 +243,9 @@ def interleave(
 def machine() -> dict[str, Any]:
     """The machine and the versions that numbers depend on, JSON-safe."""
     packages = ("numpy", "numba", "torch", "pyarrow", "pillow", "simplejpeg", "webdataset", "tokenizers")
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     return {
-        "cpu": _cpu_model(),
+        "cpu": next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine()),
         "cores": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 2),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -252,16 +253,6 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: found for name in packages if (found := _version(name))},
     }
-
-
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:

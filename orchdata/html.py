@@ -56,24 +56,14 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers_from
     """Return a table of titles, plain text, and cells, HTML; those from the column `numbers_from` on are set to the
     right.
     """
-    head = "".join(
-        f'<th scope="col"{_numeric(place >= numbers_from)}>{escape(column)}</th>'
-        for place, column in enumerate(columns)
-    )
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f'<td data-of="{escape(column)}"{_numeric(place >= numbers_from)}>{cell}</td>'
-            for place, (column, cell) in enumerate(zip(columns, row, strict=True))
-        )
-        + "</tr>"
-        for row in rows
-    )
+    titles = [(escape(title), ' class="n"' * (place >= numbers_from)) for place, title in enumerate(columns)]
+    head = "".join(f'<th scope="col"{number}>{title}</th>' for title, number in titles)
+    body = ""
+    for row in rows:
+        cells = zip(titles, row, strict=True)
+        filled = (f'<td data-of="{title}"{number}>{cell}</td>' for (title, number), cell in cells)
+        body += f"<tr>{''.join(filled)}</tr>"
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _numeric(is_number: bool) -> str:
-    return ' class="n"' if is_number else ""
 
 
 def bar(share: float, text: str, series: int = 0) -> str:

@@ -118,16 +118,7 @@ def dataset_view(dataset: ShardDataset) -> str:
     else:
         bad = index.totals["bad"]
         about.append(("samples in the index", f"{index.totals['samples']:,}, {bad:,} of them bad"))
-    return view(title, pairs(about), paragraph(note) if note else "", _modalities(totals))
-
-
-def _good(totals: Totals) -> int:
-    return int(totals["samples"] - totals["bad"])
-
-
-def _modalities(totals: Totals) -> str:
-    modalities = totals["modalities"]
-    samples = max(1, _good(totals))
+    modalities, samples = totals["modalities"], max(1, _good(totals))
     tokens = sum(counts["tokens"] for counts in modalities.values()) or 1
     rows = [
         (
@@ -138,7 +129,12 @@ def _modalities(totals: Totals) -> str:
         )
         for name, counts in modalities.items()
     ]
-    return table(("modality", "share of samples", "share of LLM tokens", "LLM tokens"), rows, numbers_from=3)
+    columns = ("modality", "share of samples", "share of LLM tokens", "LLM tokens")
+    return view(title, pairs(about), paragraph(note) if note else "", table(columns, rows, numbers_from=3))
+
+
+def _good(totals: Totals) -> int:
+    return int(totals["samples"] - totals["bad"])
 
 
 def mixture_view(mixture: Mixture) -> str:

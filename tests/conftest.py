@@ -69,9 +69,8 @@ BEGUN_FIRST = (
     "orchdata/test_exactly_once.py",
     "loaders/index/test_build.py",
     "loaders/index/test_index.py",
-    "benchmarks/test_index_text.py",
     "test_recipes.py",
-    "benchmarks/test_throughput.py",
+    "benchmarks/test_loading.py",
 )
 
 

@@ -23,6 +23,7 @@ from orchdata.cli.command import (
     overflow_words,
     print_json,
     print_table,
+    profile_table,
     takes,
     unread_lines,
 )
@@ -272,8 +273,6 @@ def profile(
     if as_json:
         print_json(result.to_dict())
         return
-    from orchdata.cli.tables import profile_table
-
     print_table(profile_table(result))
     print_unit(dataset)
     if html is not None:

@@ -27,6 +27,7 @@ from orchdata.cli.command import (
     plain_table,
     print_json,
     print_table,
+    profile_table,
     recipe_named,
     stage_progress,
     storage_options_of,
@@ -83,7 +84,18 @@ def doctor(as_json: JsonOption = False) -> None:
         try:
             if name in packages:
                 importlib.import_module(module)
-            found = _LOOKS[name]() if name in _LOOKS else version(name)
+            if name == "accelerators":
+                import torch
+
+                found = f"{torch.cuda.device_count()} that torch sees; {len(os.sched_getaffinity(0))} CPUs"
+            elif name == "cache folder":
+                from orchdata.loaders.storage.cache import CacheFolder
+
+                root = CacheFolder().make_root()
+                with tempfile.NamedTemporaryFile(dir=root):
+                    found = f"{root}: can be written to"
+            else:
+                found = platform.python_version() if name == "Python" else version(name)
         except Exception as error:  # noqa: BLE001 - anything that is wrong with an installation is a finding
             found, verdict = " ".join(f"{type(error).__name__}: {error}".split()), "missing" if use else "broken"
             hint = way_out(module, error) if name in packages else ""
@@ -99,23 +111,6 @@ def doctor(as_json: JsonOption = False) -> None:
         typer.echo(f"{broken} broken" if broken else "all that loading needs is here")
     if broken:
         raise typer.Exit(1)
-
-
-def _accelerators() -> str:
-    import torch
-
-    return f"{torch.cuda.device_count()} that torch sees; {len(os.sched_getaffinity(0))} CPUs"
-
-
-def _cache_folder() -> str:
-    from orchdata.loaders.storage.cache import CacheFolder
-
-    root = CacheFolder().make_root()
-    with tempfile.NamedTemporaryFile(dir=root):
-        return f"{root}: can be written to"
-
-
-_LOOKS: Final = {"Python": platform.python_version, "accelerators": _accelerators, "cache folder": _cache_folder}
 
 
 @one_line_errors
@@ -369,8 +364,6 @@ def demo(
     if as_json:
         print_json(report.to_dict())
         return
-    from orchdata.cli.tables import profile_table
-
     print_table(profile_table(report.profile))
     typer.echo()
     print_table(render(report))

@@ -100,23 +100,19 @@ def accelerate(loader: DataLoader | OptimizerSteps, accelerator: Any) -> Prepare
     steps.check_ranks(num_ranks, "the accelerator", "the Accelerator", instead)
     if accelerator.num_processes > 1:
         steps.even_tail()
-        _check_gathered(accelerator)
+        from accelerate.utils.operations import gather_object, get_shape
+
+        # The accelerator compares shapes before it gathers tensors: of others a rank is aborted, or waits forever.
+        def checked(tensor: Any, gather: Any = accelerator.gather) -> Any:
+            shapes = gather_object([get_shape(tensor)])
+            if any(shape != shapes[0] for shape in shapes):
+                raise ValueError(
+                    f"ranks hold tensors of other shapes, which cannot be gathered: {', '.join(map(str, shapes))}. Use "
+                    "accelerator.gather_for_metrics(..., use_gather_object=True)"
+                )
+            return gather(tensor)
+
+        if "gather" not in vars(accelerator):
+            accelerator.gather = checked
     prepared: Prepared = accelerator.prepare_data_loader(Prepared(loader, accelerator))
     return prepared
-
-
-def _check_gathered(accelerator: Any) -> None:
-    """Let an accelerator compare shapes before it gathers tensors: of others a rank is aborted, or waits forever."""
-    from accelerate.utils.operations import gather_object, get_shape
-
-    def checked(tensor: Any, gather: Any = accelerator.gather) -> Any:
-        shapes = gather_object([get_shape(tensor)])
-        if any(shape != shapes[0] for shape in shapes):
-            raise ValueError(
-                f"ranks hold tensors of other shapes, which cannot be gathered: {', '.join(map(str, shapes))}. Use "
-                "accelerator.gather_for_metrics(..., use_gather_object=True)"
-            )
-        return gather(tensor)
-
-    if "gather" not in vars(accelerator):
-        accelerator.gather = checked

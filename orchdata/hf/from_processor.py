@@ -85,10 +85,10 @@ def recipe(
     """
     tokenizer = getattr(processor, "tokenizer", processor)
     if not hasattr(tokenizer, "apply_chat_template"):
-        name = repr(processor) if isinstance(processor, str) else "name"
+        given = repr(processor) if isinstance(processor, str) else "name"
         raise TypeError(
             f"{type(processor).__name__} is no processor or tokenizer of transformers': pass the object, "
-            f"od.hf.recipe(transformers.AutoProcessor.from_pretrained({name}))"
+            f"od.hf.recipe(transformers.AutoProcessor.from_pretrained({given}))"
         )
     if not hasattr(tokenizer, "special_tokens_map"):
         raise TypeError(
@@ -102,8 +102,11 @@ def recipe(
     if append_eos and tokenizer.eos_token_id is None:
         raise ValueError(f"{type(tokenizer).__name__} has no eos_token to append")
     own = type(processor).__name__ in _TEMPLATES and chat_template is None
+    # What renders chats: the processor's template, else its default, else a refusal.
+    holders, name = (processor, tokenizer), type(processor).__name__
+    rendering = processor if any(getattr(each, "chat_template", None) for each in holders) else None
     template = ChatTemplate.from_jinja(
-        chat_template or _template(processor),
+        chat_template or rendering or _TEMPLATES.get(name) or _REFUSAL.format(name=name),
         ignore_keys=ignore_keys,
         date=date,
         add_special_tokens=processor is not tokenizer and not own,
@@ -140,11 +143,3 @@ def _advised(modality: str) -> Iterator[None]:
             f"{error}. Texts alone take od.hf.recipe(processor.tokenizer); an od.Modality of your own is added to that "
             f"by dataclasses.replace(recipe, {modality}=...)"
         ) from error
-
-
-def _template(processor: Any) -> Any:
-    """Return what renders chats: the processor's template, else its default, else a refusal."""
-    if any(getattr(each, "chat_template", None) for each in (processor, getattr(processor, "tokenizer", None))):
-        return processor
-    name = type(processor).__name__
-    return _TEMPLATES.get(name) or _REFUSAL.format(name=name)

@@ -248,16 +248,8 @@ def _grid(settings: Settings, _: Canvas, canvases: Sequence[Canvas], rows: int) 
     return {"image_grid_thw": np.array([[1, rows // wide, wide]], np.int64)}
 
 
-def _grid_and_merge(settings: Settings, *found: Any) -> Outputs:
-    return {**_grid(settings, *found), "image_merge_sizes": np.array([settings.merge_size], np.int64)}
-
-
 def _size(_: Settings, image: Canvas, *__: Any) -> Outputs:
     return {"image_sizes": np.array([image.shape[:2]], np.int64)}
-
-
-def _size_and_sharing(settings: Settings, *found: Any) -> Outputs:
-    return {**_size(settings, *found), "batch_num_images": np.array([1], np.int64)}
 
 
 def _split_into(settings: Settings, _: Canvas, canvases: Sequence[Canvas], rows: int) -> Outputs:
@@ -289,12 +281,22 @@ FAMILIES: Final[Mapping[str, Family]] = {
     ),
     "HunYuanVL": Family(_resized, _rows_of_patches, _grid, is_flat=True),
     "PaddleOCRVL": Family(_resized, _rows_of_patches, _grid),
-    "VideoLlama3": Family(_resized, _blocks_of_patches, _grid_and_merge, is_flat=True),
+    "VideoLlama3": Family(
+        _resized,
+        _blocks_of_patches,
+        lambda of, *found: _grid(of, *found) | {"image_merge_sizes": np.array([of.merge_size], np.int64)},
+        is_flat=True,
+    ),
     "CLIP": Family(_cropped, _tiles),
     "Siglip": Family(_cropped, _tiles),
     "Llava": Family(_padded, _tiles),
     "LlavaNext": Family(_any_resolution_canvases, _tiles, _size, batched=True),
-    "LlavaOnevision": Family(_any_resolution_canvases, _tiles, _size_and_sharing, batched=True),
+    "LlavaOnevision": Family(
+        _any_resolution_canvases,
+        _tiles,
+        lambda *found: _size(*found) | {"batch_num_images": np.array([1], np.int64)},
+        batched=True,
+    ),
     "GotOcr2": Family(_tiled, _tiles, lambda *found: {"num_patches": np.array(found[-1:], np.int64)}),
     "Idefics3": _SPLIT,
     "SmolVLM": _SPLIT,

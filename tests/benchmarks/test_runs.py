@@ -2,27 +2,58 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Generator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from children import in_a_child
+from ray_clusters import TestCluster
 
-from benchmarks import bins, decode, images, parquet, post_balance, start
+from benchmarks import (
+    bins,
+    clips,
+    decode,
+    images,
+    index,
+    index_text,
+    parquet,
+    pauses,
+    pieces,
+    post_balance,
+    ray_engine,
+    start,
+)
 from benchmarks.bins import BinsBench, of_a_buffer, of_a_knapsack, of_open_bins, tables
 from benchmarks.decode import DecodeBench, Held
 from benchmarks.images import CASES, ImagesBench, Pair, picture
-from benchmarks.pieces import PiecesBench, run
+from benchmarks.loading.corpus import Corpus
+from benchmarks.loading.lanes import Lane
+from benchmarks.memory import job as memory_job
+from benchmarks.memory import run as memory_run
 from benchmarks.profile_report.run import Case, take, tree_of
-from orchdata.bench import WideTable, synthetic_index
+from benchmarks.remote import run as remote_run
+from benchmarks.remote.job import measure as measure_remote
+from benchmarks.remote.lanes import ALONE, NEAR, chosen_lanes
+from orchdata.bench import WideTable, make_report, synthetic_index
+from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.hf.images import image_modality
 from orchdata.loaders.recipe import AudioPreprocessor, ImagePreprocessor
+from orchdata.loaders.text.preprocessor import FastTokenizer
 
 
 def test_pieces_are_measured_alone() -> None:
     pytest.importorskip("tokenizers")
-    undivided, indexed, piece, _ = run(PiecesBench(documents=2, tokens=3000, max_tokens=500, repeats=1))
+    undivided, indexed, piece, _ = pieces.run(pieces.PiecesBench(documents=2, tokens=3000, max_tokens=500, repeats=1))
     assert "3,000 tokens" in undivided.note
     assert indexed.note == "12 of 12 alone"
     assert len(piece.values) == 1
@@ -169,3 +200,155 @@ def test_a_run_reports_stages_and_ratios():
     assert clips.columns == ("stage", "WAV", "FLAC")
     assert len(ratios) == 8
     assert all(min(result.values) > 0 for result in ratios)
+
+
+# `python -m benchmarks.index` at tiny sizes, and the data that benchmarks make up.
+
+
+def test_the_corpus_is_a_dataset_of_what_it_says(tmp_path: Path) -> None:
+    urls = Corpus(samples=20, shards=3, width=64, height=48, audio_seconds=0.2, variety=4).write(tmp_path)
+    found = ShardDataset(urls).index()
+    assert (found.num_samples, len(found.bad_rows())) == (20, 0)
+    assert found.totals["modalities"]["image"]["samples"] == 20
+    assert 10 <= found.totals["modalities"]["audio"]["samples"] < 20
+    with pytest.raises(ValueError, match="shards must be from 1 to the 2 samples, got 3"):
+        Corpus(samples=2, shards=3).write(tmp_path)
+
+
+@pytest.mark.slow
+def test_bench_index() -> None:
+    config = index.IndexBench(samples=12, words=10, small_shards=3, repeats=2)
+    report = make_report("python -m benchmarks.index", config, index.run(config))
+    json.dumps(report.to_dict(), allow_nan=False)
+    found = {result.name.strip(): result for result in report.results}
+    assert found["walk shards and read media headers"].demand == 30_000.0
+    assert found["costs under a recipe / the tokenizer alone"].median > 0
+    assert found["index tars of one sample each"].demand == 1_000.0
+    assert found["again, nothing changed"].median > 0
+
+
+# `python -m benchmarks.memory` at tiny sizes: which process is the trainer, which a worker, and what they use.
+
+MIB = 2**20
+WORKER = "import sys; used = bytearray(b'x') * (int(sys.argv[1]) << 20); print(flush=True); sys.stdin.read()"
+
+
+def job(tmp_path: Path, batches: int = 2) -> memory_job.MemoryJob:
+    return memory_job.MemoryJob(sources=(), folder=tmp_path, batch_size=4, batches=batches, workers=1, seed=0)
+
+
+def with_a_worker_of(mib: int, _: object) -> Generator[int]:
+    """A loader with one worker process, which has allocated so much when the first batch comes."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", WORKER, str(mib)], **pipes) as worker:  # type: ignore[call-overload]
+        worker.stdout.readline()
+        yield 4
+        yield 4
+        worker.communicate()
+
+
+def test_memory_of_a_worker_is_its_own(tmp_path: Path) -> None:
+    def check() -> None:
+        loads = [partial(with_a_worker_of, 64), partial(with_a_worker_of, 1)]
+        large, small = (memory_job.measure(load, job(tmp_path)) for load in loads)
+        (large_worker,), (small_worker,) = large.workers, small.workers
+        assert 62 * MIB < large_worker.own - small_worker.own < 66 * MIB
+        assert abs(large.trainer.own - small.trainer.own) < 16 * MIB
+        assert large.together.pss >= large.trainer.pss + large_worker.pss
+
+    in_a_child(check)  # which has no other children, as a process of many tests may have
+
+
+def test_a_loader_with_too_few_samples_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="8 samples came in place of 12"):
+        memory_job.measure(partial(with_a_worker_of, 1), job(tmp_path, batches=3))
+
+
+@pytest.mark.slow
+def test_the_command_reads_mixtures() -> None:
+    memory, settings = memory_run.run(memory_run.MemoryBench(sources="1,3", peers="none", batch_size=4, batches=3))
+    lanes = ["orchdata, threads", "orchdata, processes", "orchdata, forked"]
+    assert [row[:2] for row in memory.rows] == [(name, number) for number in ("1", "3") for name in lanes]
+    assert [row[0] for row in settings.rows] == lanes
+    for name, _, *figures in memory.rows:
+        assert [cell is None for cell in figures] == [False, False, *[name == "orchdata, threads"] * 2, False]
+        assert all(float(cell) > 1 for cell in figures if cell is not None)
+
+
+# `python -m benchmarks.remote` at tiny sizes: all loaders deliver the samples of two epochs, and the server counts.
+
+
+@pytest.mark.parametrize(
+    ("counts", "delivered"),
+    [((2, 2, 2, 2), 8), ((4, 4, 4), 12), ((2, 2, 2, 2, 2, 2), 2)],
+    ids=["few", "many", "second"],
+)
+def test_an_epoch_of_another_size_is_an_error(
+    counts: tuple[int, ...], delivered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ORCHDATA_CACHE", "")
+    job: Any = SimpleNamespace(cache="", samples=range(10))
+    with pytest.raises(RuntimeError, match=f"an epoch delivered {delivered} of 10 samples"):
+        measure_remote(Lane("torch", lambda _: iter(counts)), job, 2)
+
+
+@pytest.mark.slow
+def test_every_loader_delivers_two_epochs_from_the_bucket() -> None:
+    config = remote_run.RemotePeersBench(samples=16, batch_size=2, workers=1, repeats=1, index_shards=1, latency_ms=1.0)
+    report = make_report("python -m benchmarks.remote", config, remote_run.run(config))
+    shown = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    speeds, reads = ({row[0]: row[1:] for row in table["rows"]} for table in shown["tables"][:2])
+    lanes = chosen_lanes("all")
+    there = [name for name, lane in lanes.items() if not lane.absent]
+    assert list(speeds) == there
+    assert list(reads) == [name for name in there if NEAR not in name]
+    # One range a sample, and the headers between its members: both epochs.
+    assert reads[ALONE][:2] == [1.0, 1.0]
+    assert 1.0 < reads[ALONE][2] < 1.1
+    # Whole tars through pipes: 8 of them for 16 samples.
+    assert reads["webdataset"][:2] == [0.5, 0.5]
+    for name in ("orchdata, threads", "orchdata, processes"):
+        assert 0.5 < reads[name][0] <= 1.2
+        assert 1.0 <= reads[name][2] < 1.1
+    assert {"indexing / fetching the tars whole"} < {result["name"] for result in shown["results"]}
+
+
+# Benchmarks at tiny sizes measure all of their lanes.
+
+
+@pytest.mark.slow
+def test_ray(ray_cluster: TestCluster) -> None:
+    results = ray_engine.run(ray_engine.RayBench(batches=4, mebibytes=1, samples=24, repeats=1))
+    assert len(results) == 5 and all(min(each.values) > 0 for each in results)
+    assert [each.demand for each in results if each.demand] == [300, 4, 0.75]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_ways_of_indexing_texts() -> None:
+    pytest.importorskip("tokenizers")
+    results = index_text.run(index_text.IndexTextBench(shards=2, texts=5, words=30, repeats=1))
+    assert [len(each.values) for each in results] == [1] * 5
+    assert results[0].note == "1.00 times as fast (1.00 to 1.00)"
+
+
+@pytest.mark.slow
+def test_pauses_here_and_in_another_process() -> None:
+    pytest.importorskip("tokenizers")
+    encode = FastTokenizer.encode
+    results = pauses.run(pauses.PausesBench(documents=2, tokens=3000, repeats=1))
+    assert len(results) == 3 and all(min(each.values) > 0 for each in results)
+    assert all("in another process" in each.note for each in results)
+    assert FastTokenizer.encode is encode
+
+
+@pytest.mark.slow
+def test_decoders_of_clips_return_the_same_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("av")
+    small = clips.ClipBench(seconds=1, fps=10, width=64, height=48, pictures=4, repeats=1)
+    (table,) = clips.run(small)
+    assert [row[0] for row in table.rows][:3] == ["mp4", "webm", "gif"] and len(table.rows) == 5
+    assert all(row[number] > 0 for row in table.rows for number in range(1, 7))
+    monkeypatch.setattr("benchmarks.clips._all", lambda *_: np.zeros((4, 48, 64, 3), np.uint8))
+    with pytest.raises(ValueError, match="all shows other pictures"):
+        clips.run(small)

@@ -217,7 +217,7 @@ def fast() -> Any:
 
 def bos_tokenizer() -> Any:
     pytest.importorskip("tokenizers")
-    from hf_families.tokenizers_in_code import tokenizer
+    from hf_families.families import tokenizer
 
     return tokenizer(bos_token="<s>", eos_token="</s>", adds_bos=True)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from hf_families.families import FAMILIES
-from hf_families.reference import reference
+from hf_families.reference import errors, make_loader, modes_of, reference, trained
 from hf_families.samples import made_up
-from hf_families.through_orchdata import errors, make_loader, modes_of, trained
 from rank_jobs import run_rank
 
 

@@ -6,9 +6,11 @@ from functools import partial
 from typing import Any
 
 import transformers
-from hf_families.build import BACKENDS, build_processor, image_processor
 from hf_families.families import (
+    BACKENDS,
+    build_processor,
     gemma3_processor,
+    image_processor,
     internvl_processor,
     llava_next_processor,
     llava_processor,
@@ -18,7 +20,7 @@ from hf_families.families import (
     qwen_vl_processor,
     split_processor,
 )
-from hf_families.tokenizers_in_code import tokenizer as tokenizer_in_code
+from hf_families.families import tokenizer as tokenizer_in_code
 
 __all__ = ["BACKENDS", "FAMILIES", "image_processor", "processor", "tokenizer"]
 

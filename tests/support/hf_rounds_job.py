@@ -6,8 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from hf_families.families import FAMILIES
-from hf_families.reference import distance, float64
-from hf_families.through_orchdata import Mode, in_float64, make_loader, trained
+from hf_families.reference import Mode, distance, float64, in_float64, make_loader, trained
 from rank_jobs import FSDP2_RUNS, run_rank
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from hf_families.families import FAMILIES
-from hf_families.reference import float64
-from hf_families.through_orchdata import in_float64
+from hf_families.reference import float64, in_float64
 from padded_model import PaddedLM
 from rank_jobs import made_on_rank_0, run_rank
 from rounds_job import CONFIG, RECIPE, Encoders

@@ -126,7 +126,8 @@ def _within(costs: Mapping[str, Ints], balance: Balance, num_ranks: int, owner: 
     alone = fits_alone(limits.sizes, limits.caps)
     if balance.equal_count or balance.max_samples is not None or not alone.any():
         return _from_scratch(costs, balance, num_ranks, owner, limits)
-    rank, others = limits.within.copy(), np.flatnonzero(~alone)
+    rank: Ranks = limits.within.copy()
+    others = np.flatnonzero(~alone)
     if not len(others):
         return rank
     remaining = np.setdiff1d(np.arange(num_ranks, dtype=np.int32), rank[alone])

@@ -17,9 +17,8 @@ import orchdata as od
 pytest.importorskip("transformers")
 
 from hf_families.families import FAMILIES, Family
-from hf_families.reference import Measured, distance, reference
+from hf_families.reference import Measured, Mode, distance, errors, make_loader, modes_of, reference, trained
 from hf_families.samples import Sample, made_up, real, write_samples
-from hf_families.through_orchdata import Mode, errors, make_loader, modes_of, trained
 
 # PaliGemma's processor makes arrays of its tensors, in a way that numpy warns of.
 pytestmark = [

@@ -8,6 +8,7 @@ import json
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -134,19 +135,15 @@ def test_every_kind_of_picture_becomes_what_the_processor_makes_of_it(family: st
         assert_as_processor(family, backend, picture())
 
 
-def assert_counts_are_measured(family: str, backend: str, count: int) -> None:
-    ruled = modality_of(family, backend)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rules_count_as_blank_images_measure(family: str) -> None:
+    ruled = modality_of(family, BACKENDS[-1])
     measured = dataclasses.replace(ruled, counted="measured")
     rng = np.random.default_rng(0)
-    for width, height in np.exp(rng.uniform(np.log(6), np.log(600), (count, 2))).astype(int).tolist():
+    for width, height in np.exp(rng.uniform(np.log(6), np.log(600), (30, 2))).astype(int).tolist():
         found = [images.count_header((width, height), LIMITS) for images in (ruled, measured)]
         assert found[0] == found[1], (width, height)
         assert ruled.expand(found[0]) == measured.expand(found[1])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rules_count_as_blank_images_measure(family: str) -> None:
-    assert_counts_are_measured(family, BACKENDS[-1], 30)
 
 
 @pytest.mark.slow
@@ -297,14 +294,14 @@ class _Coloured(transformers.CLIPImageProcessorPil):
         return found
 
 
-def _next_with(kind: type) -> Any:
-    processor = hf_processors.processor("llava_next", "pil")
+def _of_kind(kind: type, family: str = "llava") -> Any:
+    processor = hf_processors.processor(family, "pil")
     processor.image_processor = kind(**json.loads(processor.image_processor.to_json_string()))
     return processor
 
 
 def test_a_class_without_a_rule_is_measured() -> None:
-    processor = _next_with(_Measured)
+    processor = _of_kind(_Measured, "llava_next")
     images = image_modality(processor)
     assert (images.counted, images.native) == ("measured", False)
     data = PICTURES["flat"]()
@@ -314,9 +311,13 @@ def test_a_class_without_a_rule_is_measured() -> None:
     assert size.tokens == int((given["input_ids"] == images.slot.token_id).sum())
 
 
-def _uncropped() -> Any:
+def _changed(**attributes: Any) -> Any:
+    """LLaVA's processor with other attributes, of all its parts that have them."""
     processor = hf_processors.processor("llava", "pil")
-    processor.image_processor.do_center_crop = False
+    parts = (processor, processor.tokenizer, processor.image_processor)
+    for holder, (name, value) in product(parts, attributes.items()):
+        if hasattr(holder, name):
+            setattr(holder, name, value)
     return processor
 
 
@@ -325,33 +326,15 @@ def _mllama() -> Any:
     return transformers.MllamaProcessor(transformers.MllamaImageProcessorPil(), words)
 
 
-def _of_pieces() -> Any:
-    processor = hf_processors.processor("llava", "pil")
-    processor.image_token = processor.tokenizer.image_token = "cat dog"
-    return processor
-
-
-def _unset() -> Any:
-    processor = hf_processors.processor("llava", "pil")
-    processor.patch_size = None
-    return processor
-
-
-def _by_colour() -> Any:
-    processor = hf_processors.processor("llava", "pil")
-    processor.image_processor = _Coloured(**json.loads(processor.image_processor.to_json_string()))
-    return processor
-
-
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         (lambda: object(), "has no image processor"),
-        (_uncropped, "rows have another shape for every image"),
+        (lambda: _changed(do_center_crop=False), "rows have another shape for every image"),
         (_mllama, "gives no array of tiles or patches"),
-        (_by_colour, "does not follow from its size"),
-        (_unset, "LlavaProcessor does not take images as it is set: TypeError"),
-        (_of_pieces, "'cat dog' must be one added token"),
+        (lambda: _of_kind(_Coloured), "does not follow from its size"),
+        (lambda: _changed(patch_size=None), "LlavaProcessor does not take images as it is set: TypeError"),
+        (lambda: _changed(image_token="cat dog"), "'cat dog' must be one added token"),
         (lambda: built("llava", "pil").image_processor, "give its processor, or patch_size"),
     ],
 )

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("transformers")
+
 import torch
+import transformers
+from hf_families.families import FAMILIES
 from shard_factory import jpeg, write_shard
 
 import orchdata as od
 from orchdata.hf.models import READ_PADDING, family_of, model_class
-
-pytest.importorskip("transformers")
-
-import transformers
-from hf_families.families import FAMILIES
 
 TEXTS = ["one", "a second text", "x", "and the last of them all, by far the longest"]
 
@@ -228,9 +228,6 @@ def test_loss_and_encode_refuse_batches_of_another_layout(dataset: od.ShardDatas
     outputs = model(**inputs, logits_to_keep=1)
     with pytest.raises(ValueError, match="leave logits_to_keep out"):
         od.hf.loss(outputs, batch)
-
-
-pytest.importorskip("transformers")
 
 
 def test_a_tokenizer_is_a_recipe_of_text_alone() -> None:

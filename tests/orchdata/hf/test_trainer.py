@@ -1,30 +1,42 @@
-"""transformers' Trainer over a DataLoader takes the plain loop's steps, and goes on where it stopped."""
+"""transformers' Trainer over a DataLoader takes the plain loop's steps, and goes on where it stopped. TRL's SFTTrainer,
+by a stand-in that refuses and reads what SFTTrainer does: `make test-tools` has TRL's own. Losses of slices add up.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-
-import orchdata as od
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
 
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
 from hf_families.families import FAMILIES
 from hf_families.reference import distance, gradients_of
 from hf_families.samples import made_up, write_samples
 from map_dataset import Numbers
 from rank_jobs import run_ranks
+from torch import Tensor
 from trainer_job import SETTINGS, Ours, Watching
 from trainer_job import __file__ as JOB
 from trainer_job import plain_loop as own_loss_loop
 from transformers import Trainer, TrainingArguments
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.trainer_pt_utils import LabelSmoother
+
+import orchdata as od
+from orchdata.hf.trainer import _unshifted, sft_arguments
+from orchdata.steps import OptimizerSteps
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:__array__ implementation:DeprecationWarning", "ignore::FutureWarning:accelerate.*"
@@ -410,3 +422,178 @@ def test_data_that_a_trainer_would_lose_its_place_in_are_refused(vl: Family, tmp
     for dataset in (shards, od.Mixture({"a": od.Source(shards)})):
         with pytest.raises(TypeError, match=rf"got a {type(dataset).__name__}: give od.DataLoader"):
             make(OfRows(), dataset, tmp_path)
+
+
+class Checking(Trainer):
+    """Refuses what is no datasets.Dataset, reads a row, prepares all rows, and computes its own loss."""
+
+    def __init__(self, model: Any, args: Any, train_dataset: Any = None, eval_dataset: Any = None) -> None:
+        given = [each for each in (train_dataset, eval_dataset) if each is not None]
+        for dataset in given:
+            if not isinstance(dataset, import_module("datasets").Dataset):
+                raise TypeError(f"`train_dataset` must be a `Dataset`, got `{type(dataset).__name__}`.")
+            assert "input_ids" in next(iter(dataset))
+            assert self._prepare_dataset(dataset) is dataset
+        self.counted: list[Any] = []
+        super().__init__(model, args, train_dataset=train_dataset, eval_dataset=eval_dataset)
+
+    def _prepare_dataset(self, dataset: Any) -> Any:
+        raise AssertionError("rows of a data set are prepared")
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        self.counted.append(num_items_in_batch)
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+        return (loss, None) if return_outputs else loss
+
+
+SFTTrainer = type("SFTTrainer", (Checking,), {"__module__": "trl.trainer.sft_trainer"})
+
+
+class Sft(od.hf.TrainerMixin, SFTTrainer):
+    pass
+
+
+def make_sft(kind: type[Any], llama: Family, folder: Path, **options: Any) -> Any:
+    pytest.importorskip("datasets", reason="SFTTrainer takes a datasets.Dataset")
+    model = llama.model()
+    arguments = TrainingArguments(str(folder), num_train_epochs=1, **SETTINGS)
+    for name, value in options.items():
+        setattr(arguments, name, value)
+    given = {"collate_fn": od.hf.Inputs(model.config)}
+    evaluated = llama.loader(model, shuffle=False, **given)
+    return kind(model, arguments, train_dataset=llama.loader(model, **given), eval_dataset=evaluated)
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_its_own_loss_is_divided_by_the_planned_count(llama: Family, tmp_path: Path) -> None:
+    trainer, expected = make_sft(Sft, llama, tmp_path), make_sft(Ours, llama, tmp_path)
+    assert isinstance(trainer.train_dataset, OptimizerSteps) and isinstance(trainer.eval_dataset, OptimizerSteps)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.evaluate()["eval_loss"], abs=1e-5)
+    trainer.counted.clear()
+    trainer.train()
+    expected.train()
+    assert losses(trainer) == pytest.approx(losses(expected), abs=1e-5)
+    assert len(losses(trainer)) == STEPS and len(set(losses(trainer))) == STEPS
+    assert len(trainer.counted) > STEPS and len(set(trainer.counted)) == STEPS  # several microbatches, a count a step
+
+
+def test_a_class_that_is_not_sfttrainer_is_given_the_loader(llama: Family, tmp_path: Path) -> None:
+    class Other(od.hf.TrainerMixin, Checking):
+        pass
+
+    with pytest.raises(TypeError, match="got `OptimizerSteps`"):
+        make_sft(Other, llama, tmp_path)
+
+
+def test_options_of_rows_are_refused(llama: Family, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"packing of SFTConfig .* leave it out, collate_fn=od.hf.Inputs"):
+        make_sft(Sft, llama, tmp_path, packing=True)
+    with pytest.raises(ValueError, match=r"assistant_only_loss .*the recipe says"):
+        make_sft(Sft, llama, tmp_path, assistant_only_loss=True)
+    make_sft(Sft, llama, tmp_path, packing=False, completion_only_loss=None)
+
+
+def test_a_mask_of_packed_samples_is_refused() -> None:
+    batch: Any = SimpleNamespace(has_slices=False, llm=SimpleNamespace(any_labels=torch.zeros(4, dtype=torch.int64)))
+    with pytest.raises(ValueError, match="padded=True"):
+        sft_arguments({"attention_mask": torch.ones(1, 1, 4, 4)}, batch)
+    given = sft_arguments({"attention_mask": torch.ones(1, 4), "num_items_in_batch": 3}, batch)
+    assert set(given) == {"attention_mask", "labels"} and given["labels"].shape == (1, 4)
+
+
+# Losses of slices, in each way that transformers and others compute them, add up to that of whole sequences.
+
+RANKS, VOCAB = 4, 260
+CONFIG = transformers.LlamaConfig(vocab_size=VOCAB, hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
+INPUTS = od.hf.Inputs(CONFIG, padded=False, probe=False)
+TABLE = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def shifting(outputs: Any, labels: Tensor, num_items_in_batch: float) -> Tensor:
+    """A `compute_loss_func` that shifts labels, as the Trainer documents them."""
+    logits, wanted = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return F.cross_entropy(logits, wanted, reduction="sum") / num_items_in_batch
+
+
+def of_model(outputs: Any, **given: Any) -> Tensor:
+    loss: Tensor = transformers.LlamaForCausalLM._from_config(CONFIG).loss_function(
+        logits=outputs.logits, vocab_size=VOCAB, **given
+    )
+    return loss
+
+
+WAYS: dict[str, Any] = {
+    "od.hf.loss": lambda batch, outputs: od.hf.loss(outputs, batch),
+    "the model's own": lambda batch, outputs: of_model(
+        outputs, **{name: each for name, each in batch.model_inputs().items() if "labels" in name or "num" in name}
+    ),
+    "compute_loss_func": lambda batch, outputs: shifting(*_unshifted(outputs, batch), 1 / batch.loss_scale),
+    "label smoothing": lambda batch, outputs: partial(LabelSmoother(0.1), shift_labels=True)(
+        *_unshifted(outputs, batch), num_items_in_batch=1 / batch.loss_scale
+    ),
+    "SFT": lambda batch, outputs: of_model(
+        outputs,
+        num_items_in_batch=1 / batch.loss_scale,
+        **{name: each for name, each in sft_arguments({}, batch).items() if "labels" in name},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> list[str]:
+    rng, paths = np.random.default_rng(1), []
+    for name in ("a", "b"):
+        path = tmp_path_factory.mktemp("texts") / f"{name}.jsonl"
+        lengths = [1500, *rng.integers(20, 120, 7).tolist()]
+        said = ["".join(map(chr, rng.integers(97, 123, length))) for length in lengths]
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in said))
+        paths.append(str(path))
+        od.ShardDataset(str(path), od.Recipe(image=None, audio=None)).index()
+    return paths
+
+
+def batches_of(texts: list[str], weight: float, *, shared: bool) -> list[od.Batch]:
+    """The first step on all ranks, or on one that has everything whole."""
+    recipe = od.Recipe(image=None, audio=None)
+    a, b = (od.ShardDataset(path, recipe) for path in texts)
+    data = od.Mixture({"a": od.Source(a), "b": od.Source(b, loss_weight=weight)}, stop="all")
+    cost = od.CostModel(llm=od.PhaseCost(1.0, 0.01))
+    balance = od.Balance(teams=od.Teams(largest=4)) if shared else od.Balance()
+    common = {"global_batch_size": 16, "cost": cost, "balance": balance, "num_threads": 0, "collate_fn": INPUTS}
+    ranks = RANKS if shared else 1
+    loaders = [od.DataLoader(data, dp=(rank, ranks), **common) for rank in range(ranks)]
+    for each in loaders:
+        each._runtime.context.delivery.team_use.is_by_name = True  # as od.hf.share_attention does, on each rank
+    return [next(iter(each)) for each in loaders]
+
+
+@pytest.mark.filterwarnings("ignore:len")
+@pytest.mark.parametrize(("way", "weight"), [*((way, 1.0) for way in WAYS), ("od.hf.loss", 3.0)])
+def test_losses_of_members_add_up(texts: list[str], way: str, weight: float) -> None:
+    ours, (whole,) = batches_of(texts, weight, shared=True), batches_of(texts, weight, shared=False)
+    assert max(team.size for batch in ours for team in batch.teams) > 1
+
+    def loss(batch: od.Batch) -> float:
+        return float(WAYS[way](batch, CausalLMOutput(logits=TABLE[batch.llm.input_ids][None])))
+
+    assert sum(map(loss, ours)) / RANKS == pytest.approx(loss(whole), rel=1e-6)
+    names = {"attention_mask", "cu_seq_lens_q"}
+    assert all("teams" in batch.model_inputs() and not names & batch.model_inputs().keys() for batch in ours)
+
+
+@pytest.mark.filterwarnings("ignore:len")
+def test_a_model_that_shifts_labels_itself_gets_none(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (batch, *_) = batches_of(texts, 1.0, shared=True)
+    monkeypatch.setattr("orchdata.hf.inputs._loss_follows", lambda _, *, shifted=False: not shifted)
+    batch = SimpleNamespace(**vars(batch), has_slices=True, loss_weights=None, loss_scale=1.0)
+    batch.inputs = od.hf.Inputs(CONFIG, padded=False, probe=False)
+    assert not {"labels", "shift_labels"} & batch.inputs.arguments(batch).keys()
+    with pytest.raises(ValueError, match="shifts labels that were shifted before"):
+        sft_arguments({}, batch)

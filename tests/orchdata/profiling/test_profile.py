@@ -14,7 +14,7 @@ from shard_factory import chat, jpeg, write_shard
 
 import orchdata as od
 from orchdata.bench import synthetic_index
-from orchdata.cli.tables import profile_table
+from orchdata.cli.command import profile_table
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index

@@ -2,16 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any
+from unittest import mock
 
+import torch
+import torchvision_operators  # noqa: F401
 import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import nn
 
-from hf_families.build import BACKENDS, build_processor, image_processor, random_model
 from hf_families.templates import TEMPLATES
-from hf_families.tokenizers_in_code import tokenizer
+
+SENTENCES = (
+    "What is in the picture, and where is it?",
+    "Compare the first image with the second one.\n\nThe first image shows a chart of three columns.",
+    "The speaker says that nothing is left to do. You are a helpful assistant.",
+    "user\nassistant\nsystem\nmodel\n USER: ASSISTANT: User: Assistant: Picture 1: Audio 1: Here is the original image",
+)
+
+
+@cache
+def _merges() -> str:
+    bare = Tokenizer(models.BPE())
+    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+    )
+    bare.train_from_iterator(SENTENCES, trainer)
+    bare.decoder = decoders.ByteLevel()
+    return bare.to_str()
+
+
+def tokenizer(
+    special: Sequence[str] = (),
+    *,
+    named: Mapping[str, str] | None = None,
+    adds_bos: bool = False,
+    kind: type[Any] | None = None,
+    **options: Any,
+) -> Any:
+    """A fast tokenizer."""
+    named = dict(named or {})
+    inner = Tokenizer.from_str(_merges())
+    known = [text for key, text in options.items() if key.endswith("_token")]
+    for text in dict.fromkeys([*known, *special, *named.values()]):
+        inner.add_special_tokens([AddedToken(text, normalized=False, special=True)])
+    if adds_bos:
+        bos = options["bos_token"]
+        inner.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A",
+            pair=f"{bos} $A $B:1",
+            special_tokens=[(bos, inner.token_to_id(bos))],
+        )
+    return (kind or transformers.PreTrainedTokenizerFast)(tokenizer_object=inner, extra_special_tokens=named, **options)
+
+
+def has_torchvision() -> bool:
+    return find_spec("torchvision") is not None
+
+
+BACKENDS = ("pil", "torchvision") if has_torchvision() else ("pil",)
+
+
+def image_processor(name: str, backend: str, **settings: Any) -> Any:
+    """transformers' image processor of a model, of backend "pil" or "torchvision"."""
+    return getattr(transformers, name + ("Pil" if backend == "pil" else ""))(**settings)
+
+
+def build_processor(kind: Any, *args: Any, **settings: Any) -> Any:
+    """A processor of an image and a tokenizer; where its class asks for a video processor, one that no test uses.
+
+    Without torchvision transformers has no class of video processors, not even to compare with, and without num2words
+    SmolVLM's refuses: both only serve videos.
+    """
+    stand_in = transformers.Qwen2VLVideoProcessor() if has_torchvision() else NoVideo()
+    module = sys.modules[kind.__module__]
+    with ExitStack() as stack:
+        if not has_torchvision():
+            stack.enter_context(mock.patch.object(kind, "check_argument_for_proper_class", lambda *_: None))
+        if getattr(module, "num2words", kind) is None:
+            stack.enter_context(mock.patch.object(module, "num2words", str))
+        return kind(*args, video_processor=stand_in, **settings)
+
+
+class NoVideo:
+    """Says what processors ask their video processor for before they look whether there is a video."""
+
+    num_frames, fps, merge_size, temporal_patch_size = 64, 1, 2, 2
+    size: Mapping[str, int] = {"longest_edge": 512}
+    model_input_names: Sequence[str] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"video_processor_type": "NoVideo"}
+
+
+def random_model(kind: Any, config: Any, seed: int = 0) -> nn.Module:
+    """A model in float64 whose weights are large enough that every input matters to its loss."""
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(seed)
+    model = kind._from_config(config) if hasattr(kind, "_from_config") else kind(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            scale = 0.05 if parameter.dim() < 2 else min(0.3, parameter[0].numel() ** -0.5)
+            parameter.copy_(parameter + scale * drawn if parameter.dim() < 2 else scale * drawn)
+    return model.double().train()
 
 
 @dataclass(frozen=True, kw_only=True)
