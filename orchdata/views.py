@@ -129,8 +129,8 @@ def dataset_view(dataset: ShardDataset) -> str:
         )
         for name, counts in modalities.items()
     ]
-    columns = ("modality", "share of samples", "share of LLM tokens", "LLM tokens")
-    return view(title, pairs(about), paragraph(note) if note else "", table(columns, rows, numbers_from=3))
+    names = ("modality", "share of samples", "share of LLM tokens", "LLM tokens")
+    return view(title, pairs(about), paragraph(note) if note else "", table(names, rows, numbers_from=3))
 
 
 def _good(totals: Totals) -> int:

@@ -181,7 +181,7 @@ def _tried(config: Any, family: Family, arguments_of: ArgumentsOf, attention: st
             return Verdict(packs=False, attention=found, why=why)
         try:
             rows = _outputs(model, in_rows, [_padded(samples, start, family, multiple_of=16)])
-            noise = max(_differences(rows, alone))
+            noise = max(_difference(rows, alone))
         except Exception:  # noqa: BLE001 - the model takes no such batch: then the bound for float32 stands
             noise = 0.0
         try:
@@ -189,7 +189,7 @@ def _tried(config: Any, family: Family, arguments_of: ArgumentsOf, attention: st
         except Exception as error:  # noqa: BLE001 - a forward may raise anything on a packed row
             why = f"takes no packed rows ({type(error).__name__}: {str(error)[:200]})"
             return Verdict(packs=False, pads=noise <= _LARGEST, attention=found, why=why)
-    packs, why = judged(*_differences(packed, alone), noise)
+    packs, why = judged(*_difference(packed, alone), noise)
     return Verdict(packs=packs, pads=packs or noise <= _LARGEST, attention=found, why=why)
 
 
@@ -278,20 +278,30 @@ def _outputs(model: Any, arguments: Arguments, batches: list[Batch]) -> tuple[li
     return logits, [each.clone() for each in zeros]
 
 
-def _differences(outputs: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> list[float]:
-    """Return the largest difference of logits, relative to those of its sample, and of gradients, to its parameter's.
+def _difference(
+    outputs: tuple[list[Tensor], list[Tensor]], expected: tuple[list[Tensor], list[Tensor]]
+) -> tuple[float, float]:
+    """Return the largest differences, relative to the largest value: of logits, and of any parameter's gradient."""
+    pairs = zip(outputs[0], expected[0], strict=True)
+    logits = [float((one - other).abs().max() / other.abs().max()) for one, other in pairs]
+    return _largest(logits), _difference_of_gradients(outputs[1], expected[1])
 
-    The gradients are the last of the lists. NaN is no rounding.
-    """
-    # Of gradients that are zero but for rounding, such as those of a key's bias, nothing can be said.
-    zero = max([1e-27, *(float(each.abs().max()) for each in expected[-1] if each.numel())]) * 1e-3
-    found = []
-    for ours, theirs in zip(outputs, expected, strict=True):
-        least = zero if theirs is expected[-1] else 1e-30
-        pairs = [(one, other) for one, other in zip(ours, theirs, strict=True) if other.numel()]
-        off = [float((one - other).abs().max()) / max(float(other.abs().max()), least) for one, other in pairs]
-        found.append(max([0.0, *(each if each == each else float("inf") for each in off)]))
-    return found
+
+def _difference_of_gradients(gradients: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Return the largest difference of any parameter's gradient, relative to its largest value."""
+    largest = max((float(each.abs().max()) for each in expected if each.numel()), default=0.0)
+    return _largest(
+        [
+            # Of gradients that are zero but for rounding, such as those of a key's bias, nothing can be said.
+            float((one - other).abs().max()) / max(float(other.abs().max()), 1e-3 * largest, 1e-30)
+            for one, other in zip(gradients, expected, strict=True)
+            if other.numel()
+        ]
+    )
+
+
+def _largest(values: Sequence[float]) -> float:
+    return max((value if value == value else float("inf") for value in values), default=0.0)  # NaN is no rounding
 
 
 # Rotary positions that depend on the longest sample of a microbatch: "longrope" and "dynamic" of transformers. Their
@@ -508,7 +518,7 @@ def _tried_in_slices(config: Any, family: Family, arguments_of: ArgumentsOf) -> 
             return Sharing(shares=False, why=f"takes no slices ({type(error).__name__}: {str(error)[:200]})")
     if shared is None:
         return Sharing(shares=False, why="does not look its attention up by a name")
-    (off,) = _differences([shared], [alone])
+    off = _difference_of_gradients(shared, alone)
     if off > _TOLERANCE:
         return Sharing(shares=False, why=f"trains otherwise in slices (gradients {off:.1e} off)")
     return Sharing(shares=True, why=f"trains in slices as in one (gradients {off:.1e} off)")
