@@ -38,7 +38,6 @@ from orchdata.loaders.index.table import (
     Columns,
     TableSize,
     Totals,
-    offsets_of,
 )
 from orchdata.loaders.modalities.modality import PartSize, outer_of
 from orchdata.loaders.recipe import Recipe, digest, versions
@@ -450,7 +449,7 @@ class Index(Columns):
 
 def spread(first: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the numbers of all ranges [first, first + count), one range after the other, and their offsets there."""
-    offsets = offsets_of(counts)
+    offsets = np.concatenate([[0], np.cumsum(counts)])
     return np.repeat(first - offsets[:-1], counts) + np.arange(int(offsets[-1])), offsets
 
 

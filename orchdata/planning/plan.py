@@ -597,6 +597,5 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
         sources=spec.order.names,
         passes=passes if sources else None,
         source_loss_tokens=of_sources,
-        # Losses of tokens are multiplied by float32 weights: sums and denominators agree.
         loss_weights=spec.order.loss_weights,
     )
