@@ -95,40 +95,93 @@ MISTRAL = (
 )
 
 # Tools and reasoning as Qwen3 has them; of earlier turns the reasoning is left out.
-QWEN3 = """{%- if tools %}{{- '<|im_start|>system\\n' }}{%- if messages[0].role == 'system' %}
-{{- messages[0].content + '\\n\\n' }}{%- endif %}{{- "# Tools\\n<tools>" }}
-{%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}
-{%- endfor %}{{- "\\n</tools><|im_end|>\\n" }}{%- else %}{%- if messages[0].role == 'system' %}
-{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{%- endif %}{%- endif %}
+QWEN3 = """{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n\\n' }}
+    {%- endif %}
+    {{- "# Tools\\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "\\n</tools><|im_end|>\\n" }}
+{%- else %}
+    {%- if messages[0].role == 'system' %}
+        {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endif %}
 {%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
-{%- for message in messages[::-1] %}{%- set index = (messages|length - 1) - loop.index0 %}
-{%- if ns.multi_step_tool and message.role == "user" and message.content is string and not (
-    message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}
-{%- set ns.multi_step_tool = false %}{%- set ns.last_query_index = index %}{%- endif %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step_tool and message.role == "user" and message.content is string and not(
+        message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}
+        {%- set ns.multi_step_tool = false %}
+        {%- set ns.last_query_index = index %}
+    {%- endif %}
 {%- endfor %}
-{%- for message in messages %}{%- if message.content is string %}{%- set content = message.content %}{%- else %}
-{%- set content = '' %}{%- endif %}
-{%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
-{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
-{%- elif message.role == "assistant" %}{%- set reasoning_content = '' %}{%- if message.reasoning_content is string %}
-{%- set reasoning_content = message.reasoning_content %}{%- else %}{%- if '</think>' in content %}
-{%- set reasoning_content = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
-{%- set content = content.split('</think>')[-1].lstrip('\\n') %}{%- endif %}{%- endif %}
-{{- '<|im_start|>' + message.role + '\\n' }}
-{%- if loop.index0 > ns.last_query_index and (loop.last or (not loop.last and reasoning_content)) %}
-{{- '<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}{%- else %}
-{{- content }}{%- endif %}{%- if message.tool_calls %}
-{%- for tool_call in message.tool_calls %}{%- if (loop.first and content) or (not loop.first) %}{{- '\\n' }}
-{%- endif %}{%- if tool_call.function %}{%- set tool_call = tool_call.function %}{%- endif %}
-{{- '<tool_call>\\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}{%- if tool_call.arguments is string %}
-{{- tool_call.arguments }}{%- else %}{{- tool_call.arguments | tojson }}{%- endif %}{{- '}\\n</tool_call>' }}
-{%- endfor %}{%- endif %}{{- '<|im_end|>\\n' }}
-{%- elif message.role == "tool" %}{%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}
-{{- '<|im_start|>user' }}{%- endif %}{{- '\\n<tool_response>\\n' }}{{- content }}{{- '\\n</tool_response>' }}
-{%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}{{- '<|im_end|>\\n' }}{%- endif %}{%- endif %}
+{%- for message in messages %}
+    {%- if message.content is string %}
+        {%- set content = message.content %}
+    {%- else %}
+        {%- set content = '' %}
+    {%- endif %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- set reasoning_content = '' %}
+        {%- if message.reasoning_content is string %}
+            {%- set reasoning_content = message.reasoning_content %}
+        {%- else %}
+            {%- if '</think>' in content %}
+                {%- set reasoning_content =
+                    content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+                {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+            {%- endif %}
+        {%- endif %}
+        {{- '<|im_start|>' + message.role + '\\n' }}
+        {%- if loop.index0 > ns.last_query_index and (loop.last or (not loop.last and reasoning_content)) %}
+            {{- '<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
+        {%- else %}
+            {{- content }}
+        {%- endif %}
+        {%- if message.tool_calls %}
+            {%- for tool_call in message.tool_calls %}
+                {%- if (loop.first and content) or (not loop.first) %}
+                    {{- '\\n' }}
+                {%- endif %}
+                {%- if tool_call.function %}
+                    {%- set tool_call = tool_call.function %}
+                {%- endif %}
+                {{- '<tool_call>\\n{"name": "' }}
+                {{- tool_call.name }}
+                {{- '", "arguments": ' }}
+                {%- if tool_call.arguments is string %}
+                    {{- tool_call.arguments }}
+                {%- else %}
+                    {{- tool_call.arguments | tojson }}
+                {%- endif %}
+                {{- '}\\n</tool_call>' }}
+            {%- endfor %}
+        {%- endif %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == "tool" %}
+        {%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\\n<tool_response>\\n' }}
+        {{- content }}
+        {{- '\\n</tool_response>' }}
+        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
+    {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
-{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
 {%- endif %}"""
 
 # Hermes and Qwen2.5 write any arguments as JSON.
@@ -151,10 +204,14 @@ def untagged(template: str) -> str:
 
 def with_generation(template: str) -> str:
     """QWEN3 and HERMES, with marks."""
-    begin, end = "{%- if loop.index0 > ns", '\\n\' }}\n{%- elif message.role == "tool"'
-    assert template.count(begin) == template.count(end) == 1
-    tagged = template.replace(begin, "{%- generation %}" + begin)
-    return tagged.replace(end, "' }}{% endgeneration %}{{- '" + end)
+    header = "{{- '<|im_start|>' + message.role + '\\n' }}\n        {%- if loop.index0"
+    assert header in template
+    tagged = template.replace(header, header.replace("\n        {%- if", "{% generation %}\n        {%- if"))
+    end = "{{- '<|im_end|>\\n' }}\n    {%- elif message.role == \"tool\""
+    assert end in tagged
+    return tagged.replace(
+        end, "{{- '<|im_end|>' }}{% endgeneration %}{{- '\\n' }}\n    {%- elif message.role == \"tool\""
+    )
 
 
 @lru_cache

@@ -125,7 +125,7 @@ def test_every_gradient_is_that_of_the_plain_loop(vl: Family, tmp_path: Path) ->
     found = trainer.watching
     assert [each[0] for each in expected] == pytest.approx(found.losses, rel=1e-6)  # logits of float32 in its own loss
     for (_, theirs), ours in zip(expected, found.gradients, strict=True):
-        assert distance(ours, theirs) < 1e-6
+        assert distance(ours, theirs) < 1e-5  # rounding of float32, on any processor
     assert trainer.accelerator._dataloaders == []  # nothing has sharded it
 
 
