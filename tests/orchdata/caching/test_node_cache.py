@@ -144,7 +144,7 @@ def test_nodes_that_read_every_shard_fetch_none_whole_and_one_says_why(remote: R
             epoch(loader)
     about_it = [str(each.message) for each in said if "cache=" in str(each.message)]
     assert len(about_it) == 1
-    assert 'balance="grouped"' in about_it[0] and "shuffle=od.Shuffle(streams=4)" in about_it[0]
+    assert 'balance="grouped"' in about_it[0] and "shuffle=od.Shuffle(streams=...)" in about_it[0]
     assert not remote.whole()
     assert not list(tmp_path.rglob(f"*{SUFFIX}"))
 

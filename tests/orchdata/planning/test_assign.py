@@ -281,9 +281,9 @@ def test_too_few_ranks_are_named() -> None:
     ("given", "reason"),
     [
         ({"largest": 6}, "power of two"),
-        ({"cut": "model"}, "must be 'loader' or 'trainer'"),
+        ({"cut": "model"}, "must be one of loader, trainer"),
         ({"gain": 1.0}, "below 1"),
-        ({"mixed": 1}, "True or False"),
+        ({"mixed": 1}, "must be one of True, False"),
         ({"per_token": {2: 1.0}}, "each of the sizes"),
         ({"cost": {3: PhaseCost(1.0)}}, "among"),
         ({"cost": {4: 1.0}}, "PhaseCost"),
