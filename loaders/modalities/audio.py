@@ -75,6 +75,17 @@ class Clips(Modality):
         tracks = ("av", "orchdata.loaders.modalities.video.file") if self.tracks else ()
         return ("soundfile", "orchdata.loaders.modalities.audio_decode", "orchdata.native.decoding", *tracks)
 
+    def set_up_process(self) -> None:
+        """Decide how to resample: torchaudio is not required, and takes long to import or to fail."""
+        from orchdata.loaders.modalities.audio_decode import torchaudio_transforms
+
+        torchaudio_transforms()
+
+    def _set_up_counting(self) -> None:
+        """Nothing: torchaudio imports torch, and lengths come from headers."""
+        if type(self).set_up_process is not Clips.set_up_process:
+            super()._set_up_counting()
+
     @staticmethod
     def scan(heads: Heads) -> None:
         from orchdata.native.scan import scan_audio
@@ -332,6 +343,7 @@ def write_features(wave: Wave, pre: AudioPreprocessor, out: NDArray[Any]) -> Non
         write = _FEATURES[pre.features].write
         write(wave[start:stop], pre, target.view(torch.bfloat16) if pre.dtype == "bfloat16" else target)
         row += num_rows
+    assert row == len(out)
 
 
 def _write_wave(wave: Wave, _pre: AudioPreprocessor, target: torch.Tensor) -> None:
@@ -387,7 +399,10 @@ def _mel_power(padded: Wave, pre: AudioPreprocessor, num_frames: int) -> torch.T
         torch.hypot(magnitudes[:whole], torch.from_numpy(imaginary[:whole]), out=magnitudes[:whole])
         torch.abs(values.reshape(-1)[whole:], out=magnitudes[whole:])
         power = magnitudes.view(values.shape).pow_(2).T
-        torch.matmul(filters.T, power, out=mel[:, start:stop])
+        if stop - start == num_frames:
+            torch.matmul(filters.T, power, out=mel)
+        else:
+            mel[:, start:stop] = filters.T @ power
     return mel
 
 
