@@ -18,10 +18,11 @@ from own_modalities import Points, cloud
 from shard_factory import chat, jpeg, omni_samples, write_shard
 
 import orchdata as od
+from orchdata.loaders import recipe as recipes
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.index import kept as kept_module
 from orchdata.loaders.index.build import build_index
-from orchdata.loaders.recipe import AudioPreprocessor, ImagePreprocessor, Limits, Recipe, TextPreprocessor, versions
+from orchdata.loaders.recipe import AudioPreprocessor, ImagePreprocessor, Limits, Recipe, TextPreprocessor
 from orchdata.loaders.shards.shard import FactsTable
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.text.preprocessor import FastTokenizer
@@ -358,7 +359,7 @@ def test_texts_go_by_the_number_of_counts(text_shard: str, number: str, monkeypa
     first = build_index([text_shard], Recipe(text=text()))
     everything = len(words.calls)
     words.calls.clear()
-    monkeypatch.setattr(versions, number, 9)
+    monkeypatch.setattr(recipes, number, 9)
     again = build_index([text_shard], Recipe(text=text()))
     assert content(again) == content(first) and again.path != first.path
     assert len(words.calls) == (everything if number == "COUNTS" else 0)

@@ -243,7 +243,7 @@ def test_an_error_is_raised_and_the_next_iteration_begins_from_scratch() -> None
         ({"shuffle": True}, ValueError, "expected unspecified shuffle option"),
         ({"sampler": [1]}, ValueError, "expected unspecified sampler option"),
         ({"batch_sampler": [[1]]}, ValueError, "expected unspecified batch_sampler option"),
-        ({"cost": [1]}, ValueError, "cost balances samples"),
+        ({"cost": [1]}, ValueError, "unspecified cost option"),
         ({"on_error": "skip"}, ValueError, "skip in its __iter__"),
         ({"num_threads": 2}, ValueError, "num_threads is for steps that this library builds"),
         ({"collate_fn": od.Packed()}, TypeError, "for a ShardDataset"),
