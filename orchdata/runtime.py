@@ -74,7 +74,7 @@ class Runtime:
             )
         # Start what takes a while. A loader that is sent to a new process (mp.spawn) starts the server later.
         if arguments.context is not None and not getattr(multiprocessing.current_process(), "_inheriting", False):
-            start_server(arguments.context, arguments.dataset.preloads if arguments.in_shards else ())
+            start_server(arguments.context, arguments.dataset.orchdata_preloads if arguments.in_shards else ())
         self._warming = Warming(arguments.families)
 
         # Prepare the data set; ranks that would plan different steps raise an error.

@@ -6,7 +6,8 @@ joined row --first row of its source--> (source, row in that index) --> values o
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import cycle
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,6 +38,7 @@ class JoinedIndex(Index):
         first = indexes[0]
         self.indexes = tuple(indexes)
         self._distinct = tuple({index.path: index for index in indexes}.values())
+        self._in_turn = cycle(self._distinct)
         self.path = first.path
         self.fingerprint = digest([index.fingerprint for index in indexes])
         self.build_id = digest([index.build_id for index in indexes])
@@ -74,7 +76,10 @@ class JoinedIndex(Index):
         return int(self._rows.index_of(row))
 
     def check_unchanged(self, rows: Ints | None = None) -> None:
-        used = self._distinct if rows is None else {self.indexes[number] for number in self._rows.numbers_in(rows)}
+        if rows is None:
+            used: Iterable[Index] = self._distinct
+        else:  # one more in turn: also one that gives nothing in this stage is in use
+            used = {next(self._in_turn), *(self.indexes[number] for number in self._rows.numbers_in(rows))}
         for index in used:
             index.check_unchanged()
 

@@ -67,7 +67,7 @@ def is_sharded(data: object) -> TypeIs[ShardDataset | Mixture]:
     """Return whether samples are in shards, with an index. The data set brings what lists, measures and indexes shards:
     a loader imports none of it.
     """
-    return hasattr(type(data), "preloads")
+    return hasattr(type(data), "orchdata_preloads")
 
 
 class Arguments:

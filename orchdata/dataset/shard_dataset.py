@@ -92,10 +92,10 @@ class Sharded:
     """A data set of shards with an index: an `od.ShardDataset`, or an `od.Mixture` of several.
 
     Attributes:
-        preloads: modules that the fork server of worker processes imports.
+        orchdata_preloads: modules that the fork server of worker processes imports.
     """
 
-    preloads: tuple[str, ...] = ()
+    orchdata_preloads: tuple[str, ...] = ()
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -187,7 +187,7 @@ class ShardDataset(Sharded):
     _urls: tuple[str, ...] | None = None
     _file: IndexFile | None = None
 
-    preloads = ("orchdata.dataset.preload",)
+    orchdata_preloads = ("orchdata.dataset.preload",)
 
     def __init__(
         self,

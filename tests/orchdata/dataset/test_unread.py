@@ -251,7 +251,7 @@ def test_an_edge_of_a_clip_in_a_form_that_is_not_read_is_said(tmp_path: Path) ->
 
 
 RULES = Recipe().rules
-LAYOUTS = Path(__file__).parents[2] / "docs" / "layouts.md"
+LAYOUTS = Path(__file__).parents[3] / "docs" / "layouts.md"
 
 
 def test_the_docs_list_the_names_of_which_the_warning_is_silent() -> None:

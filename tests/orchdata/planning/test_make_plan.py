@@ -210,8 +210,8 @@ def test_peers_are_level_over_a_step_and_part_of_the_hash() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"encode": "step"}, "assignment='joint'"),
-        ({"encode": 2, "assignment": "per_phase", "order": "1f1b", "num_stages": 2}, "order='1f1b'"),
+        ({"encode": "step"}, "assignment='per_phase' alone, got 'joint'"),
+        ({"encode": 2, "assignment": "per_phase", "order": "1f1b", "num_stages": 2}, "order=None alone, got '1f1b'"),
         ({"encode": 0, "assignment": "per_phase"}, "Balance.encode"),
         ({"encode": "round", "assignment": "per_phase"}, "Balance.encode"),
     ],
