@@ -193,9 +193,10 @@ class _Column:
         self.dtype = columns[0].dtype
         self._columns = [np.require(column, self.dtype, ["C", "A"]) for column in columns]  # they stay mapped
         starts = np.array([column.__array_interface__["data"][0] for column in self._columns], np.int64)
-        stops = starts + [column.nbytes for column in self._columns]
-        low = int(starts.min())
-        memory: Any = (ctypes.c_char * (int(stops.max()) - low)).from_address(low)
+        num_bytes = np.array([column.nbytes for column in self._columns])
+        filled = starts[num_bytes > 0]  # others may be anywhere, also between two values
+        low, high = (int(filled.min()), int((starts + num_bytes)[num_bytes > 0].max())) if filled.size else (0, 0)
+        memory: Any = (ctypes.c_char * (high - low)).from_address(low)
         self._memory: NDArray[Any] = np.frombuffer(memory, self.dtype)
         self._shift = (starts - low) // self.dtype.itemsize - joined.first[:-1]
 

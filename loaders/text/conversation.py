@@ -97,14 +97,18 @@ def parse_json(payload: bytes | memoryview, *, lines: bool = False) -> Any:
     values = []
     for each in [line for line in text.split("\n") if line.strip()] if lines else [text]:
         try:
-            values.append(_DECODER.decode(each))
+            try:
+                values.append(_DECODER.decode(each))
+            except json.JSONDecodeError:
+                raise
+            except ValueError:  # a number with more digits than Python parses as int
+                values.append(json.loads(each, object_pairs_hook=_object, parse_int=_number))
         except (ValueError, RecursionError) as error:
             raise DecodeError(f"not valid JSON: {error}") from None
     return values[0] if len(values) == 1 else values
 
 
 def _number(digits: str) -> int | float:
-    """A number may have more digits than Python parses as int."""
     return int(digits) if len(digits) < _INT_DIGITS else float(digits)
 
 
@@ -113,7 +117,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return parsed if len(parsed) == len(pairs) else Repeating(pairs)
 
 
-_DECODER: Final = json.JSONDecoder(object_pairs_hook=_object, parse_int=_number)
+_DECODER: Final = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def _record(value: dict[str, Any], rules: Rules) -> Document:

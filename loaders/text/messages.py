@@ -556,12 +556,13 @@ def _item_of_template(where: str, kind: Any, item: dict[str, Any], words: MediaW
 
 def _placed(content: str | list[Any], marks: Marks) -> str | list[Any]:
     """Return the content with placeholders in place of marks."""
-    if isinstance(content, str) and not _holds(content, marks):
+    items = items_of(content)
+    texts = ["" if isinstance(each, Placeholder) or each["type"] != "text" else each["text"] for each in items]
+    if not any(_holds(text, marks) for text in texts):
         return content
     split: list[Any] = []
-    for item in items_of(content):
-        text = "" if isinstance(item, Placeholder) or item["type"] != "text" else item["text"]
-        pieces = split_placeholders(text, marks) if _holds(text, marks) else ()
+    for item, text in zip(items, texts, strict=True):
+        pieces = split_placeholders(text, marks)
         split += [{"type": "text", "text": each} if isinstance(each, str) else each for each in pieces] or [item]
     return split
 
@@ -576,7 +577,10 @@ def split_placeholders(text: str, marks: Marks) -> tuple[str | Placeholder, ...]
 
 
 def _holds(text: str, marks: Marks) -> bool:
-    return any(mark in text for mark, _ in marks)
+    for mark, _ in marks:
+        if mark in text:
+            return True
+    return False
 
 
 @lru_cache(maxsize=16)

@@ -127,15 +127,25 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 def render(messages: Sequence[Message], template: ChatTemplate) -> Iterator[Segment]:
     """Yield the segments of a conversation, in order."""
+    around: dict[str, tuple[TextSegment, TextSegment]] = {}  # by role
     for message in messages:
-        role, loss = message["role"], template.carries_loss(message["role"])
-        yield TextSegment(template.before(role), False)
-        for item in items_of(message["content"]):
+        role = message["role"]
+        if role not in around:
+            loss = template.carries_loss(role)
+            around[role] = TextSegment(template.before(role), False), TextSegment(template.after(role), loss)
+        before, after = around[role]
+        yield before
+        content = message["content"]
+        if isinstance(content, str) and content:  # most are
+            yield TextSegment(content, after.loss)
+            yield after
+            continue
+        for item in items_of(content):
             if isinstance(item, Placeholder):
                 yield item
             elif item["text"]:
-                yield TextSegment(item["text"], loss)
-        yield TextSegment(template.after(role), loss)
+                yield TextSegment(item["text"], after.loss)
+        yield after
 
 
 NOT_DECODED: Final = "`datasets` keeps the file if its feature has decode=False"
@@ -148,6 +158,12 @@ _NAME: Final = r"/?[A-Za-z0-9_-]+(?: \d+)?/?"
 # brackets may be around the id of an e-mail's part.
 # Each alternative begins with a bracket, so that others than brackets are skipped fast.
 _MARK: Final = re.compile(rf"<[|\uff5c]{_NAME}[|\uff5c]>|<(?<!-I[Dd]: <){_NAME}>|\[(?<![\w\])(]\[){_NAME}\](?!\()")
+
+
+_SHORT: Final = 64
+
+
+_marks_in_short = lru_cache(maxsize=1024)(_MARK.findall)
 
 
 _WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
@@ -211,7 +227,7 @@ def media_marks(text: str, *, next_to_media: bool) -> list[str]:
     """
     return [
         mark
-        for mark in _MARK.findall(text)
+        for mark in (_MARK.findall(text) if len(text) > _SHORT else _marks_in_short(text))
         if words_of_media(mark) and (next_to_media or mark[:2] in _BARS or _NUMBERED.search(mark))
     ]
 

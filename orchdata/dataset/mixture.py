@@ -75,7 +75,7 @@ class Mixture(Sharded):
     """
 
     leaves: tuple[Leaf, ...] = ()
-    preloads = ShardDataset.preloads
+    orchdata_preloads = ShardDataset.orchdata_preloads
 
     def __init__(
         self,
