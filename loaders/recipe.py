@@ -531,37 +531,41 @@ def _check_arrays(modalities: Mapping[str, Modality]) -> None:
 _DEPTH: Final = 1_000
 
 
-def load_required(recipe: Recipe) -> None:
-    """Import everything that a recipe needs for reading, measuring and decoding. Repeated calls are cheap. Raises
-    ValueError for a recursion limit below Python's default (nested JSON would look damaged), PackageError for a failed
-    import or set-up, StorageError if the system cannot do it now.
+def load_required(recipe: Recipe, *, decodes: bool = True) -> None:
+    """Import everything that a recipe needs for reading, measuring and, unless not `decodes`, decoding. Repeated calls
+    are cheap. Raises ValueError for a recursion limit below Python's default (nested JSON would look damaged),
+    PackageError for a failed import or set-up, StorageError if the system cannot do it now, TypeError for wrong
+    `required_modules`.
     """
     if (depth := sys.getrecursionlimit()) < _DEPTH:
         raise ValueError(f"sys.getrecursionlimit() is {depth}, below Python's default: sys.setrecursionlimit({_DEPTH})")
-    users: dict[str, TextPreprocessor | Modality] = {"text": recipe.text, **recipe.modalities}
-    for name, user in users.items():
-        _load(user, f"the recipe's {name}")
+    _load(recipe.text, "the recipe's text", decodes)
+    for name, modality in recipe.modalities.items():
+        _load(modality, f"the recipe's {name}", decodes)
 
 
 def load_for_scanning(recipe: Recipe) -> None:
-    """`load_required`, and the readers of headers of media that the recipe leaves out: facts of shards contain these
-    too. A broken one of these is an error only when such a header is met.
+    """`load_required` without what only decoding needs, and also the readers of headers of media that the recipe leaves
+    out: facts of shards contain these too. A broken one of these is an error only when such a header is met.
     """
-    load_required(recipe)
-    load_built_in()
+    load_required(recipe, decodes=False)
+    load_built_in(decodes=False)
 
 
-def load_built_in() -> None:
-    """Import the readers of images and audio, as far as that succeeds. Raises StorageError."""
+def load_built_in(*, decodes: bool = True) -> None:
+    """Import the readers of images and audio, as far as that succeeds; decoding needs more. Raises StorageError."""
     for name, kind in BUILTINS.items():
         with contextlib.suppress(PackageError):
-            _load(kind(), name)
+            _load(kind(), name, decodes)
 
 
-def _load(user: TextPreprocessor | Modality, needed_by: str) -> None:
+def _load(user: TextPreprocessor | Modality, needed_by: str, decodes: bool) -> None:
     modules = user.required_modules()
+    if not isinstance(modules, tuple | list) or not all(isinstance(name, str) for name in modules):
+        raise TypeError(f"{type(user).__name__}.required_modules() must return a tuple of names, got {modules!r}")
     calls: list[tuple[Callable[[], object], str]] = [(partial(import_module, module), module) for module in modules]
-    for call, module in [*calls, (user.set_up_process, modules[0] if modules else "")]:
+    set_up = user._set_up_counting if isinstance(user, Modality) and not decodes else user.set_up_process
+    for call, module in [*calls, (set_up, modules[0] if modules else "")]:
         attempt = partial(_attempt, call, needed_by, module.partition(".")[0])
         tried(f"what {needed_by} needs", "cannot be loaded", attempt)
 

@@ -155,6 +155,10 @@ class Modality:
         `required_modules`, before the first sample and possibly again; an exception ends the run.
         """
 
+    def _set_up_counting(self) -> None:
+        """`set_up_process`, in a process that may decode nothing: without what only decoding needs and takes long."""
+        self.set_up_process()
+
     def arrays(self) -> Mapping[str, ArraySpec]:
         """Return name -> array that every part fills."""
         raise NotImplementedError(f"{type(self).__qualname__} must define arrays()")
