@@ -30,7 +30,10 @@ def settle_first_calls() -> None:
     import torch
 
     with _lock, torch.no_grad():
-        for values in [torch.full((_VALUES,), 0.5, dtype=dtype) for dtype in (torch.float32, torch.float64)]:
+        if _is_settled:
+            return
+        for dtype in (torch.float32, torch.float64):
+            values = torch.full((_VALUES,), 0.5, dtype=dtype)
             for name in _FUNCTIONS:
                 getattr(torch, name)(values)
         _is_settled = True
