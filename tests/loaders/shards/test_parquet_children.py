@@ -114,7 +114,7 @@ def patched(monkeypatch: pytest.MonkeyPatch, body: str) -> None:
         "scan_all = child.scan\n"
         f"def scan(reader, limits):\n    {body}\n"
         "child.scan = scan\n"
-        "child.CPU_SECONDS = 0\n"
+        "child.CPU_SECONDS = 5\n"
         "child.main(given['end'])"
     )
     monkeypatch.setattr(measuring_process, "_PROGRAM", program)
