@@ -39,6 +39,7 @@ class JoinedIndex(Index):
         self.indexes = tuple(indexes)
         self._distinct = tuple({index.path: index for index in indexes}.values())
         self._in_turn = cycle(self._distinct)
+        self._kept_table: tuple[Ints, PartTable] | None = None
         self.path = first.path
         self.fingerprint = digest([index.fingerprint for index in indexes])
         self.build_id = digest([index.build_id for index in indexes])
@@ -119,11 +120,17 @@ class JoinedIndex(Index):
         return sizes
 
     def part_table(self, rows: Ints) -> PartTable:
+        kept = self._kept_table  # each phase asks for the same rows
+        if kept is not None and np.array_equal(kept[0], rows):
+            return kept[1]
         parts, offsets = spread(*self._part_spans(rows))
         columns = offsets, self.part_modality[parts], self.part_positions[parts]
         for column in columns:
             column.setflags(write=False)  # kernels are compiled for mapped columns, which are read-only
-        return np.arange(len(rows)), *columns
+        table = np.arange(len(rows)), *columns
+        if len(rows) <= _KEPT_NUMBERS:
+            self._kept_table = rows.copy(), table
+        return table
 
     def _part_spans(self, rows: Ints) -> tuple[Ints, Ints]:
         if len(rows) and not 0 <= rows.min() <= rows.max() < self.num_rows:
