@@ -259,5 +259,7 @@ class _Joined:
         some.
         """
         of = self.index_of(numbers)
-        positions = [(number, np.flatnonzero(of == number)) for number in self.numbers_in(numbers)]
-        return [(number, at, numbers[at] - self.first[number]) for number, at in positions]
+        in_order = np.argsort(of, kind="stable")
+        runs = np.split(in_order, np.flatnonzero(np.diff(of[in_order])) + 1) if len(of) else []
+        found = [(int(of[positions[0]]), positions) for positions in runs]
+        return [(number, positions, numbers[positions] - self.first[number]) for number, positions in found]
