@@ -345,6 +345,6 @@ print(type(audio_decode._resampler(441, 160, True)).__name__, digest.hexdigest()
     ]
     assert said[0][0] == "SincResampler"
     assert said[0][1] == said[1][1]
-    declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    declared = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     extras = {name for name, wanted in declared["optional-dependencies"].items() if "torchaudio>=2.6" in wanted}
     assert extras == {"audio", "dev"} and not any("torchaudio" in each for each in declared["dependencies"])

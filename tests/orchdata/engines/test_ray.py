@@ -110,7 +110,7 @@ def test_errors_arrive_with_the_traceback_of_the_actor() -> None:
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        (Drawn(), {"num_workers": 0}, "pass num_workers="),
+        (Drawn(), {"num_workers": 0}, "pass num_workers, or"),
         (WithState(), {}, "state of its own"),
         (Drawn(), {"multiprocessing_context": "fork"}, "multiprocessing_context is for"),
         (Drawn(), {"engine": "ray"}, "engine is a value with a method open"),
