@@ -5,8 +5,8 @@ raises a StorageError that names a file, after batches that were right. In both 
 amid a call, the cache folder that it leaves must give the right samples to the next run: what could not be read for a
 moment is never written down as bad data.
 
-Walks over every container are tried at every call under any error that there is; a mixture of shards, with bad samples
-among them, where processes are started and where reads and writes are short.
+Walks over every container are tried at a sample of their calls, or at every one, under any error that there is; a
+mixture of shards, with bad samples among them, where processes are started and where reads and writes are short.
 """
 
 from __future__ import annotations
@@ -166,11 +166,11 @@ def walks() -> dict[str, tuple[str, dict[str, Any]]]:
 
 WALKS = walks()
 EVERY_POINT = bool(os.environ.get("ORCHDATA_EVERY_POINT"))
-# Else a sample of points is tried of these scenarios, and of all containers but these: most of their calls are also
-# calls of the others.
+# Else a sample of points is tried, and a smaller one of these scenarios, and of all containers but these: most of their
+# calls are also calls of the others.
 OF_FEW_POINTS = ("take", "prune", "prune_in_use", "listing")
-OF_EVERY_POINT = ("tar", "tar.zst", "parquet", "arrow", "jsonl")
-MOST_OF_A_SAMPLE = 25
+OF_MANY_POINTS = ("tar", "tar.zst", "parquet", "arrow", "jsonl")
+FEW_POINTS, MANY_POINTS = 25, 120
 
 
 def truth_of(worker: Worker, name: str, keys: dict[str, list[str]]) -> Truth:
@@ -185,28 +185,29 @@ def test_some_points_of_every_walk(
     worker: Worker, keys: dict[str, list[str]], record_property: Callable[[str, int], None]
 ) -> None:
     there, found = 0, []
-    for number, name in enumerate(name for name in WALKS if WALKS[name][1]["container"] in OF_EVERY_POINT):
+    for number, name in enumerate(name for name in WALKS if WALKS[name][1]["container"] in OF_MANY_POINTS):
         truth = truth_of(worker, name, keys)
         points = every_point(truth.answer["trace"], name)
         there += len(points)
         found += [truth.trouble(points[n - 1]) for n in spread(len(points), 2 + number % 2)]
     record_property("points", len(found))
-    assert there >= LEAST_POINTS  # that `test_every_point_of_a_walk` tries of these containers
+    assert there >= LEAST_POINTS  # of which `test_points_of_a_walk` tries a sample of these containers
     report(found)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", WALKS)
-def test_every_point_of_a_walk(
+def test_points_of_a_walk(
     name: str, workers: list[Worker], keys: dict[str, list[str]], record_property: Callable[[str, int], None]
 ) -> None:
     with ThreadPoolExecutor(len(workers)) as pool:
         truths = list(pool.map(lambda worker: truth_of(worker, name, keys), workers))
         points = every_point(truths[0].answer["trace"], name)
         scenario, options = WALKS[name]
-        if not EVERY_POINT and (scenario in OF_FEW_POINTS or options["container"] not in OF_EVERY_POINT):
-            points = [points[number - 1] for number in spread(len(points), MOST_OF_A_SAMPLE)]
+        if not EVERY_POINT:
+            many = scenario not in OF_FEW_POINTS and options["container"] in OF_MANY_POINTS
+            points = [points[number - 1] for number in spread(len(points), MANY_POINTS if many else FEW_POINTS)]
         shares = [points[number :: len(workers)] for number in range(len(workers))]
         tried = pool.map(lambda truth, share: [truth.trouble(fault) for fault in share], truths, shares)
         record_property("points", len(points))

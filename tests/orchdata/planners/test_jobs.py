@@ -123,7 +123,7 @@ def test_jobs_have_room_and_run_at_measured_seconds(seed: int) -> None:
 
 
 def test_order_of_jobs_and_kinds_changes_nothing_and_twice_the_seconds_are_twice_the_plan() -> None:
-    for seed in range(8):
+    for seed in range(3):
         jobs = mixed_jobs(seed)
         plan = plan_jobs(jobs, MIXED, round_seconds=32, move_seconds=8)
         assert plan_jobs(jobs[::-1], MIXED[::-1], round_seconds=32, move_seconds=8).runs == plan.runs
