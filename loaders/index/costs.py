@@ -558,11 +558,14 @@ def _prepared(
 
     Sizes are added to `known`. Raises what fails the sample, and LeftOut.
     """
-    contents = {index: chunk.texts[sample.start + index] for index in sample.wanted} if sample.error is None else {}
-    error = sample.error or next((each for each in contents.values() if isinstance(each, FieldError)), None)
-    if error is not None:
-        return error
-    payloads = {index: each for index, each in contents.items() if not isinstance(each, FieldError)}
+    if sample.error is not None:
+        return sample.error
+    payloads: dict[int, bytes | memoryview] = {}
+    for index in sample.wanted:
+        content = chunk.texts[sample.start + index]
+        if isinstance(content, FieldError):
+            return content
+        payloads[index] = content
     text = sample.kept
     if isinstance(text, Outline):
         sizes = part_sizes(text.parts, sample.members, payloads, recipe, known)

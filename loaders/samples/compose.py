@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from itertools import chain
+from typing import Any, Final, NamedTuple, cast
 
 from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.field_names import VALUE, is_edge, says_edge
@@ -152,6 +153,8 @@ def composition_of(
     leading = unplaced(media, segments, where, recipe)
     if recipe.text.marks == "refuse":
         check_marks(segments, used, made_record, where, fields, is_chat=is_chat)
+    if not has_media:  # then no placeholder is left
+        return Composition(cast("list[Placed]", segments), [], used, is_chat, where, {}, made_record, records)
     parts = [(modality, member) for modality in leading for member in media[modality]]
     ordered: list[Placed] = [*parts]
     queues = {modality: iter(indices) for modality, indices in media.items() if modality not in leading}
@@ -178,7 +181,7 @@ def unread_in(
     parts = composition.parts
     has = {modality for modality, _ in parts} if parts else ()
     used: set[int | None] = {*composition.texts, *[member for _, member in parts]} if parts else {*composition.texts}
-    has_one_clip = sum(has_length(name, recipe) for name, _ in parts) == 1
+    has_one_clip = bool(parts) and sum(has_length(name, recipe) for name, _ in parts) == 1
     for at, value, document in composition.records:
         if at in composition.texts and document is not None and document.rest is not None:
             continue  # it belongs to the chat
@@ -230,7 +233,9 @@ def _segments(fields: Fields) -> tuple[list[int], list[Segment], bool, list[Read
     # A conversation: in fields of the sample together, or in one of its members.
     values: dict[int, Any] = {}
     documents: dict[int, Document] = {}
-    used, document, records = list[int](), None, list[ReadRecord]()
+    records: list[ReadRecord] = []
+    used: list[int] = []
+    document = None
     if isinstance(recipe.text.template, JinjaTemplate) and not uses.json:
         used, document, records = _record_of_fields(fields)
     if document is None and (uses.json or uses.other_text):
@@ -240,9 +245,10 @@ def _segments(fields: Fields) -> tuple[list[int], list[Segment], bool, list[Read
             value, documents[index] = _chat_only(fields, index)
             if documents[index].is_chat:
                 values[index] = value
-        found = _only({index: each.chat for index, each in documents.items() if each.is_chat}, "conversation", fields)
+        chats = {at: each.chat for at, each in documents.items() if each.chat}
+        found = _only(chats, "conversation", fields) if chats else None
         if found is None:  # a prompt with its completion
-            found = next((index for index, each in documents.items() if each.completion is not None), None)
+            found = next((at for at, each in documents.items() if each.completion is not None), None)
         if found is not None:
             used, document = [found], documents[found]
     # A member with plain text, or else the text in JSON.
@@ -251,8 +257,8 @@ def _segments(fields: Fields) -> tuple[list[int], list[Segment], bool, list[Read
             check_one_text(fields, uses.plain)
         if uses.unfit:
             check_unfit(uses.unfit, fields)
-        for each in documents.values():
-            missing = {name: names for name, names in each.named.items() if not uses.media.get(name)}
+        for named in [each.named for each in documents.values() if each.named]:
+            missing = {name: names for name, names in named.items() if not uses.media.get(name)}
             check_named(missing, fields, exactly=False)
         texts: dict[int, str | None] = {index: fields.text(index) for index in uses.plain}
         if not texts:
@@ -297,16 +303,21 @@ def _segments_of(document: Document, used: list[int], fields: Fields) -> list[Se
     rules, chat = fields.recipe.rules, document.chat
     template = rules.template
     if chat is None:
-        texts = [*zip(document.completion or (), (False, True), strict=False)]
-        if document.completion is None and document.text is not None:
+        texts: Iterable[tuple[str, bool]] = ()
+        if document.completion is not None:
+            texts = zip(document.completion, (False, True), strict=True)
+        elif document.text is not None:
             if isinstance(template, JinjaTemplate) and template.pairs:
                 raise FieldError(
                     fields.name(used[0]) if used else "*",
                     'plain text; the model reads a prompt and then its completion: {"prompt": ..., "completion": ...}',
                 )
-            texts = [(document.text, True)]
-        pieces = [(piece, loss) for text, loss in texts for piece in split_placeholders(text, rules.words.marks)]
-        return [TextSegment(piece, loss) if isinstance(piece, str) else piece for piece, loss in pieces]
+            texts = ((document.text, True),)
+        return [
+            TextSegment(piece, loss) if isinstance(piece, str) else piece
+            for text, loss in texts
+            for piece in split_placeholders(text, rules.words.marks)
+        ]
     # A chat: its media are those of the sample, in their order.
     context = [index for index in fields.uses.chat_context if index not in {*used}]
     check_named(document.named, fields, exactly=True)
@@ -502,7 +513,7 @@ def unplaced(
     media: Mapping[str, tuple[int, ...]], segments: Sequence[Segment], where: str, recipe: Recipe
 ) -> list[str]:
     """Check media against placeholders. Return the modalities without placeholders: their media come first."""
-    marks = Counter(segment.modality for segment in segments if isinstance(segment, Placeholder))
+    marks = Counter(found) if (found := [each.modality for each in segments if isinstance(each, Placeholder)]) else {}
     for name, wanted in sorted(marks.items()):
         mark = recipe.slots[name].mark
         if name not in media:
@@ -530,11 +541,14 @@ def check_marks(
     record, or the `used` fields): other marks in its text are its template's.
     """
     # Templates write the same text before and after each turn.
-    marked = (each.text for each in segments if type(each) is TextSegment and ("<" in each.text or "[" in each.text))
+    texts = dict.fromkeys([each.text for each in segments if type(each) is TextSegment])
     recipe, has_media = fields.recipe, any(fields.uses.media.values())
+    marks = [media_marks(text, next_to_media=has_media) for text in texts if "<" in text or "[" in text]
+    if not any(marks):
+        return
     words, slots = recipe.rules.words, recipe.slots
     own = dict(words.marks)
-    for mark in [mark for text in dict.fromkeys(marked) for mark in media_marks(text, next_to_media=has_media)]:
+    for mark in chain.from_iterable(marks):
         is_token = recipe.text.is_added_token(mark) and not is_part(mark) and mark not in words.slots.values()
         is_text = any(mark == f"<{name}>" and not slot.mark for name, slot in slots.items())
         if is_token or is_text:

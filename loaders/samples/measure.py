@@ -213,13 +213,14 @@ def outlines(
     encoded = dict(zip(others, tokens, strict=True))
 
     def outline(number: int) -> Outline:
-        sample, spans = samples[number], list[Span | TextRun]()
+        sample = samples[number]
+        spans: Sequence[Span | TextRun]
         if number in counts:
-            spans += whole[number].close_counted(counts[number])
+            spans = whole[number].close_counted(counts[number])
         elif number in whole:
-            spans += whole[number].close_with(encoded.get(number))
+            spans = whole[number].close_with(encoded.get(number))
         else:
-            spans += sample.composition.spans(recipe, SizesInTurn(sample.sizes))
+            spans = sample.composition.spans(recipe, SizesInTurn(sample.sizes))
         return _outline(sample, whole.get(number), spans, recipe)
 
     results: list[Outline | FieldError] = []
@@ -259,7 +260,8 @@ def _outline(sample: Prepared, writer: WholeWriter | None, spans: Sequence[Span 
             outline[-1] = last._replace(num_tokens=last.num_tokens + span.num_tokens)
         else:
             outline.append(TextRun(span.num_tokens, span.loss, span.leads, span.first_id))
-    limit, starts = recipe.text.max_tokens, tuple[int, ...]()
+    limit = recipe.text.max_tokens
+    starts: tuple[int, ...] = ()
     is_split = recipe.text.overflow == "split" and limit is not None and num_tokens(spans) > limit and not parts
     if is_split:
         starts = tuple(_text_starts(writer, divided([*cast("Sequence[Span]", spans)], recipe)))

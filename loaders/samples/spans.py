@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from itertools import groupby
-from typing import Final, NamedTuple, TypeVar, cast
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -171,33 +170,46 @@ def expansion_of(recipe: Recipe, modality: str, size: PartSize) -> tuple[tuple[s
 
 def spans_in_stretches(segments: Iterable[Placed], recipe: Recipe, where: str, size_of: SizeOf) -> list[Span]:
     """Return the spans of text and media in order: neighbouring text of equal loss is joined before it is tokenized."""
-    # Texts, slots of parts, and special tokens; None divides texts where there is no token.
-    pre, items = recipe.text, list[TextSegment | MediaSlot | int | None]([recipe.text.bos_token_id])
+    pre, spans, carries_loss = recipe.text, Spans(), False
+    texts: list[str] = []
+
+    def write(text: str, loss: bool) -> None:
+        nonlocal carries_loss
+        if text and loss != carries_loss:
+            tokenize()
+            carries_loss = loss
+        texts.append(text)
+
+    def tokenize() -> None:
+        text = "".join(texts)
+        texts.clear()
+        try:
+            spans.ids(pre.encode(text), carries_loss) if text else None
+        except DecodeError as error:
+            raise error.at(where) from error.__cause__
+
+    spans.special(pre.bos_token_id)
     for segment in segments:
         if isinstance(segment, TextSegment):
-            items += [segment] if segment.text else ()
+            write(*segment)
             continue
         modality, member = segment
         slot, first = recipe.slots[modality], 0
         pieces, is_bare = expansion_of(recipe, modality, size_of(modality, member))
-        items.append(slot.start_id if is_bare else None)
+        if is_bare:
+            tokenize()
+            spans.special(slot.start_id)
         for piece in pieces:
             if isinstance(piece, int):
-                items.append(MediaSlot(modality, member, first, piece))
+                tokenize()
+                spans.slot(MediaSlot(modality, member, first, piece))
                 first += piece
-            elif piece:
-                items.append(TextSegment(piece, False))
-        items.append(slot.end_id if is_bare else None)
-    spans = Spans()
-    for loss, group in groupby(items, key=lambda item: getattr(item, "loss", None)):
-        if loss is not None:
-            try:
-                spans.ids(pre.encode("".join([text for text, _ in cast("Iterable[TextSegment]", group)])), loss)
-            except DecodeError as error:
-                raise error.at(where) from error.__cause__
-            continue
-        for item in group:
-            spans.slot(item) if isinstance(item, MediaSlot) else spans.special(cast("int | None", item))
+            else:
+                write(piece, False)
+        if is_bare:
+            tokenize()
+            spans.special(slot.end_id)
+    tokenize()
     spans.end(pre.eos_token_id)
     return spans.spans
 
@@ -252,7 +264,8 @@ class WholeWriter:
         self._trained: list[list[int]] = []  # ranges of characters, ascending and disjoint
         self._runs: list[_Run] = []
         self._without_tokens: list[MediaSlot] = []  # parts that have no tokens
-        written, at = list[str](), 0
+        written: list[str] = []
+        at = 0
         for segment in segments:
             if isinstance(segment, TextSegment):
                 written.append(segment.text)

@@ -63,7 +63,8 @@ class RankGroup:
             raise LostRanksError(str(error)) from None
 
     def __del__(self) -> None:
-        self._disconnect()
+        if os is not None:  # the interpreter may be ending
+            self._disconnect()
 
     @property
     def connected(self) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import default_collate
 
 from orchdata.balancers.assignment import loads_of, lower_bound
 from orchdata.loaders.errors import StepError
@@ -332,9 +333,13 @@ class StepMaker:
             return _Drawn(_Action.FAILED, error=error)
 
     def _described(self, samples: Any) -> _Drawn:
-        if not isinstance(samples, list | tuple):
+        # torch's default makes columns of a list of samples; strings stay as they are.
+        collated = getattr(self.loader, "collate_fn", None) is default_collate
+        if not isinstance(samples, list | tuple) or (collated and not isinstance(next(iter(samples), ""), str)):
+            what = "columns" if isinstance(samples, list | tuple) else f"a {type(samples).__name__}"
             raise TypeError(
-                f"the loader must yield lists of samples, got a {type(samples).__name__}: collate after post_balance"
+                f"the loader must yield lists of samples, got {what}: collate after post_balance; torch's DataLoader "
+                "yields such lists with collate_fn=list"
             )
         drawn = _Drawn(_Action.DRAWING, samples=list(samples), table=np.zeros((len(samples), 3), np.int64))
         for index, sample in enumerate(samples):

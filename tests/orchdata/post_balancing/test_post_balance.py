@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from post_balance_job import LONG_COUNTS, TIMEOUT_SECONDS, Drawn, make_steps
 from post_balance_job import __file__ as JOB
 from rank_jobs import run_ranks
+from torch.utils.data import DataLoader
 
 import orchdata as od
 from orchdata.loaders.errors import StateError, StepError
@@ -316,10 +317,14 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Except
         post_balance(given_arguments.pop("loader"), **given_arguments)
 
 
+PAIRS = [("ab", 1), ("c", 2)]
+
+
 @pytest.mark.parametrize(
     ("steps", "cost", "said"),
     [
         ([{"input_ids": [1]}], len, "step 0: TypeError: the loader must yield lists of samples, got a dict"),
+        (DataLoader(PAIRS, 2), len, "samples, got columns: .*collate_fn=list"),
         ([["a"], ["b"]], lambda sample: 1.5, "step 0: TypeError: cost must return an integer, got 1.5"),
         ([["a"], ["b"]], lambda sample: -1, "step 0: ValueError: cost must return an integer from 0"),
         ([["a"]], lambda sample: {"llm": "x"}, "cost of phase 'llm' must return an integer, got 'x'"),
@@ -328,6 +333,12 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Except
 def test_what_the_loader_or_the_cost_does_wrong_names_the_step(steps: Any, cost: Any, said: str) -> None:
     with pytest.raises(StepError, match=said):
         list(post_balance(steps, cost=cost))
+
+
+def test_lists_of_torchs_loader_are_samples() -> None:
+    for data, collate in ((["ab", "c"], None), (PAIRS, list)):
+        (moved,) = post_balance(DataLoader(data, 2, collate_fn=collate), cost=len)
+        assert moved.samples == [*data]
 
 
 @pytest.mark.parametrize(
