@@ -102,7 +102,7 @@ def evaluate(model: Any, loader: od.DataLoader) -> float:
     device = next(model.parameters()).device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     model.eval()
-    loader.set_epoch(0)  # from the first sample, each time
+    loader.set_epoch(0)  # from the first sample, if no state is loaded
     for batch in loader:
         batch = batch.to(device)
         sums[0] += od.hf.loss(model(**batch.model_inputs()), batch) / batch.loss_scale

@@ -336,7 +336,7 @@ def test_what_the_loader_or_the_cost_does_wrong_names_the_step(steps: Any, cost:
 
 
 def test_lists_of_torchs_loader_are_samples() -> None:
-    for data, collate in ((["ab", "c"], None), (PAIRS, list)):
+    for data, collate in ((["ab", "c"], None), ([b"ab"], None), (PAIRS, list)):
         (moved,) = post_balance(DataLoader(data, 2, collate_fn=collate), cost=len)
         assert moved.samples == [*data]
 
