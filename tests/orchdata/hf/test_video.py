@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torchvision_operators  # noqa: F401 - before torchvision
 
 pytest.importorskip("torchvision", reason="transformers makes video processors with torchvision alone")
 pytest.importorskip("transformers")
@@ -19,7 +20,6 @@ pytest.importorskip("transformers")
 import av
 import numpy as np
 import torch
-import torchvision_operators  # noqa: F401
 from hf_families.families import FAMILIES
 from hf_families.reference import Measured, errors, measured, trained
 from PIL import Image
