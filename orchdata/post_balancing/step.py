@@ -334,9 +334,12 @@ class StepMaker:
 
     def _described(self, samples: Any) -> _Drawn:
         # torch's default makes columns of a list of samples; strings stay as they are.
-        collated = getattr(self.loader, "collate_fn", None) is default_collate
-        if not isinstance(samples, list | tuple) or (collated and not isinstance(next(iter(samples), ""), str | bytes)):
-            what = "columns" if isinstance(samples, list | tuple) else f"a {type(samples).__name__}"
+        is_list, collated = (
+            isinstance(samples, list | tuple),
+            getattr(self.loader, "collate_fn", None) is default_collate,
+        )
+        if not is_list or (collated and not isinstance(next(iter(samples), ""), str | bytes)):
+            what = "columns" if is_list else f"a {type(samples).__name__}"
             raise TypeError(
                 f"the loader must yield lists of samples, got {what}: collate after post_balance; torch's DataLoader "
                 "yields such lists with collate_fn=list"

@@ -79,7 +79,7 @@ def test_no_damage_to_a_kept_file_changes_what_is_built(shards: list[str]) -> No
     def damage_all() -> None:
         for path in (files[1], files[3], index):
             data = path.read_bytes()
-            for number, (what, damaged) in enumerate(damages(data, 96 if path != index else 2048)):
+            for number, (what, damaged) in enumerate(damages(data, 48 if path != index else 2048)):
                 print(path.name, what, file=sys.stderr)
                 path.write_bytes(damaged)
                 if path == index:

@@ -122,24 +122,22 @@ def test_jobs_have_room_and_run_at_measured_seconds(seed: int) -> None:
     check(plan_jobs(jobs, MIXED, move_seconds=7), jobs, MIXED, 7)
 
 
-def test_order_of_jobs_and_kinds_changes_nothing_and_twice_the_seconds_are_twice_the_plan() -> None:
-    for seed in range(3):
-        jobs = mixed_jobs(seed)
-        plan = plan_jobs(jobs, MIXED, round_seconds=32, move_seconds=8)
-        assert plan_jobs(jobs[::-1], MIXED[::-1], round_seconds=32, move_seconds=8).runs == plan.runs
-        assert all(run.end_seconds % 32 == 0 for run in plan.runs)
-        slower = [
-            replace(
-                each,
-                submitted_seconds=2 * each.submitted_seconds,
-                cells=tuple(
-                    replace(cell, seconds=2 * cell.seconds, measured_seconds=2 * cell.pace) for cell in each.cells
-                ),
-            )
-            for each in jobs
-        ]
-        twice = plan_jobs(slower, MIXED, round_seconds=64, move_seconds=16)
-        assert twice.completion_seconds == {name: 2 * each for name, each in plan.completion_seconds.items()}
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 8))])
+def test_order_of_jobs_and_kinds_changes_nothing_and_twice_the_seconds_are_twice_the_plan(seed: int) -> None:
+    jobs = mixed_jobs(seed)
+    plan = plan_jobs(jobs, MIXED, round_seconds=32, move_seconds=8)
+    assert plan_jobs(jobs[::-1], MIXED[::-1], round_seconds=32, move_seconds=8).runs == plan.runs
+    assert all(run.end_seconds % 32 == 0 for run in plan.runs)
+    slower = [
+        replace(
+            each,
+            submitted_seconds=2 * each.submitted_seconds,
+            cells=tuple(replace(cell, seconds=2 * cell.seconds, measured_seconds=2 * cell.pace) for cell in each.cells),
+        )
+        for each in jobs
+    ]
+    twice = plan_jobs(slower, MIXED, round_seconds=64, move_seconds=16)
+    assert twice.completion_seconds == {name: 2 * each for name, each in plan.completion_seconds.items()}
 
 
 def test_times_of_the_clock_end_jobs_as_times_from_0_do() -> None:

@@ -93,7 +93,7 @@ def test_the_check_finds_a_secret(tmp_path: Path) -> None:
 
 FAULTS = [
     *(Fault(action) for action in ("cut", "cut_body", "short", "fewer", "long")),
-    *(Fault("status", status=status) for status in (301, 400, 403, 404, 412, 429, 503)),
+    *(Fault("status", status=status) for status in (301, 400, 401, 403, 404, 409, 412, 416, 429, 500, 503)),
 ]
 
 
