@@ -145,8 +145,7 @@ class MapStream:
         self._start = loop.start.position
         self._interrupted, self._begun = begun_by(context, loop)
         self._feed: Feed | None = None
-        self._batches: list[Iterator[Made]] = []  # one; a list, which the finalizer can clear
-        self._loader: DataLoader[Made] | None = None
+        self._opened: list[Any] = []  # torch's iterator and its loader; a list, which the finalizer can clear
         self._ending: Ending | None = None
         # What was delivered.
         self._left: set[int] = set()
@@ -177,9 +176,9 @@ class MapStream:
         feed = self._feed or self._open()
         started = perf_counter()
         try:
-            made = next(self._batches[0])
+            made = next(self._opened[0])
             while made.step < 0:
-                made = next(self._batches[0])
+                made = next(self._opened[0])
         except StopIteration:
             if (failure := feed.error) is None:
                 raise
@@ -235,11 +234,11 @@ class MapStream:
         return True
 
     def close(self, *, is_over: bool = False, has_failed: bool = False, waits: bool = True) -> None:
-        if self._feed is not None and self._loader is not None and not has_failed:
-            self._source.keep(self._feed, self._loader, is_over=is_over)
+        if self._feed is not None and self._opened and not has_failed:
+            self._source.keep(self._feed, self._opened[1], is_over=is_over)
         if self._ending is not None:
             self._ending.cancel() if waits else self._ending.soon()
-        self._loader, self._batches = None, []
+        self._opened = []
 
     def _open(self) -> Feed:
         """Draw the steps, once all ranks have the random inputs of the epoch, and open torch's loader."""
@@ -265,11 +264,11 @@ class MapStream:
         num_workers = source.workers.num_workers
         num_before = self._step % num_workers if source.is_stateful and num_workers else 0
         self._states = list(self._start.workers) or [None] * (num_workers if source.is_stateful else 0)
-        feed, self._loader = source.open(loop, in_order=in_order)
+        feed, loader = source.open(loop, in_order=in_order)
         feed.begin(tasks, context.spec, next_step=self._step, num_before=num_before)
-        self._batches = [iterate(self._loader)]
+        self._opened = [iterate(loader), loader]
         # Torch's iterator waits for its workers when it is dropped: the collector must not be the one who drops it.
-        self._ending = Ending(self, self._batches.clear) if num_workers else None
+        self._ending = Ending(self, self._opened.clear) if num_workers else None
         self._feed, self._loop = feed, None
         return feed
 
@@ -362,19 +361,18 @@ class IterableStream:
         self._source = source
         self._steps = steps
         self._begins_at = self.next_step
-        self._stream, self._loader = source.open(loop)
-        self._batches = iterate(self._loader)
-        # Torch's iterator waits for its workers when it is dropped: the collector must not be the one who drops it.
-        self._ending = Ending(self, [self._batches].clear) if source.workers.num_workers else None
+        self._stream, loader = source.open(loop)
+        self._opened: list[Any] = [iterate(loader), loader]  # see `MapStream`
+        self._ending = Ending(self, self._opened.clear) if source.workers.num_workers else None
 
     def __next__(self) -> list[Any]:
         started = perf_counter()
         try:
-            taken = next(self._batches)
+            taken = next(self._opened[0])
             while not taken.num_samples:  # from a worker that waits for its turn (see `BatchStream`)
                 if taken.error is not None:
                     raise taken.error
-                taken = next(self._batches)
+                taken = next(self._opened[0])
         except Exception as error:
             # Torch's frame has the error as a variable: a cycle would keep the workers.
             if self._source.workers.num_workers:
@@ -422,7 +420,7 @@ class IterableStream:
     def close(self, *, is_over: bool = False, has_failed: bool = False, waits: bool = True) -> None:
         if is_over and not has_failed:
             self._source.passed(self.next_step - self._begins_at, is_rest=self._begins_at > 0)
-            self._source.keep(self.position.epoch, self._loader)
+            self._source.keep(self.position.epoch, self._opened[1])
         if self._ending is not None:
             self._ending.cancel() if waits else self._ending.soon()
-        del self._batches, self._loader  # its workers end with it
+        self._opened = []  # its workers end with it

@@ -16,7 +16,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 import orchdata as od
 from orchdata.engines.engine import Engine, InlineEngine, ThreadPool
 from orchdata.engines.supervisor import Supervisor
-from orchdata.finalizers import wait_for_finalizers
+from orchdata.finalizers import Ending, wait_for_finalizers
 
 OURS = "orchdata finalizers"
 
@@ -70,8 +70,14 @@ def threads_of(monkeypatch: pytest.MonkeyPatch, kind: Any, name: str) -> set[str
         (Numbers(40), {"num_workers": 1, "cost": [1] * 40}, Supervisor, "stop"),
         (Numbers(40), {"num_workers": 1}, _MultiProcessingDataLoaderIter, "_shutdown_workers"),
         (Counting(), {"num_workers": 1}, _MultiProcessingDataLoaderIter, "_shutdown_workers"),
+        (
+            Counting(),
+            {"num_workers": 1, "persistent_workers": True},
+            _MultiProcessingDataLoaderIter,
+            "_shutdown_workers",
+        ),
     ],
-    ids=["threads", "processes", "torch's processes", "of an iterable"],
+    ids=["threads", "processes", "torch's processes", "of an iterable", "of an iterable, kept"],
 )
 def test_the_collector_ends_no_engine_itself(
     data: Any, options: Any, kind: Any, end: str, monkeypatch: pytest.MonkeyPatch
@@ -80,6 +86,15 @@ def test_the_collector_ends_no_engine_itself(
     seen = threads_of(monkeypatch, kind, end)
     leave_in_a_cycle(loader)
     collected()
+    assert seen == {OURS}
+
+    # Not even where it goes on only after our thread has done its part.
+    seen.clear()
+    soon = Ending.soon
+    with monkeypatch.context() as patch:
+        patch.setattr(Ending, "soon", lambda ending: (soon(ending), wait_for_finalizers(60)))
+        leave_in_a_cycle(loader)
+        collected()
     assert seen == {OURS}
 
     seen.clear()
