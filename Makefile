@@ -12,8 +12,8 @@ SPELLED := README.md CONTRIBUTING.md docs/*.md docs/conf.py datasets balancers l
 SITE = $(BIN)/sphinx-build -q -W --keep-going -n -a -d .site/read -b $(1) docs .site/$(1) || { rm -rf .site/read; exit 1; }
 # Containers often set it: then every process that tests start compiles all modules again, and pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
-# Whole files at a time, in the order of tests/conftest.py, and more of the quick tests than there are cores: they wait for
-# processes that they start.
+# Whole files at a time, in the order of tests/conftest.py, and more of them than there are cores: tests wait for processes
+# that they start.
 PYTEST := $(BIN)/python -m pytest -q --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-slow test-torchvision dist test-wheel test-planted fuzz soak check docs format bench peers clean
@@ -25,7 +25,7 @@ test: $(STAMP)
 	$(PYTEST) -n 4 $(ARGS)
 
 test-slow: $(STAMP)
-	$(PYTEST) -n 2 -m slow $(ARGS)
+	$(PYTEST) -n 3 -m slow $(ARGS)
 
 # Processors that transformers makes with torchvision alone. Its wheels want a torch with CUDA: it lies beside, for these.
 test-torchvision: $(VENV)/torchvision

@@ -52,7 +52,16 @@ def try_in(folder: Path) -> None:
     run(folder, command.with_name("python"), "-m", "pip", "install", "--quiet", wheel)
     run(folder, command, "doctor")  # which tells the versions
     run(folder, command, "synth", "omni", "omni", "--samples", "16")  # by name: the wheel has the descriptions
+    run(folder, command, "warm")
+    before = compiled(folder)
     run(folder, command, "demo")
+    if not before or compiled(folder) != before:
+        raise SystemExit(f"`orchdata demo` compiled what `orchdata warm` had not: {compiled(folder) - before}")
+
+
+def compiled(folder: Path) -> set[Path]:
+    """Return the files in which numba stores compiled kernels, next to the source or in the user's folder of caches."""
+    return set(folder.rglob("*.nbc"))
 
 
 def built(folder: Path) -> Path:

@@ -42,6 +42,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 # Files that take long and have few tests, as those of jobs of ranks. Workers take whole files: one that took such a
 # file when the others have nothing left would end long after them.
 BEGUN_FIRST = (
+    "benchmarks/test_resume.py",
+    "orchdata/engines/test_corners.py",
+    "orchdata/test_failures.py",
+    "benchmarks/test_runs.py",
+    "benchmarks/test_pictures.py",
+    "faults/test_planted.py",
+    "orchdata/hf/test_packing.py",
+    "balancers/costs/test_real_models.py",
+    "test_readme.py",
+    "test_docs_run.py",
     "faults/test_hostile_files.py",
     "faults/test_failing_system_calls.py",
     "examples/test_examples.py",

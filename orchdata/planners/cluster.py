@@ -240,6 +240,7 @@ class Means:
     workload: Workload
     cluster: Cluster
     of: str = LLM
+    plans: dict[Any, Any] = field(default_factory=dict)  # of steps, which `simulated` keeps
     _work: dict[tuple[str, int, bool], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

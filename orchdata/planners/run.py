@@ -21,7 +21,7 @@ import numpy as np
 from orchdata.balancers.assignment import checked_count
 from orchdata.planners.cluster import Cluster, Many, Means, closed_form, gpu_bytes, mean_memory
 from orchdata.planners.layout import LLM, Kind, Layout, Module, Placement, Sharding, checked_modules
-from orchdata.planners.simulation import balance_of, simulate
+from orchdata.planners.simulation import balance_of, simulated
 from orchdata.planners.values import Value, check_keys
 from orchdata.planners.workload import Workload
 from orchdata.planning.balance import Balance
@@ -135,7 +135,7 @@ def plan_run(
     # Simulate the most promising; what is larger in real steps than on average may not fit after all.
     choices: list[Choice] = []
     for candidate in _promising(found, means):
-        choice = _simulated(candidate, workload, means)
+        choice = _simulated(candidate, means)
         if (used := max(choice.memory.values())) <= cluster.usable:
             choices.append(choice)
         else:
@@ -164,8 +164,8 @@ def _promising(found: Mapping[Kind, Sequence[Candidate]], means: Means) -> list[
     """Return candidates by what their first steps take: the best of each kind, then those closest to the best layout
     that runs, or to the best that does not.
     """
-    workload = means.workload
-    first = workload.take(min(workload.num_steps, max(1, _SCREENED_SAMPLES // means.fewest_samples)))
+    num_steps = min(means.workload.num_steps, max(1, _SCREENED_SAMPLES // means.fewest_samples))
+    first = Means(means.workload.take(num_steps), means.cluster)
     leaders, others = [], []
     best = {True: np.inf, False: np.inf}
     for kind, ranked in found.items():
@@ -175,7 +175,7 @@ def _promising(found: Mapping[Kind, Sequence[Candidate]], means: Means) -> list[
         for number, each in enumerate(ranked):
             if number >= SIMULATED and each.seconds >= least:
                 break
-            choice, llm = _simulated(each, first, means), each.settings[-1]
+            choice, llm = _simulated(each, first), each.settings[-1]
             fits = max(choice.memory.values()) <= means.cluster.usable
             seconds = choice.seconds if fits else 1e3 * choice.seconds
             least, alike = min(least, seconds), (llm.tp, llm.pp, llm.sharding, each.tokens)
@@ -188,11 +188,11 @@ def _promising(found: Mapping[Kind, Sequence[Candidate]], means: Means) -> list[
     return [each for _, each in [*leaders, *others]]
 
 
-def _simulated(candidate: Candidate, workload: Workload, means: Means) -> Choice:
+def _simulated(candidate: Candidate, means: Means) -> Choice:
     """Return a candidate, simulated; where the loader may spread parts or not, as is faster."""
     cluster, modules = means.cluster, [each.module for each in candidate.settings]
     ways = ("joint", "per_phase") if candidate.kind in ("one", "repeated") and len(modules) > 1 else ("joint",)
-    tried = [(layout, simulate(layout, workload, cluster)) for layout in map(candidate.layout, ways)]
+    tried = [(layout, simulated(layout, means)) for layout in map(candidate.layout, ways)]
     fitting = [each for each in tried if max(each[1].bytes.values()) <= cluster.usable] or tried
     layout, of = min(fitting, key=lambda each: float(each[1].seconds.mean()))
     mean = float(of.seconds.mean())

@@ -41,6 +41,7 @@ from orchdata.planning.plan import Plan, PlanSpec, make_plan
 Ints = NDArray[np.int64]
 
 _NANO = 1e9
+_KEPT_PLANS = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -78,6 +79,12 @@ def simulate(layout: Layout, workload: Workload, cluster: Cluster, *, balance: B
 
     Raises ValueError for phases without modules, too many GPUs, teams, or a sample above `microbatch_tokens`.
     """
+    return simulated(layout, Means(workload, cluster), balance)
+
+
+def simulated(layout: Layout, means: Means, balance: Balance | None = None) -> Simulation:
+    """As `simulate`; layouts with the same `means` share plans."""
+    workload, cluster = means.workload, means.cluster
     checked_modules([each.module for each in layout.placements], [*workload.phases])
     longest = workload.phases[LLM].positions.max()
     if balance is not None and balance.teams is not None:
@@ -86,10 +93,10 @@ def simulate(layout: Layout, workload: Workload, cluster: Cluster, *, balance: B
         raise ValueError(f"the layout uses {layout.gpus} GPUs, and the cluster has {cluster.gpus}")
     if longest > layout.microbatch_tokens:
         raise ValueError(f"microbatch_tokens={layout.microbatch_tokens} is below the longest sample, of {longest}")
-    run = _Run(layout, workload, cluster, balance or balance_of(layout))
+    run = _Run(layout, means, balance or balance_of(layout))
     seconds, parts, positions, rows, count = zip(*map(run.step, range(workload.num_steps)), strict=True)
     most = {name: max(each[name] for each in positions) for name in positions[0]}, max(rows)
-    used = gpu_bytes(layout.kind, layout.placements, layout.microbatch_tokens, most, Means(workload, cluster))
+    used = gpu_bytes(layout.kind, layout.placements, layout.microbatch_tokens, most, means)
     return Simulation(
         seconds=np.array(seconds),
         parts={name: np.array([each[name] for each in parts]) for name in parts[0]},
@@ -123,9 +130,10 @@ class _Share(NamedTuple):
 class _Run:
     """A layout over a workload: nanoseconds of every part, then of each step."""
 
-    def __init__(self, layout: Layout, workload: Workload, cluster: Cluster, balance: Balance) -> None:
-        self.layout, self.workload, self.cluster, self.balance = layout, workload, cluster, balance
+    def __init__(self, layout: Layout, means: Means, balance: Balance) -> None:
+        self.layout, self.workload, self.cluster, self.balance = layout, means.workload, means.cluster, balance
         self.kind, self.llm = layout.kind, layout.llm
+        workload, self.plans = means.workload, means.plans
         self.once = self.kind == "shared" and self.llm.pp > 1
         self.spread = self.kind in ("shared", "own")
         self.spec = PlanSpec(
@@ -141,7 +149,7 @@ class _Run:
         for name, of in self.modules.items():
             # There are few different lengths.
             kinds, where = np.unique(workload.phases[name].positions, return_inverse=True)
-            seconds = sequence_seconds(of.module, cluster, kinds, tp=of.tp, recompute=of.again)
+            seconds = sequence_seconds(of.module, self.cluster, kinds, tp=of.tp, recompute=of.again)
             if not float(seconds.max(initial=0)) * len(where) < 1e9:  # In int64 nanoseconds.
                 raise ValueError(f"module {name!r} takes {seconds.max():.3g} s for a sequence: its speed is wrong")
             whole = np.maximum(np.rint(_NANO * seconds / of.pp), 1).astype(np.int64)
@@ -150,8 +158,7 @@ class _Run:
 
     def step(self, number: int) -> tuple[float, dict[str, float], dict[str, float], float, int]:
         """Return its seconds, their parts, most positions of each encoder and rows in a microbatch, and how many."""
-        rows = np.arange(*self.workload.steps[number : number + 2])
-        plan = make_plan(self.spec, StepTask(0, number, rows=rows))
+        plan = self._plan(number)
         shares = {name: self._share(name, plan, number) for name in self.modules}
         encoders = {name: shares[name] for name in shares if name != LLM}
         # Without a pipeline ranks meet in micro-steps, or at the end; with one, by events.
@@ -169,6 +176,16 @@ class _Run:
         positions = {name: float(of.cells(self.workload.phases[name].positions).max()) for name, of in encoders.items()}
         most_rows = sum(self._rows(name, of._replace(once=False)) for name, of in encoders.items())
         return seconds + optimizer, parts, positions, float(np.max(most_rows)), plan.num_microbatches
+
+    def _plan(self, number: int) -> Plan:
+        """Return the plan of a step, which layouts share that differ only in what it does not depend on."""
+        key = self.spread, self.balance, self.llm.dp, number
+        if (plan := self.plans.get(key)) is None:
+            rows = np.arange(*self.workload.steps[number : number + 2])
+            plan = self.plans[key] = make_plan(self.spec, StepTask(0, number, rows=rows))
+            if len(self.plans) > _KEPT_PLANS:
+                del self.plans[next(iter(self.plans))]
+        return plan
 
     def _share(self, name: str, plan: Plan, number: int) -> _Share:
         """Decide which replica has each part: its sample's, the plan's, or the least loaded in its round."""

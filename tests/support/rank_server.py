@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -39,11 +39,18 @@ IMPORTED = (
     "torch.distributed.fsdp",
     "torch.nn.parallel",
     "orchdata.dataloader",
+    "orchdata.dataset.shard_dataset",
     "orchdata.post_balancing.loader",
     "orchdata.ranks.exchange",
     "examples.model",
     "shard_factory",
+    "torchaudio",
 )
+# What scripts import that have a word, once one of them comes.
+IMPORTED_FOR = {
+    "hf_families": ("hf_families.families", "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"),
+    "transformers": ("transformers.models.llama.modeling_llama",),
+}
 
 
 class Server:
@@ -162,12 +169,8 @@ class Rank:
 
 
 def serve(listening: socket.socket) -> NoReturn:
-    for name in IMPORTED:
-        importlib.import_module(name)
     load_kernels()
-    gc.freeze()  # what is shared with the ranks: their collections would look through it, and copy it
-    threads = Path("/proc/self/task")
-    assert not threads.exists() or len(list(threads.iterdir())) == 1, "a thread would be missing from the ranks"
+    import_for_ranks(IMPORTED)
     awake, wake = os.pipe()
     for end in (awake, wake):
         os.set_blocking(end, False)
@@ -203,17 +206,30 @@ def _forked(
         return False
     if not request:
         return False
+    given = json.loads(request)
+    text = Path(given["folder"], given["program"][0]).read_text()
+    for word in [word for word in IMPORTED_FOR if word in text]:
+        import_for_ranks(IMPORTED_FOR.pop(word))
     pid = os.fork()
     if pid == 0:
         for end in pipes:
             os.close(end)
-        _become(json.loads(request), files, sockets)
+        _become(given, files, sockets)
     owners[pid] = channel
     for file in files:
         os.close(file)
     with suppress(ConnectionError):
         channel.send(json.dumps({"started": pid}).encode())
     return True
+
+
+def import_for_ranks(names: Iterable[str]) -> None:
+    for name in names:
+        with suppress(ImportError):  # an error of the script that needs it
+            importlib.import_module(name)
+    gc.freeze()  # what is shared with the ranks: their collections would look through it, and copy it
+    threads = Path("/proc/self/task")
+    assert not threads.exists() or len(list(threads.iterdir())) == 1, "a thread would be missing from the ranks"
 
 
 def _forget(channel: socket.socket, owners: dict[int, socket.socket]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import gc
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -250,26 +249,6 @@ def test_a_step_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     dataset.index()
     loader = od.DataLoader(dataset, batch_size=2, dp=(0, 2))
     assert sum(1 for _ in loader) == len(planned) == len(loader) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_runs_after_the_command_compile_none(tmp_path: Path) -> None:
-    environ = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kernels"), "ORCHDATA_CACHE": str(tmp_path / "cache")}
-
-    def run(*command: str) -> str:
-        return subprocess.run(command, env=environ, check=True, capture_output=True, text=True).stdout
-
-    def stored() -> set[str]:
-        return {path.name for path in (tmp_path / "kernels").rglob("*.nbc")}
-
-    assert set(json.loads(run(sys.executable, "-m", "orchdata.cli", "warm", "--json"))) == {"folders", "seconds"}
-    before = stored()
-    assert any("solve_joint" in name for name in before)
-    omni_shards(tmp_path, shards=2, samples=24)
-    check = "import sys, orchdata as od; d = od.ShardDataset(sys.argv[1:]); d.index(); print(len(list(od.DataLoader("
-    run(sys.executable, "-c", f"{check}d, batch_size=2, shuffle=True, dp=(0, 2)))))", *map(str, tmp_path.glob("*.tar")))
-    assert stored() == before
 
 
 @pytest.mark.usefixtures("absent")
