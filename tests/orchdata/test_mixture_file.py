@@ -73,16 +73,16 @@ def test_recipes_of_a_file_are_imported_where_the_command_allows_it(
     """A module next to the working directory may be anyone's, like a file that came with a data set."""
     monkeypatch.chdir(folder)
     lines = ("import pathlib", "pathlib.Path('was here').touch()", "from shard_factory import RECIPE as R")
-    (folder / "beside_it.py").write_text("\n".join(lines))
+    (folder / "neighbour.py").write_text("\n".join(lines))
     file = folder / "mix.yaml"
-    file.write_text(MIX.replace("shard_factory:RECIPE", "beside_it:R", 1))
+    file.write_text(MIX.replace("shard_factory:RECIPE", "neighbour:R", 1))
     for command in (["profile", "--ranks", "2"], ["show"]):
         refused = run(command[0], str(file), *command[1:])
         assert refused.exit_code == 1
-        assert "sources.omni.recipe 'beside_it:R' would import the module 'beside_it'" in refused.output
+        assert "sources.omni.recipe 'neighbour:R' would import the module 'neighbour'" in refused.output
         assert "give --allow-recipes if you trust" in refused.output
         assert not (folder / "was here").exists()
-    with pytest.raises(ValueError, match="would import the module 'beside_it'"):
+    with pytest.raises(ValueError, match="would import the module 'neighbour'"):
         read_mixture(file, RECIPE)
     allowed = run("show", str(file), ALLOW)
     assert allowed.exit_code == 0, allowed.output
