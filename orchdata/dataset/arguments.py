@@ -265,7 +265,7 @@ class Arguments:
         for_processes = [*fork, "engine", "worker_memory", *(["worker_init_fn"] if self.num_threads else [])]
         elsewhere = fork if self.engine is not None else []
         unused = {
-            "worker processes, and num_workers is 0: pass num_workers": for_processes if here else [],
+            "multi-process loading (num_workers > 0), but got 0: pass num_workers": for_processes if here else [],
             "threads or workers, and this loader builds each batch when it is requested: pass num_workers": (
                 ["timeout", "prefetch_factor", "persistent_workers"] if here and not self.num_threads else []
             ),
@@ -376,6 +376,20 @@ def _optional_count(value: Any, name: str, least: int = 1) -> int | None:
     return None if value is None else checked_count(value, name, least)
 
 
+def _context(value: Any, name: str) -> Any:
+    if isinstance(value, str) and value not in (methods := multiprocessing.get_all_start_methods()):
+        raise ValueError(f"{name} option should specify a valid start method in {methods}, got {value!r}")
+    if not isinstance(value, str | BaseContext | None):
+        raise TypeError(f"{name} option should be a valid context or a start method, got {value!r:.80}")
+    return value
+
+
+def _num_workers(value: Any, name: str) -> int:
+    if isinstance(value, int) and value < 0:
+        raise ValueError(f"{name} option should be non-negative, got {value}")  # torch's words
+    return checked_count(value, name, 0)
+
+
 def _shuffle(value: Any, name: str) -> Any:
     if isinstance(value, np.ndarray):
         if value.ndim != 1 or value.dtype.kind not in "iu" or len(np.unique(value)) != len(value):
@@ -415,16 +429,14 @@ def _token_budgets(value: Any, name: str) -> tuple[tuple[int, int], ...] | None:
 
 _CHECKS: Final[dict[str, Callable[[Any, str], Any]]] = {
     "batch_size": lambda value, name: value if value is DEFAULT_BATCH_SIZE else _optional_count(value, name),
-    "num_workers": partial(checked_count, least=0),
+    "num_workers": _num_workers,
     "collate_fn": _function,
     "timeout": _valid(
         lambda value: not isinstance(value, bool) and hasattr(value, "__float__") and value >= 0,
         "is a number of seconds, 0 for no limit: timeout option should be non-negative",
     ),
     "worker_init_fn": _function,
-    "multiprocessing_context": _valid(
-        lambda value: isinstance(value, str | BaseContext | None), "is a context or a start method", TypeError
-    ),
+    "multiprocessing_context": _context,
     "generator": _valid(
         lambda value: isinstance(value, torch.Generator | None), "must be a torch.Generator", TypeError
     ),

@@ -158,7 +158,13 @@ class _Run:
 
     def step(self, number: int) -> tuple[float, dict[str, float], dict[str, float], float, int]:
         """Return its seconds, their parts, most positions of each encoder and rows in a microbatch, and how many."""
-        plan = self._plan(number)
+        # Layouts share plans if they differ only in what a plan does not depend on.
+        key = self.spread, self.balance, self.llm.dp, number
+        if (plan := self.plans.get(key)) is None:
+            rows = np.arange(*self.workload.steps[number : number + 2])
+            plan = self.plans[key] = make_plan(self.spec, StepTask(0, number, rows=rows))
+            if len(self.plans) > _KEPT_PLANS:
+                del self.plans[next(iter(self.plans))]
         shares = {name: self._share(name, plan, number) for name in self.modules}
         encoders = {name: shares[name] for name in shares if name != LLM}
         # Without a pipeline ranks meet in micro-steps, or at the end; with one, by events.
@@ -176,16 +182,6 @@ class _Run:
         positions = {name: float(of.cells(self.workload.phases[name].positions).max()) for name, of in encoders.items()}
         most_rows = sum(self._rows(name, of._replace(once=False)) for name, of in encoders.items())
         return seconds + optimizer, parts, positions, float(np.max(most_rows)), plan.num_microbatches
-
-    def _plan(self, number: int) -> Plan:
-        """Return the plan of a step, which layouts share that differ only in what it does not depend on."""
-        key = self.spread, self.balance, self.llm.dp, number
-        if (plan := self.plans.get(key)) is None:
-            rows = np.arange(*self.workload.steps[number : number + 2])
-            plan = self.plans[key] = make_plan(self.spec, StepTask(0, number, rows=rows))
-            if len(self.plans) > _KEPT_PLANS:
-                del self.plans[next(iter(self.plans))]
-        return plan
 
     def _share(self, name: str, plan: Plan, number: int) -> _Share:
         """Decide which replica has each part: its sample's, the plan's, or the least loaded in its round."""

@@ -208,7 +208,7 @@ def test_quarantine_from_a_file(dataset: od.ShardDataset, tmp_path: Path) -> Non
         ({"shuffle": "yes"}, "shuffle must be True, False, an od.Shuffle or an array of rows, got 'yes'"),
         ({"seed": 1.5}, "seed must be an integer, got 1.5"),
         ({"batch_size": None, "global_batch_size": None}, "pass batch_size=1, or global_batch_size"),
-        ({"worker_init_fn": print}, "worker_init_fn is for worker processes"),
+        ({"worker_init_fn": print}, "worker_init_fn is for multi-process loading"),
         ({"multiprocessing_context": "spawn"}, "pass num_workers, or leave it out"),
         ({"num_threads": 0, "timeout": 5}, "timeout is for threads or workers"),
         ({"quarantine": ["s0-0003"]}, r"quarantine is \(shard, key\) pairs of strings, got 's0-0003'"),

@@ -53,6 +53,17 @@ def test_attributes_are_torchs(options: dict[str, Any]) -> None:
     assert len(ours) == len(theirs)
 
 
+# What torch's own tests look for in these errors.
+TORCHS_WORDS = (
+    "option should be non-negative",
+    "multi-process loading (num_workers > 0), but got",
+    "should specify a valid start method in",
+    "option should be a valid context ",
+    "option is mutually exclusive with",
+    "batch_size=None option disables auto-batching and is mutually exclusive",
+)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -87,6 +98,8 @@ def test_what_torch_refuses_is_refused_with_its_error(options: dict[str, Any]) -
 
     ours, theirs = error_of(od.DataLoader), error_of(DataLoader)
     assert type(ours) is type(theirs), (ours, theirs)
+    for words in TORCHS_WORDS:
+        assert words in str(ours) or words not in str(theirs)
 
 
 OF_TORCH = ("batch_size", "sampler", "batch_sampler", "drop_last", "dataset")
