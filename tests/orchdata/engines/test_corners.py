@@ -251,6 +251,12 @@ def test_a_step_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert sum(1 for _ in loader) == len(planned) == len(loader) == 3
 
 
+def test_the_command_says_where_kernels_are() -> None:
+    command = [sys.executable, "-m", "orchdata.cli", "warm", "--json"]
+    said = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert set(said) == {"folders", "seconds"} and said["folders"] == warm.stored_in()
+
+
 @pytest.mark.usefixtures("absent")
 def test_a_loader_and_a_profile_say_at_once_that_kernels_are_compiled(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
