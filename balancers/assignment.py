@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from orchdata.native.assign.bounds import phase_bounds, strong_lower_bound
+from orchdata.native.assign.bounds import NO_PINS, phase_bounds, strong_lower_bound
 from orchdata.native.assign.few import FEW_FREE, search_few
 from orchdata.native.assign.packed import solve
 from orchdata.native.assign.phases import above_caps, solve_joint
@@ -204,14 +204,14 @@ def checked_ranks(ranks: ArrayLike, num_ranks: int, num_samples: int, name: str,
 
 
 def checked_pins(
-    pinned: ArrayLike, num_ranks: int, present: NDArray[np.bool_], most: int | None, equal_count: bool
-) -> Ints32 | None:
-    """Return the ranks of samples that stay where they are, -1 for others; None without any. Of those `present`, at
+    pinned: ArrayLike | None, num_ranks: int, present: NDArray[np.bool_], most: int | None, equal_count: bool
+) -> Ints32:
+    """Return the ranks of samples that stay where they are, -1 for others; empty without any. Of those `present`, at
     most `most` are on a rank; with `equal_count`, an even share.
     """
-    pins = checked_ranks(pinned, num_ranks, len(present), "pinned", least=-1)
+    pins = NO_PINS if pinned is None else checked_ranks(pinned, num_ranks, len(present), "pinned", least=-1)
     if not (pins >= 0).any():
-        return None
+        return NO_PINS
     counts, num_present = np.bincount(pins[present & (pins >= 0)], minlength=num_ranks), int(np.count_nonzero(present))
     limit, extras = divmod(num_present, num_ranks) if equal_count else (num_present if most is None else most, 0)
     if int(counts.max()) > limit + (extras > 0) or int(np.count_nonzero(counts > limit)) > extras:
@@ -305,7 +305,7 @@ class Limits(NamedTuple):
     sizes: Ints
     caps: Ints
     within: Any = None  # None where none is known
-    pinned: Ints32 | None = None
+    pinned: Ints32 = NO_PINS
 
 
 def assign_jointly(
@@ -344,7 +344,7 @@ def assign_jointly(
         free_counts = max_samples is None and not equal_count
         # Next to few pinned samples that nearly fill ranks, what ignores the caps cannot be brought within them.
         is_tight = len(caps) > 0 and free_counts and num_samples <= FEW * num_ranks
-        if pinned is not None and within is None and is_tight:
+        if len(pinned) and within is None and is_tight:
             budget = search_pairs(num_samples, num_ranks, effort)
             start, is_within = start_within(by_sample, weights, caps, num_ranks, primary, budget, pinned)
             kept = start if is_within else kept
@@ -357,7 +357,7 @@ def assign_jointly(
                 # Spreading sizes evenly keeps the caps in most cases.
                 spread = _alone(np.maximum(weights[:, 0], 1), offsets, group_sizes, most, equal_count, pinned)
                 own = solve_joint(by_sample, weights, caps, start, spread, *search)
-    if pinned is not None and np.count_nonzero(pinned < 0) <= FEW_FREE:
+    if len(pinned) and np.count_nonzero(pinned < 0) <= FEW_FREE:
         bounds = phase_bounds(by_sample, num_ranks, pinned)
         limit, extras = divmod(num_samples, num_ranks) if equal_count else (most, 0)
         search_few(by_sample, weights, caps, own, pinned, num_ranks, bounds, limit, extras)
@@ -382,7 +382,7 @@ def _grouped(
 
 
 def _alone(
-    costs: Ints, offsets: Ints, group_sizes: Ints, max_samples: int, equal_count: bool, pinned: Ints32 | None
+    costs: Ints, offsets: Ints, group_sizes: Ints, max_samples: int, equal_count: bool, pinned: Ints32
 ) -> Ints32:
     """Balance each group's samples by one cost: int32 (num_samples,), ranks from 0 in each group."""
     parts = [

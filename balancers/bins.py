@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from orchdata.balancers.assignment import checked_caps, checked_costs, checked_count, checked_phases, checked_sizes
 from orchdata.native.fill_bins import Items, bins_bound, deal
 from orchdata.native.jit import Ints, Ints32
-from orchdata.native.microbatches.micro_steps import deal_cells, pack_in_orders, packing_orders
+from orchdata.native.microbatches.micro_steps import NOTHING_HELD, deal_cells, pack_in_orders, packing_orders
 from orchdata.native.microbatches.within_caps import looked_peaks, rough_peaks
 from orchdata.native.pack_bins import first_fit_bins, pack
 from orchdata.native.sorting import descending_order
@@ -77,7 +77,7 @@ def candidate_packings(
             for (mine, ranks), order, (_, columns, _) in zip(groups, orders, rows, strict=True):
                 chosen, within = np.empty((2, len(columns)), np.int32)
                 room = _room(columns, caps, num_bins, ranks, quarters)
-                left += deal_cells(order[number], columns, caps, room, num_bins, ranks, chosen, within)
+                left += deal_cells(order[number], columns, caps, room, num_bins, ranks, chosen, within, NOTHING_HELD)
                 bins[mine], rank[mine], first = chosen, first + within, first + ranks
             if left == 0:
                 yield Packing(bins.copy(), rank.copy(), estimate)
@@ -160,7 +160,9 @@ def _balanced_on_some(
         own = mine if counted is None else counted[some]
         bins, rank = np.empty((2, len(some)), np.int32)
         room = _room(columns, caps, num_bins, few, fill or TIGHTER)
-        left = deal_cells(np.arange(len(some), dtype=np.int32), columns, caps, room, num_bins, few, bins, rank)
+        left = deal_cells(
+            np.arange(len(some), dtype=np.int32), columns, caps, room, num_bins, few, bins, rank, NOTHING_HELD
+        )
         if left == 0:
             price = int(looked_peaks(mine, own, columns, caps, bins, rank, num_bins, few, LOOK_PAIRS))
             balanced.append((price, turn, (estimate, fill, number)))

@@ -25,6 +25,7 @@ from orchdata.balancers.assignment import (
 )
 from orchdata.native.jit import Ints, Ints32
 from orchdata.native.microbatches import pipeline
+from orchdata.native.microbatches.micro_steps import NOTHING_HELD
 from orchdata.native.microbatches.microbatch import split
 from orchdata.native.microbatches.pipeline import search
 
@@ -82,7 +83,7 @@ def split_microbatches(
     in_step = checked_flag(in_step, "in_step")
     wanted = 0 if num_microbatches is None else checked_count(num_microbatches, "num_microbatches")
     if pinned is None:
-        microbatch, count = split(work, owner, num_ranks, columns, caps, wanted, in_step, None)
+        microbatch, count = split(work, owner, num_ranks, columns, caps, wanted, in_step, NOTHING_HELD)
     else:
         pins = checked_ranks(pinned, wanted or max(1, len(work)), len(work), "pinned", least=-1)
         stay = (pins >= 0) & (owner >= 0)
@@ -91,7 +92,7 @@ def split_microbatches(
         _refuse_full(held[:, :, 2:], held[:, :, 1], caps, oversize == "own")
         movable = np.where(stay, np.int32(-1), owner)
         microbatch, count = split(
-            work, movable, num_ranks, columns, caps, wanted, in_step, held if stay.any() else None
+            work, movable, num_ranks, columns, caps, wanted, in_step, held if stay.any() else NOTHING_HELD
         )
         if len(microbatch):
             microbatch[stay] = pins[stay]

@@ -33,6 +33,7 @@ from orchdata.balancers.assignment import (
 )
 from orchdata.balancers.costs.model import CostModel
 from orchdata.balancers.costs.phase import PhaseCost, TransformerCost
+from orchdata.native.assign.bounds import NO_PINS
 from orchdata.native.assign.few import search_few
 from orchdata.native.assign.packed import solve
 from orchdata.native.assign.padded import solve_padded
@@ -79,13 +80,11 @@ def balance(
         max_samples = checked_max_samples(max_samples, int(np.count_nonzero(checked)), num_ranks)
     if max_cost is not None:
         max_cost = min(checked_count(max_cost, "max_cost"), MAX_TOTAL)
-    pins = None
-    if pinned is not None:
-        pins = checked_pins(pinned, num_ranks, checked > 0, max_samples, equal_count)
+    pins = checked_pins(pinned, num_ranks, checked > 0, max_samples, equal_count)
     rank, loads, bound = solve(
         checked, num_ranks, max_samples or max(1, len(checked)), max_cost or 0, equal_count, tolerance, pins
     )
-    if pins is not None and loads.max() > bound:
+    if len(pins) and loads.max() > bound:
         present = np.flatnonzero(checked)
         costs_here, own, here = checked[present][:, None], rank[present], pins[present]
         limit, extras = divmod(len(present), num_ranks) if equal_count else (max_samples or max(1, len(present)), 0)
@@ -177,7 +176,7 @@ def balance_teams(
     size, rank, loads, bound = solve_teams(table, widths, num_ranks)
     whole = np.ascontiguousarray(table[:, 0])
     if whole.max(initial=0) <= loads.max():
-        whole_rank, whole_loads, _ = solve(whole, num_ranks, max(1, len(whole)), 0, False, _TOLERANCE)
+        whole_rank, whole_loads, _ = solve(whole, num_ranks, max(1, len(whole)), 0, False, _TOLERANCE, NO_PINS)
         if (size == 1).all() or whole_loads.max() <= max(loads.max(), bound + int(bound * _TOLERANCE)):
             size, rank, loads = np.ones_like(size), whole_rank, whole_loads
     rank[(size == 1) & (whole == 0)] = -1

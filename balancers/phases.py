@@ -123,9 +123,7 @@ def balance_phases(
         loads = np.stack([part.loads for part in parts])
         bounds = tuple(part.lower_bound for part in parts)
     else:
-        pins = None
-        if pinned is not None:
-            pins = checked_pins(pinned, num_ranks, np.ones(costs.shape[1], np.bool_), max_samples, equal_count)
+        pins = checked_pins(pinned, num_ranks, np.ones(costs.shape[1], np.bool_), max_samples, equal_count)
         by_sample = np.ascontiguousarray(costs.T)
         bounds = tuple(int(bound) for bound in phase_bounds(by_sample, num_ranks, pins))
         columns, caps = np.empty((costs.shape[1], 0), np.int64), np.empty(0, np.int64)

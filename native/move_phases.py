@@ -99,9 +99,10 @@ def move_by_phase(
             release_by_phase(costs, owner, loads, targets, primary if turn == targets.shape[0] else turn)
     place_by_phase(costs, home, owner, loads, targets, ranks_per_node, primary)
     num_samples, num_phases = costs.shape
+    pins = np.empty(0, np.int32)
     for window, raising in ((QUICK_WINDOW, True), (FIRST_PARTNERS, False)):
         budget = refine_phases(
-            costs, num_phases, owner, num_ranks, targets.copy(), num_samples, window, raising, budget, None
+            costs, num_phases, owner, num_ranks, targets.copy(), num_samples, window, raising, budget, pins
         )
     return owner
 
@@ -169,9 +170,10 @@ def move_in_grid(
             release_by_phase(columns, owner, loads, goals, primary if turn == goals.shape[0] else turn)
     phase = dominant_phases(costs, primary)
     place_in_grid(columns, order_by_phase(costs, phase, primary), phase, home, owner, loads, goals, ranks_per_node)
+    pins = np.empty(0, np.int32)
     for window, raising in ((QUICK_WINDOW, True), (FIRST_PARTNERS, False)):
         budget = refine_phases(
-            columns, num_phases, owner, num_ranks, goals.copy(), num_samples, window, raising, budget, None
+            columns, num_phases, owner, num_ranks, goals.copy(), num_samples, window, raising, budget, pins
         )
     return owner
 

@@ -7,6 +7,8 @@ import numpy as np
 from orchdata.native.jit import Ints, Ints32, kernel
 from orchdata.native.sorting import descending_order
 
+NO_PINS = np.empty(0, np.int32)  # Not None, which would compile every kernel twice.
+
 
 @kernel
 def strong_lower_bound(descending: Ints, num_ranks: int) -> int:
@@ -101,12 +103,12 @@ def pinned_bound(costs: Ints, pinned: Ints32, num_ranks: int) -> int:
 
 
 @kernel
-def phase_bounds(costs: Ints, num_ranks: int, pinned: Ints32 | None = None) -> Ints:
-    """Return a lower bound of the largest load of each phase, int64 (num_phases,)."""
+def phase_bounds(costs: Ints, num_ranks: int, pinned: Ints32) -> Ints:
+    """Return a lower bound of the largest load of each phase, int64 (num_phases,); `pinned` is empty without pins."""
     bounds = np.empty(costs.shape[1], np.int64)
     for p in range(costs.shape[1]):
         column = costs[:, p].copy()
         bounds[p] = strong_lower_bound(column[descending_order(column)], num_ranks)
-        if pinned is not None:
+        if len(pinned) > 0:
             bounds[p] = max(bounds[p], pinned_bound(column, pinned, num_ranks))
     return bounds

@@ -97,7 +97,7 @@ def solve(
     max_cost: int,
     equal_count: bool,
     tolerance: float,
-    pinned: Ints32 | None = None,
+    pinned: Ints32,
 ) -> tuple[Ints32, Ints, int]:
     """Balance samples over ranks: longest first; refined, then refitted, only while above the tolerance. `max_cost`:
     load to stay below if possible; 0 for none. Return (rank, -1 for a cost of 0 that is not pinned; loads; lower
@@ -107,7 +107,7 @@ def solve(
     num_present, all_costs = order.shape[0], descending
     bound = np.int64(strong_lower_bound(descending, num_ranks))
     held, held_counts = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int32)
-    if pinned is not None:
+    if len(pinned) > 0:
         bound = max(bound, np.int64(pinned_bound(costs, pinned, num_ranks)))
         others = costs.copy()
         for sample in range(costs.shape[0]):
@@ -146,7 +146,7 @@ def solve(
             if loads.max() > target:
                 lower_makespan(descending, owner, loads, counts, target, limits, budget)
     rank = np.full(costs.shape[0], np.int32(-1))
-    if pinned is not None:
+    if len(pinned) > 0:
         rank[:] = pinned
     for position in range(num_samples):
         rank[order[position]] = owner[position]

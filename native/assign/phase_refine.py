@@ -243,9 +243,9 @@ def rank_lightest(above: Ints, column: int, lightest: Ints, first: Ints) -> Ints
 
 
 @kernel
-def without_pinned(owner: Ints32, pinned: Ints32 | None, counts: Ints32, limits: Ints) -> Ints32:
+def without_pinned(owner: Ints32, pinned: Ints32, counts: Ints32, limits: Ints) -> Ints32:
     """Return the owners with -1 for pinned samples, and take these off the counts and limits of their ranks."""
-    if pinned is None:
+    if len(pinned) == 0:
         return owner
     movable = owner.copy()
     for sample in np.flatnonzero(pinned >= 0):
@@ -266,7 +266,7 @@ def refine_phases(
     window: int,
     raising: bool,
     budget: int,
-    pinned: Ints32 | None = None,
+    pinned: Ints32,
 ) -> int:
     """Lower the largest excess by moves and swaps, in place. Return the rest of the budget. Each rank above the
     targets, from the one furthest above, tries exchanges with the lightest ranks in its worst column, at most `window`

@@ -22,7 +22,7 @@ MOST_ABOVE = float(1 << 20)  # In shares of a cap: more would overflow the sum.
 
 @kernel
 def longest_first_by_phase(
-    costs: Ints, order: Ints32, phase: Ints32, num_ranks: int, limit: int, extras: int, pinned: Ints32 | None = None
+    costs: Ints, order: Ints32, phase: Ints32, num_ranks: int, limit: int, extras: int, pinned: Ints32
 ) -> Ints32:
     """Give each sample, in `order`, to the rank with the least load in the sample's own `phase`, int32 (num_samples,),
     and with room.
@@ -40,7 +40,7 @@ def longest_first_by_phase(
     owner = np.empty(num_samples, np.int32)
     loads = np.zeros((num_ranks, num_phases), np.int64)
     counts = np.zeros(num_ranks, np.int32)
-    if pinned is not None:
+    if len(pinned) > 0:
         owner[:] = pinned
         loads = phase_loads(costs, pinned, num_ranks)
         for rank in pinned[pinned >= 0]:
@@ -142,7 +142,7 @@ def solve_barrier(
     swaps_only: bool,
     good: int,
     budget: int,
-    pinned: Ints32 | None = None,
+    pinned: Ints32,
 ) -> Ints32:
     """Minimise the sum of peaks over several starts, one of them `given`, which balances the primary phase alone; never
     worse. It ends at the sum `good`; `swaps_only`: counts stay; `bounds` are of the phases; the budget is of each
@@ -200,7 +200,7 @@ def refine_within(
     targets: Ints,
     limit: int,
     budget: int,
-    pinned: Ints32 | None = None,
+    pinned: Ints32,
 ) -> None:
     """Move samples of ranks above caps, then of ranks above the targets of phases; in place."""
     num_phases = costs.shape[1]
@@ -222,7 +222,7 @@ def solve_joint(
     equal_count: bool,
     good_part: int,
     pairs: float,
-    pinned: Ints32 | None = None,
+    pinned: Ints32,
 ) -> Ints32:
     """Lower the sum over phases of the largest load in each group of ranks, from `given`: the result is not worse,
     unless that breaks a cap. It keeps the caps if `within` does, which may be empty, or if the search finds a way. Ends

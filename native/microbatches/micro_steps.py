@@ -6,7 +6,7 @@ large items of a phase belong together, and small ones into the gaps.
 Bin packing kernels for one rank: sizes (num_items, num_caps) -> bin of each item, within every cap.
 
 An item above a cap is oversize: it must be alone in its bin. The first bins may hold other items already: `held`, int64
-(bins, 2 + num_caps) or None, has their cost, number and sizes.
+(bins, 2 + num_caps) or empty, has their cost, number and sizes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from orchdata.native.sorting import descending_order
 
 KEY_BITS = 22  # Two passes of the radix sort.
 LEVELS = 64  # Levels of the fullness of a rank.
+NOTHING_HELD = np.empty((0, 0, 0), np.int64)  # Not None, which would compile every kernel twice.
 
 
 @kernel
@@ -159,14 +160,14 @@ def deal_cells(
     num_ranks: int,
     bins: Ints32,
     rank: Ints32,
-    held: Ints | None = None,
+    held: Ints,
 ) -> int:
     """Put each item, in `order`, into the first bin with `room` in which a rank has room within `caps`, and there on
     the fullest that has, next to what is `held`. Write bins and ranks, -1 for no place. Return the number of these.
     Ranks are listed by levels of fullness, so a few steps find each: best fit up to the width of a level.
     """
     num_caps = caps.shape[0]
-    loads = np.zeros((num_bins, num_ranks, num_caps), np.int64) if held is None else held.copy()
+    loads = held.copy() if len(held) > 0 else np.zeros((num_bins, num_ranks, num_caps), np.int64)
     totals = np.zeros((num_bins, num_caps), np.int64)
     # The first rank of each level; for each rank the next and the previous one of its level.
     heads = np.full((num_bins, LEVELS + 1), np.int32(-1))
@@ -175,7 +176,7 @@ def deal_cells(
     level = np.zeros((num_bins, num_ranks), np.int32)
     for b in range(num_bins):
         for r in range(num_ranks - 1, -1, -1):
-            for k in range(0 if held is None else num_caps):
+            for k in range(num_caps if len(held) > 0 else 0):
                 totals[b, k] += loads[b, r, k]
                 level[b, r] = max(level[b, r], min(LEVELS, -(-loads[b, r, k] * LEVELS // caps[k])))
             after[b, r] = heads[b, level[b, r]]
@@ -285,9 +286,9 @@ def bins_needed(sizes: Ints, caps: Ints) -> int:
 
 
 @kernel
-def hold(held: Ints | None, work: Ints, counts: Ints32, loads: Ints) -> None:
+def hold(held: Ints, work: Ints, counts: Ints32, loads: Ints) -> None:
     """Write the cost, number and sizes of what bins hold already."""
-    if held is not None:
+    if len(held) > 0:
         for b in range(held.shape[0]):
             work[b], counts[b] = held[b, 0], held[b, 1]
             loads[b] = held[b, 2:]
@@ -295,7 +296,7 @@ def hold(held: Ints | None, work: Ints, counts: Ints32, loads: Ints) -> None:
 
 @kernel
 def greedy_fit(
-    costs: Ints, sizes: Ints, caps: Ints, order: Ints, num_bins: int, fullest: bool, bins: Ints32, held: Ints | None
+    costs: Ints, sizes: Ints, caps: Ints, order: Ints, num_bins: int, fullest: bool, bins: Ints32, held: Ints
 ) -> bool:
     """Put each item, in `order`, into the fullest bin that has room (best fit), else into that of least cost (LPT):
     write `bins`. Return False if an item does not fit anywhere.
@@ -325,7 +326,7 @@ def greedy_fit(
 
 
 @kernel
-def search_fit(sizes: Ints, caps: Ints, order: Ints, num_bins: int, bins: Ints32, held: Ints | None) -> bool:
+def search_fit(sizes: Ints, caps: Ints, order: Ints, num_bins: int, bins: Ints32, held: Ints) -> bool:
     """Search depth-first for a packing, in a bounded number of steps. Return False if none was found. Only one of
     several empty bins is tried for an item, as they are equal.
     """
@@ -333,7 +334,7 @@ def search_fit(sizes: Ints, caps: Ints, order: Ints, num_bins: int, bins: Ints32
     loads = np.zeros((num_bins, caps.shape[0]), np.int64)
     counts = np.zeros(num_bins, np.int32)
     turn = np.arange(num_bins)
-    if held is not None:
+    if len(held) > 0:
         hold(held, np.zeros(num_bins, np.int64), counts, loads)
         turn = np.argsort(counts == 0, kind="mergesort")  # Bins that hold something come first.
         loads, counts = loads[turn], counts[turn]
@@ -374,7 +375,7 @@ def search_fit(sizes: Ints, caps: Ints, order: Ints, num_bins: int, bins: Ints32
 
 
 @kernel
-def level(costs: Ints, sizes: Ints, caps: Ints, num_bins: int, bins: Ints32, held: Ints | None) -> None:
+def level(costs: Ints, sizes: Ints, caps: Ints, num_bins: int, bins: Ints32, held: Ints) -> None:
     """Lower the most costly bin by moves and swaps that keep the caps, in place, until none helps."""
     num_items = costs.shape[0]
     loads = np.zeros((num_bins, caps.shape[0]), np.int64)
@@ -430,9 +431,9 @@ def level(costs: Ints, sizes: Ints, caps: Ints, num_bins: int, bins: Ints32, hel
 
 
 @kernel
-def pack_rank(costs: Ints, sizes: Ints, caps: Ints, num_bins: int, bins: Ints32, held: Ints | None) -> bool:
+def pack_rank(costs: Ints, sizes: Ints, caps: Ints, num_bins: int, bins: Ints32, held: Ints) -> bool:
     """Pack one rank's samples, from the most costly, into `num_bins` microbatches. Return False if that fails."""
-    if num_bins == 1 and held is None:
+    if num_bins == 1 and len(held) == 0:
         bins[:] = 0
         return bins_needed(sizes, caps) == 1
     if greedy_fit(costs, sizes, caps, np.arange(costs.shape[0]), num_bins, False, bins, held):

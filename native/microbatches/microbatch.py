@@ -56,16 +56,18 @@ def group_by_rank(descending: Ints32, rank: Ints32, num_ranks: int) -> tuple[Int
 
 
 @kernel
-def held_by(held: Ints | None, rank: int) -> Ints | None:
-    """Return what the microbatches of one rank hold."""
-    return None if held is None else held[rank]
+def held_by(held: Ints, rank: int) -> Ints:
+    """Return what the microbatches of one rank hold; empty if nothing is held."""
+    if len(held) == 0:
+        return np.empty((0, 0), np.int64)
+    return held[rank]
 
 
 @kernel
-def held_peaks(held: Ints | None, num_bins: int) -> Ints:
+def held_peaks(held: Ints, num_bins: int) -> Ints:
     """Return the largest cost that a rank holds in each micro-step, int64 (num_bins,)."""
     peaks = np.zeros(num_bins, np.int64)
-    if held is not None:
+    if len(held) > 0:
         for r in range(held.shape[0]):
             for b in range(held.shape[1]):
                 peaks[b] = max(peaks[b], held[r, b, 0])
@@ -74,12 +76,12 @@ def held_peaks(held: Ints | None, num_bins: int) -> Ints:
 
 @kernel
 def rename_all(
-    costs: Ints, samples: Ints, offsets: Ints, num_bins: int, bins: Ints32, by_cost: bool, held: Ints | None
+    costs: Ints, samples: Ints, offsets: Ints, num_bins: int, bins: Ints32, by_cost: bool, held: Ints
 ) -> None:
     """Number the microbatches of each rank, as `rename` does, in place. Those with pinned samples keep their number;
     others take the free numbers in turn, or by cost: those first of which pinned samples of other ranks cost most.
     """
-    if held is not None:
+    if len(held) > 0:
         turn = np.arange(num_bins).astype(np.int32)
         if by_cost:
             turn = descending_order(held_peaks(held, num_bins))
@@ -99,14 +101,14 @@ def rename_all(
 
 @kernel
 def pack_ranks(
-    costs: Ints, sizes: Ints, offsets: Ints, caps: Ints, num_microbatches: int, bins: Ints32, held: Ints | None
+    costs: Ints, sizes: Ints, offsets: Ints, caps: Ints, num_microbatches: int, bins: Ints32, held: Ints
 ) -> int:
     """Pack all ranks' samples into microbatches, level and number them; write `bins`. Return their number; if it is
     above a given `num_microbatches`, `bins` is undefined.
     """
     num_ranks = offsets.shape[0] - 1
     count = np.int64(max(1, num_microbatches))
-    if held is not None:
+    if len(held) > 0:
         count = max(count, held.shape[1])
     if num_microbatches == 0:
         for r in range(num_ranks):
@@ -146,7 +148,7 @@ def deal(
     targets: Ints,
     stuck: NDArray[np.bool_],
     bins: Ints32,
-    held: Ints | None,
+    held: Ints,
 ) -> None:
     """Put each of `entries`, from the most costly, into the microbatch of its rank with most room below the target of
     its micro-step. A sample that exceeds it raises the target for all ranks: later, smaller samples use the room.
@@ -180,15 +182,13 @@ def deal(
 
 
 @kernel
-def step_peaks(
-    costs: Ints, offsets: Ints, included: NDArray[np.bool_], bins: Ints32, peaks: Ints, held: Ints | None
-) -> int:
+def step_peaks(costs: Ints, offsets: Ints, included: NDArray[np.bool_], bins: Ints32, peaks: Ints, held: Ints) -> int:
     """Raise `peaks` (num_bins,) to the largest cost of an included rank in each micro-step. Return their sum."""
     work = np.empty(peaks.shape[0], np.int64)
     for r in range(offsets.shape[0] - 1):
         if included[r]:
             work[:] = 0
-            if held is not None:
+            if len(held) > 0:
                 work[: held.shape[1]] = held[r, :, 0]
             for entry in range(offsets[r], offsets[r + 1]):
                 work[bins[entry]] += costs[entry]
@@ -207,7 +207,7 @@ def lower_peaks(
     num_bins: int,
     fill_all: bool,
     bins: Ints32,
-    held: Ints | None,
+    held: Ints,
 ) -> None:
     """Lower the sum over micro-steps of the largest cost of a rank, in place; it never rises. Large samples force a
     high peak in a few micro-steps. Ranks without large samples should do more of their work in those, so microbatches
@@ -220,7 +220,7 @@ def lower_peaks(
     for r in range(num_ranks):
         owner[offsets[r] : offsets[r + 1]] = r
         total = costs[offsets[r] : offsets[r + 1]].sum()
-        if held is not None:
+        if len(held) > 0:
             total += held[r, :, 0].sum()
         mean = max(mean, total // num_bins)
     everyone = np.ones(num_ranks, np.bool_)
@@ -250,12 +250,12 @@ def split(
     caps: Ints,
     num_microbatches: int,
     in_step: bool,
-    held: Ints | None = None,
+    held: Ints,
 ) -> tuple[Ints32, int]:
     """Split each rank's samples into microbatches: (microbatch, -1 where rank is -1; their number). 0 as
     `num_microbatches` means the fewest that fit; if it is too small, the number needed comes with an empty array.
     `in_step`: lower the sum over microbatches of the largest cost of a rank, and number by cost. `held`, (num_ranks,
-    microbatches, 2 + num_caps): cost, number and sizes of pinned samples, which have rank -1 here.
+    microbatches, 2 + num_caps): cost, number and sizes of pinned samples, which have rank -1 here; all 0 without any.
     """
     offsets, samples, entries = group_by_rank(descending_order(costs), rank, num_ranks)
     num_places, num_caps = samples.shape[0], caps.shape[0]
@@ -268,7 +268,7 @@ def split(
     bins = np.zeros(num_places, np.int32)
     # More microbatches than samples of a rank would only take memory.
     usable = min(num_microbatches, max(1, np.diff(offsets).max()))
-    if held is not None:
+    if len(held) > 0:
         usable = min(num_microbatches, usable + held.shape[1])
     count = pack_ranks(costs_here, sizes_here, offsets, caps, usable, bins, held)
     if 0 < num_microbatches < count:
@@ -278,7 +278,7 @@ def split(
         if in_step:
             lower_peaks(costs_here, sizes_here, offsets, entries, caps, count, num_microbatches > 0, bins, held)
             # Never worse: the k-th most costly microbatch of a rank is within the k-th largest of the peaks.
-            if held is None:
+            if len(held) == 0:
                 rename_all(costs_here, samples, offsets, count, bins, True, held)
     microbatch = np.full(rank.shape[0], np.int32(-1))
     for entry in range(num_places):
@@ -478,7 +478,7 @@ def lower_all_peaks(
     microbatch: Ints32,
     may_move: bool,
     pairs: int,
-    pinned: Ints32 | None = None,
+    pinned: Ints32,
 ) -> None:
     """Lower the sum of peaks, in `rank` and `microbatch`; it never rises. Samples stay in the `group`, int32
     (num_ranks,), of their rank. Where no exchange helps, some samples are swapped at random, from a fixed seed, and the
@@ -487,7 +487,7 @@ def lower_all_peaks(
     """
     held = np.zeros((num_micro_steps, group.shape[0], costs.shape[1]), np.int64)
     held_sizes = np.zeros((num_micro_steps, group.shape[0], caps.shape[0]), np.int64)
-    if pinned is None:
+    if len(pinned) == 0:
         search_swaps(costs, sizes, caps, group, rank, microbatch, may_move, pairs, held, held_sizes)
     else:
         fixed, free = np.flatnonzero(pinned >= 0), np.flatnonzero(pinned < 0)

@@ -101,7 +101,7 @@ def least_with_room(loads: Ints, room: Ints, size: Ints, stack: Ints) -> int:
 
 @kernel
 def longest_first_within(
-    costs: Ints, order: Ints32, phase: Ints32, sizes: Ints, caps: Ints, num_ranks: int, pinned: Ints32 | None = None
+    costs: Ints, order: Ints32, phase: Ints32, sizes: Ints, caps: Ints, num_ranks: int, pinned: Ints32
 ) -> tuple[Ints32, int]:
     """Give each sample, in `order`, to the rank with the least load in the sample's own `phase`, int32 (num_samples,),
     that has room for it. Return (rank of each, number of samples without room).
@@ -114,7 +114,7 @@ def longest_first_within(
     owner = np.full(costs.shape[0], np.int32(-1))
     for k in range(num_caps):
         room[k, leaves : leaves + num_ranks] = caps[k]
-    if pinned is not None:
+    if len(pinned) > 0:
         owner[:] = pinned
         loads[:, leaves : leaves + num_ranks] = phase_loads(costs, pinned, num_ranks).T
         room[:, leaves : leaves + num_ranks] -= phase_loads(sizes, pinned, num_ranks).T
@@ -146,7 +146,7 @@ def longest_first_within(
 
 @kernel
 def brought_within(
-    costs: Ints, sizes: Ints, caps: Ints, rank: Ints32, num_ranks: int, budget: int, pinned: Ints32 | None = None
+    costs: Ints, sizes: Ints, caps: Ints, rank: Ints32, num_ranks: int, budget: int, pinned: Ints32
 ) -> bool:
     """Move samples of ranks above caps, in place, with unchanged largest loads. Return whether the caps are kept."""
     if above_caps(sizes, caps, rank, num_ranks) == 0:
@@ -158,7 +158,7 @@ def brought_within(
 
 @kernel
 def start_within(
-    costs: Ints, sizes: Ints, caps: Ints, num_ranks: int, primary: int, budget: int, pinned: Ints32 | None = None
+    costs: Ints, sizes: Ints, caps: Ints, num_ranks: int, primary: int, budget: int, pinned: Ints32
 ) -> tuple[Ints32, bool]:
     """Return an assignment, longest first, and whether it is within the caps. Exchanges make room for the few samples
     without.
@@ -188,7 +188,7 @@ def solve_within(
     primary: int,
     good_part: int,
     pairs: float,
-    pinned: Ints32 | None = None,
+    pinned: Ints32,
 ) -> Ints32:
     """Return one rank for each sample within the caps: lower the sum over phases of the largest load, group by group.
     `within` keeps the caps, `given` maybe not; the others as in `solve_joint`.
@@ -264,8 +264,9 @@ def looked_peaks(
         if others.shape[0] > 0:
             inside = number[at[others]]
             span, ranks = np.array([0, others.shape[0]]), np.array([free])
+            last, pins = costs.shape[1] - 1, np.empty(0, np.int32)
             assigned = solve_within(
-                mine[others], weights[others], caps, inside, inside, span, ranks, costs.shape[1] - 1, 1000, pairs, None
+                mine[others], weights[others], caps, inside, inside, span, ranks, last, 1000, pairs, pins
             )
             peaks = phase_peaks(counted[members[others]], assigned, free)
         total += sum_with_alone(peaks, counted[members], alone)
@@ -305,7 +306,7 @@ def bin_bound(costs: Ints, alone: NDArray[np.bool_], num_ranks: int) -> int:
     """Return a lower bound of what ranks wait for, over all phases, if some items fill a rank alone."""
     others = costs[~alone]
     free = num_ranks - (costs.shape[0] - others.shape[0])
-    return np.int64(sum_with_alone(phase_bounds(others, max(np.int64(1), free), None), costs, alone))
+    return np.int64(sum_with_alone(phase_bounds(others, max(np.int64(1), free), np.empty(0, np.int32)), costs, alone))
 
 
 @kernel
@@ -344,6 +345,6 @@ def rough_peaks(
         free = max(np.int64(1), num_ranks - (mine.shape[0] - others.shape[0]))
         phase = dominant_phases(others, primary)
         order = order_by_phase(others, phase, primary)
-        owner = longest_first_by_phase(others, order, phase, free, max(1, others.shape[0]), 0, None)
+        owner = longest_first_by_phase(others, order, phase, free, max(1, others.shape[0]), 0, np.empty(0, np.int32))
         high += sum_with_alone(phase_peaks(others, owner, free), mine, alone)
     return low, high

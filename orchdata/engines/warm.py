@@ -16,7 +16,7 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -24,11 +24,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from orchdata.finalizers import Ending
 from orchdata.loaders.child_process import die_with_parent
-from orchdata.native.jit import load_numba, sources_stamp
+from orchdata.native.jit import Ints, load_numba, sources_stamp
 from orchdata.notices import in_words, progress_bar
 
 if TYPE_CHECKING:
@@ -60,9 +59,9 @@ class Warming:
             seconds = in_words(_FAMILY_SECONDS * -(-len(missing) // num_children))
             sys.stderr.write(f"{_COMPILING}: about {seconds} (`orchdata warm` does it ahead)\n")
             sys.stderr.flush()
-        for number in range(num_children):
-            command = [sys.executable, "-P", "-m", "orchdata.engines.warm", *missing[number::num_children]]
-            streams: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        command = [sys.executable, "-P", "-m", "orchdata.engines.warm", *missing]
+        streams: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        for _ in range(num_children):
             with contextlib.suppress(OSError):  # then this process compiles them, when it needs them
                 self._children.append(subprocess.Popen(command, **streams))
         self._ending = Ending(self, partial(_end, self._children)) if self._children else None
@@ -135,29 +134,31 @@ def _cache_folder(kernel: Any) -> Path | None:
     return None if stats is None or stats.cache_path is None else Path(stats.cache_path)
 
 
-@contextlib.contextmanager
-def _taking_turns(family: str) -> Iterator[None]:
-    """Let one process of a machine run at a time, by a file lock, which ends with its process."""
+def _compile(family: str, how: int) -> bool:
+    """Compile in one process of a machine at a time, by a file lock, which ends with it. Return False where that is
+    another, and `how` is not to wait.
+    """
     head = _head(family)
     folder = _cache_folder(head)
     with contextlib.ExitStack() as locks:
-        if folder is not None:
-            with contextlib.suppress(OSError):  # then all processes compile
+        try:
+            if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
-                lock = locks.enter_context((folder / f"{head.py_func.__name__}.lock").open("w"))
-                fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+                fcntl.flock(locks.enter_context((folder / f"{head.py_func.__name__}.lock").open("w")), how)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # then all processes compile
+        FAMILIES[family].call()
+    return True
 
 
 def main(names: Sequence[str]) -> None:
-    """Compile these families, in a child of `Warming`, until its parent is gone."""
+    """Compile these families, in a child of `Warming`, until its parent is gone: those first that no other does."""
     die_with_parent(0)  # the parent keeps the other end of stdin open, and writes nothing
-    for name in names:
-        with _taking_turns(name):
-            FAMILIES[name].call()
+    for name in [name for name in names if not _compile(name, fcntl.LOCK_EX | fcntl.LOCK_NB)]:
+        _compile(name, fcntl.LOCK_EX)
 
-
-Ints = NDArray[np.int64]
 
 _COSTS = np.tile(np.array([9, 7, 5, 4, 3, 2, 2, 1]), 4)
 _RANKS, _CAP = 4, 24
@@ -185,7 +186,7 @@ def kernel_families(
     accumulates: bool = False,
     decodes: bool = True,
 ) -> list[str]:
-    """Return the names of the families that a loader's steps call, the slowest first.
+    """Return the names of the families that a loader's steps call, in the order of FAMILIES.
 
     Args:
         phases: the balanced ones.
@@ -197,15 +198,15 @@ def kernel_families(
     balanced = num_ranks > 1 and balance.scope != "none"
     wanted = {
         "teams": balanced and balance.teams is not None,
-        "phases": balanced and len(phases) > 1,
         "moves": balanced and (balance.assignment == "per_phase" or balance.scope in ("grouped", "grid")),
-        "packed": balanced,
         "bins": fixed and balance.scope != "none",
-        "microbatches": bool(balance.caps) or fixed or accumulates,
+        "pipeline": balance.num_stages is not None,
         "swaps": balanced and accumulates,
         "padded": padded,
-        "pipeline": balance.num_stages is not None,
         "patches": decodes and len(phases) > 1,
+        "phases": balanced and len(phases) > 1,
+        "packed": balanced,
+        "microbatches": bool(balance.caps) or fixed or accumulates,
     }
     return [name for name, is_wanted in wanted.items() if is_wanted]
 
@@ -236,7 +237,13 @@ def _warm_plans(spec: PlanSpec) -> None:
             if spec.balance.assignment == "per_phase" and phase != "llm":
                 spec.costs.parts(phase, first)
     num_ranks = min(spec.num_ranks, _RANKS)
-    balance = _synthetic_balance(spec.balance, num_ranks)
+    balance = replace(
+        spec.balance,
+        max_tokens=dict.fromkeys(spec.balance.caps, _CAP) or None,
+        max_samples=None if spec.balance.max_samples is None else len(_COSTS),
+        group_size=None if spec.balance.group_size is None else max(1, num_ranks // 2),
+        oversize="own",
+    )
     if spec.accumulate > 1:  # Few ranks have more than a cap in a micro-step.
         balance = replace(balance, max_tokens=dict.fromkeys(balance.caps, int(_COSTS.sum())) or None)
     costs = _SyntheticCosts(spec.costs.phases, spec.costs.balanced, spec.costs.padded)
@@ -264,16 +271,6 @@ def _warm_plans(spec: PlanSpec) -> None:
         plan.loads(phase)
         plan.loads_unbalanced(phase)
         plan.lower_bound(phase)
-
-
-def _synthetic_balance(balance: Balance, num_ranks: int) -> Balance:
-    return replace(
-        balance,
-        max_tokens=dict.fromkeys(balance.caps, _CAP) or None,
-        max_samples=None if balance.max_samples is None else len(_COSTS),
-        group_size=None if balance.group_size is None else max(1, num_ranks // 2),
-        oversize="own",
-    )
 
 
 @dataclass(frozen=True)
@@ -374,7 +371,7 @@ def _swaps() -> None:
     costs, ones = np.stack([_COSTS, _COSTS], axis=1), np.ones((len(_COSTS), 1), np.int64)
     rank, microbatch = np.arange(len(_COSTS), dtype=np.int32) % _RANKS, np.zeros(len(_COSTS), np.int32)
     group = np.zeros(_RANKS, np.int32)
-    lower_all_peaks(costs, ones, ones[0] * len(_COSTS), group, 2, rank, microbatch, True, 1)
+    lower_all_peaks(costs, ones, ones[0] * len(_COSTS), group, 2, rank, microbatch, True, 1, np.empty(0, np.int32))
 
 
 def _bins() -> None:
@@ -409,15 +406,16 @@ def _patches(dtypes: set[str] = frozenset({"bfloat16", "float32", "uint8"})) -> 
 
 FAMILIES: Final = {
     "teams": _Family("assign.teams:solve_teams", _teams),
-    "phases": _Family("assign.phases:solve_joint", _phases),
     "moves": _Family("minimal_move:solve_from", _moves),
-    "packed": _Family("assign.packed:solve", _packed),
-    "microbatches": _Family("microbatches.microbatch:split", _microbatches),
-    "swaps": _Family("microbatches.microbatch:lower_all_peaks", _swaps),
     "bins": _Family("pack_bins:pack", _bins),
-    "padded": _Family("assign.padded:solve_padded", _padded),
     "pipeline": _Family("microbatches.pipeline:search", _pipeline),
+    "swaps": _Family("microbatches.microbatch:lower_all_peaks", _swaps),
+    "padded": _Family("assign.padded:solve_padded", _padded),
     "patches": _Family("decoding:_patchify", _patches),
+    # Last: parts of teams, which are loaded by then.
+    "phases": _Family("assign.phases:solve_joint", _phases),
+    "packed": _Family("assign.packed:solve", _packed),
+    "microbatches": _Family("microbatches.within_caps:looked_peaks", _microbatches),
 }
 
 

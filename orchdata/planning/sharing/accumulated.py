@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from orchdata.balancers.assignment import loads_of
 from orchdata.balancers.bins import pack_bins
+from orchdata.native.assign.bounds import NO_PINS
 from orchdata.native.costs import Coefficients, sequence_costs
 from orchdata.native.microbatches.microbatch import lower_all_peaks
 from orchdata.planning.sharing.micro_steps import balanced_inside, in_scope, near_streams
@@ -146,7 +147,7 @@ def _lowered(step: StepSamples, shares: Shares) -> Shares:
     may_move = not balance.equal_count and balance.max_samples == balance.caps[SAMPLES] * shares.num_microbatches
     lower_all_peaks(
         *(step.by_sample, columns, caps, group, shares.num_microbatches),
-        *(rank, microbatch, may_move, int(pairs * balance.effort)),
+        *(rank, microbatch, may_move, int(pairs * balance.effort), NO_PINS),
     )
     return replace(shares, rank=rank, microbatch=microbatch)
 

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from orchdata.balancers.assignment import MAX_TOTAL, Limits, assign_jointly
 from orchdata.balancers.bins import LOOK_PAIRS, candidate_packings, some_ranks
+from orchdata.native.assign.bounds import NO_PINS
 from orchdata.native.assign.phases import above_caps, sum_of_peaks
-from orchdata.native.microbatches.micro_steps import bins_cost, deal_cells
+from orchdata.native.microbatches.micro_steps import NOTHING_HELD, bins_cost, deal_cells
 from orchdata.native.microbatches.within_caps import bin_bound, fits_alone, looked_peaks
 from orchdata.native.sorting import descending_order
 from orchdata.planning.balance import Balance
@@ -80,7 +81,7 @@ def balanced_inside(
     capped: tuple[Ints, Ints] | None = None,
     below: int | None = None,
     priced: StepSamples | None = None,
-    pinned: Ranks | None = None,
+    pinned: Ranks = NO_PINS,
 ) -> Shares | None:
     """Balance each micro-step of `dealt`, which keeps the caps (`capped`, by default of `step`), by itself. Number them
     from the most costly: the one that takes most memory comes first. None if bounds show that it costs no less than
@@ -99,7 +100,7 @@ def balanced_inside(
         if below is not None and int(waits.sum()) >= below:
             return None
         costs = {phase: column[members] for phase, column in step.costs.items()}
-        limits = Limits(sizes[members], caps, dealt.rank[members], None if pinned is None else pinned[members])
+        limits = Limits(sizes[members], caps, dealt.rank[members], pinned[members] if len(pinned) else pinned)
         # Far more samples than in other micro-steps need few more pairs: its ranks are even soon.
         inside = replace(balance, max_samples=None, effort=effort * min(1.0, usual / max(1, len(members))))
         own = assign(costs, inside, num_ranks, step.stream_rank[members], limits=limits)
@@ -222,7 +223,7 @@ def _dealt_inside(
         mine = largest[microbatch[largest] == number]
         chosen, within = np.empty((2, len(mine)), np.int32)
         order = np.arange(len(mine), dtype=np.int32)
-        if deal_cells(order, columns[mine], caps, caps * num_ranks, 1, num_ranks, chosen, within):
+        if deal_cells(order, columns[mine], caps, caps * num_ranks, 1, num_ranks, chosen, within, NOTHING_HELD):
             return None
         rank[mine] = within
     return rank

@@ -132,7 +132,7 @@ def _within(costs: Mapping[str, Ints], balance: Balance, num_ranks: int, owner: 
         return rank
     remaining = np.setdiff1d(np.arange(num_ranks, dtype=np.int32), rank[alone])
     inside = Limits(limits.sizes[others], limits.caps, np.searchsorted(remaining, rank[others]).astype(np.int32))
-    if limits.pinned is not None:
+    if len(limits.pinned):
         inside = inside._replace(pinned=np.where(limits.pinned[others] < 0, np.int32(-1), inside.within))
     few = {phase: column[others] for phase, column in costs.items()}
     rank[others] = remaining[_from_scratch(few, balance, len(remaining), owner[others], inside)]
