@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Final, TypeVar
@@ -26,6 +26,7 @@ from orchdata.loaders.watch import here
 
 Item = TypeVar("Item", bound=Sized)
 Result = TypeVar("Result")
+Each = TypeVar("Each")
 
 _WINDOW_SECONDS: Final = 0.15  # A rate is measured over at least this time,
 _WINDOW_JOBS: Final = 4  # ... and over at least this number of jobs per thread.
@@ -43,6 +44,14 @@ def threads_or_default(num_threads: int | None, *, far: bool = False) -> int:
     if num_threads is not None:
         return num_threads
     return min(8, max(os.cpu_count() or 1, FAR_THREADS if far else 1))
+
+
+def in_threads(do: Callable[[Each], Result], items: Sequence[Each], most: int) -> list[Result]:
+    """Return `do` of each item, by at most so many threads; by this one where there is a single item."""
+    if min(most, len(items)) <= 1:
+        return [do(item) for item in items]
+    with ThreadPoolExecutor(min(most, len(items)), thread_name_prefix="orchdata-each") as pool:
+        return list(pool.map(do, items))
 
 
 class Pace:

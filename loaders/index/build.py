@@ -22,6 +22,7 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Final
@@ -42,7 +43,7 @@ from orchdata.loaders.index.jobs import Given, Jobs
 from orchdata.loaders.index.kept import KEPT_FORMAT, KeptCounts
 from orchdata.loaders.index.table import pack
 from orchdata.loaders.memory import measured_at
-from orchdata.loaders.pace import Spread, Turns, threads_or_default
+from orchdata.loaders.pace import Spread, Turns, in_threads, threads_or_default
 from orchdata.loaders.recipe import Recipe, digest, load_for_scanning, versions
 from orchdata.loaders.shards.children import measuring
 from orchdata.loaders.shards.fields import check_met
@@ -192,18 +193,12 @@ def build_index(
 
 def refuse_repeats(urls: Sequence[str], *, num_threads: int) -> None:
     """Raise ValueError for shards that are one file, by a symbolic or hard link: every sample of it would come twice.
-
     Missing shards are ignored: opening them raises the error.
     """
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="orchdata-stat") as pool:  # for slow network file systems
-        shares = list(
-            pool.map(
-                lambda first: [PLAIN_FILES.file_number(url) for url in urls[first::num_threads]], range(num_threads)
-            )
-        )
+    parts = [urls[at : at + 16] for at in range(0, len(urls), 16)]  # threads are for slow network file systems
+    shares = in_threads(lambda part: [PLAIN_FILES.file_number(url) for url in part], parts, num_threads)
     seen: dict[Hashable, list[str]] = {}
-    for at, url in enumerate(urls):
-        number = shares[at % num_threads][at // num_threads]
+    for url, number in zip(urls, chain.from_iterable(shares), strict=True):
         if number is None:
             continue
         same_number = seen.setdefault(number, [])

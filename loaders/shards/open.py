@@ -21,7 +21,6 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from itertools import chain, groupby
 from types import MappingProxyType
@@ -45,6 +44,7 @@ from orchdata.loaders.functions import UserFunction
 from orchdata.loaders.limits import Limits, shortened
 from orchdata.loaders.memory import measured_at, pass_shortage
 from orchdata.loaders.modalities.builtin import OTHER, TEXT
+from orchdata.loaders.pace import in_threads
 from orchdata.loaders.shards import container
 from orchdata.loaders.shards.arrow import ArrowShard
 from orchdata.loaders.shards.cells import declared_kind, sniff
@@ -474,22 +474,21 @@ def find_changes(
     Returns the urls of shards that must be measured again; and how many with the same size and another time were not
     compared: each is checked when it is opened.
     """
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="orchdata-changes") as pool:
-        tasks = (shards[start : start + _SHARDS_PER_TASK] for start in range(0, len(shards), _SHARDS_PER_TASK))
-        touched = list(chain.from_iterable(pool.map(lambda task: list(_touched(task, listed)), tasks)))
+    tasks = [shards[start : start + _SHARDS_PER_TASK] for start in range(0, len(shards), _SHARDS_PER_TASK)]
+    touched = list(chain.from_iterable(in_threads(lambda task: list(_touched(task, listed)), tasks, _THREADS)))
 
-        # Another size is certainly a change, and so is another etag. Of the others, compare as many as can be read in
-        # reasonable time.
-        is_sure = [size != shard.size or is_remote(shard.url) for shard, size in touched]
-        changed = [shard for (shard, _), sure in zip(touched, is_sure, strict=True) if sure]
-        unknown = [shard for (shard, _), sure in zip(touched, is_sure, strict=True) if not sure]
-        compared, read_bytes = [], 0
-        for shard in unknown[:MOST_SHARDS]:
-            read_bytes += 0 if shard.url.endswith(".tar") else shard.size
-            if read_bytes <= MOST_BYTES:
-                compared.append(shard)
-        differ = pool.map(lambda shard: _differs(shard, limits, cache, containers), compared)
-        changed += [shard for shard, is_other in zip(compared, differ, strict=True) if is_other]
+    # Another size is certainly a change, and so is another etag. Of the others, compare as many as can be read in
+    # reasonable time.
+    is_sure = [size != shard.size or is_remote(shard.url) for shard, size in touched]
+    changed = [shard for (shard, _), sure in zip(touched, is_sure, strict=True) if sure]
+    unknown = [shard for (shard, _), sure in zip(touched, is_sure, strict=True) if not sure]
+    compared, read_bytes = [], 0
+    for shard in unknown[:MOST_SHARDS]:
+        read_bytes += 0 if shard.url.endswith(".tar") else shard.size
+        if read_bytes <= MOST_BYTES:
+            compared.append(shard)
+    differ = in_threads(lambda shard: _differs(shard, limits, cache, containers), compared, _THREADS)
+    changed += [shard for shard, is_other in zip(compared, differ, strict=True) if is_other]
     return [shard.url for shard in changed], len(unknown) - len(compared)
 
 

@@ -18,13 +18,13 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from orchdata.loaders.pace import in_threads
 from orchdata.loaders.storage.local import (
     Buffer,
     opened,
@@ -179,14 +179,13 @@ def _crcs_in(fd: int, start: int, size: int) -> list[int]:
     """Return the crc32 of each block of a large body. It is read, not mapped: a lost disk is an error, not a signal."""
     stop = start + size
     blocks = range(start, stop, BLOCK_BYTES)
-    workers = max(1, min(8, os.cpu_count() or 1, len(blocks)))
+    workers = min(8, os.cpu_count() or 1, len(blocks))
 
     def share(number: int) -> list[int]:
-        buffer = memoryview(bytearray(BLOCK_BYTES))
+        buffer = memoryview(bytearray(min(size, BLOCK_BYTES)))
         return [zlib.crc32(buffer[: read_into_at(fd, at, buffer[: stop - at])]) for at in blocks[number::workers]]
 
-    with ThreadPoolExecutor(workers, thread_name_prefix="orchdata-verify") as pool:
-        shares = list(pool.map(share, range(workers)))
+    shares = in_threads(share, range(workers), workers)
     return [shares[number % workers][number // workers] for number in range(len(blocks))]
 
 
