@@ -8,7 +8,6 @@ import math
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from scipy.stats import chisquare
 
 from orchdata.native.permutation import BLOCK, blocks_in_sequence, derive_key, hash_keys, permute, shuffled_rows
 
@@ -130,6 +129,8 @@ def test_the_sequence_of_blocks_equals_its_twin(num_samples: int, streams: int) 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 6])
 def test_all_permutations_of_a_small_range_are_equally_likely(size: int) -> None:
+    from scipy.stats import chisquare  # a second
+
     counts = dict.fromkeys(itertools.permutations(range(size)), 0)
     draws = max(2000, 8 * len(counts))  # at least 8 expected in each cell
     for trial in range(draws):
@@ -139,6 +140,8 @@ def test_all_permutations_of_a_small_range_are_equally_likely(size: int) -> None
 
 @pytest.mark.parametrize("size", [9, 33, 64, 65, 257])
 def test_places_and_neighbours_are_spread_evenly(size: int) -> None:
+    from scipy.stats import chisquare
+
     trials = 30 * size
     values = np.stack([permutation(size, derive_key(np.uint64(5), np.uint64(t))) for t in range(trials)])
 

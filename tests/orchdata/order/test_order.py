@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from listed_tokens import Listed
 from map_dataset import Numbers
 from numpy.typing import NDArray
-from scipy.stats import chisquare
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
@@ -94,6 +93,8 @@ def test_samples_in_the_air_are_bounded_by_the_window(num_samples: int, window: 
 
 
 def test_up_to_one_window_is_a_uniform_permutation() -> None:
+    from scipy.stats import chisquare  # a second
+
     num_samples, trials = 1000, 3000
     order = Order(num_samples, shuffle=Shuffle(), seed=0)
     rows = np.stack([whole(order, epoch) for epoch in range(trials)])
