@@ -8,19 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray.train
 import torch
 from map_dataset import Numbers
-from ray.train.torch import prepare_data_loader
-from ray.train.v2.torch import train_loop_utils
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
 
-lightning = pytest.importorskip("lightning")
-
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint  # noqa: E402
-
+# Lightning and Ray Train are imported by the tests themselves: each process of tests collects this file, one runs it.
 pytestmark = [
     pytest.mark.usefixtures("same_cache"),
     pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
@@ -31,35 +25,40 @@ pytestmark = [
 OMNI = {"shards": 2, "samples": 20}
 
 
-class Module(lightning.LightningModule):
-    def __init__(self, make: Callable[[], Any], *, asks: bool) -> None:
-        super().__init__()
-        self.weight, self.make, self.asks = torch.nn.Parameter(torch.zeros(())), make, asks
-        self.seen: list[Any] = []
-
-    def train_dataloader(self) -> Any:
-        return self.make()
-
-    def validation_step(self, item: Any, number: int) -> None: ...
-
-    def training_step(self, item: Any, number: int) -> torch.Tensor:
-        batches = item if isinstance(item, list) else [item]
-        self.seen += [each.sample_ids if isinstance(each, od.Batch) else each["number"].tolist() for each in batches]
-        return self.weight.sum()
-
-    def configure_optimizers(self) -> Any:
-        if self.asks:
-            assert self.trainer.estimated_stepping_batches
-        return torch.optim.SGD(self.parameters(), lr=0.0)
+def callbacks() -> Any:
+    return pytest.importorskip("lightning.pytorch.callbacks")
 
 
 def fit(
     make: Callable[[], Any], path: Any = None, *, asks: bool = False, more: Any = (), val: Any = None, **options: Any
 ) -> list[Any]:
     """What each step was given."""
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.seen = torch.nn.Parameter(torch.zeros(())), []
+
+        def train_dataloader(self) -> Any:
+            return make()
+
+        def validation_step(self, item: Any, number: int) -> None: ...
+
+        def training_step(self, item: Any, number: int) -> torch.Tensor:
+            for each in item if isinstance(item, list) else [item]:
+                self.seen.append(each.sample_ids if isinstance(each, od.Batch) else each["number"].tolist())
+            return self.weight.sum()
+
+        def configure_optimizers(self) -> Any:
+            if asks:
+                assert self.trainer.estimated_stepping_batches
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    module = Module(make, asks=asks)
-    settings = {"max_epochs": 2, "devices": 1, "enable_checkpointing": any(type(c) is ModelCheckpoint for c in more)}
+    module = Module()
+    checkpoints = any(type(each) is callbacks().ModelCheckpoint for each in more)
+    settings = {"max_epochs": 2, "devices": 1, "enable_checkpointing": checkpoints}
     trainer = lightning.Trainer(callbacks=list(more), **(quiet | settings | options))
     trainer.fit(module, val_dataloaders=val, ckpt_path=path)
     return module.seen
@@ -109,7 +108,7 @@ def test_a_state_is_loaded_although_the_number_of_steps_was_asked_before(
     if kind == "drawn" and stop != 2:
         pytest.skip("later epochs draw from torch's generator, which Lightning does not restore")
     torch.manual_seed(0)
-    kept = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1, filename="{step}")
+    kept = callbacks().ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1, filename="{step}")
     whole = fit(make, more=[kept])
     assert len(whole) == 10
     for asks in (False, True):
@@ -122,7 +121,7 @@ def test_a_state_that_comes_too_late_to_be_loaded_is_an_error(tmp_path: Path) ->
     def make() -> od.DataLoader:
         return od.DataLoader(Endless(), batch_size=4)
 
-    kept = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1, filename="{step}")
+    kept = callbacks().ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1, filename="{step}")
     fit(make, more=[kept], max_steps=8)
     path = tmp_path / "step=2.ckpt"
     with pytest.raises(od.StateError, match="in configure_optimizers, trainer.estimated_stepping_batches"):
@@ -131,28 +130,25 @@ def test_a_state_that_comes_too_late_to_be_loaded_is_an_error(tmp_path: Path) ->
         fit(make, path, max_steps=8)
 
 
-class Later(lightning.Callback):
-    """Changes it by itself, inside an epoch."""
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        trainer.accumulate_grad_batches = 2
-
-
 @pytest.mark.parametrize("whole", [True, False])
 def test_lightning_does_not_join_steps_whose_loss_is_scaled(dataset: od.ShardDataset, whole: bool) -> None:
+    scheduler = callbacks().GradientAccumulationScheduler
+
+    class Later(callbacks().Callback):
+        """Changes it by itself, inside an epoch."""
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.accumulate_grad_batches = 2
+
     def make(**options: Any) -> Any:
         loader = od.DataLoader(dataset, **({"batch_size": 4} | options))
         return loader.steps() if whole else loader
 
-    ways: list[dict[str, Any]] = [
-        {"accumulate_grad_batches": 3},
-        {"more": [GradientAccumulationScheduler({1: 3})]},
-        {"more": [Later()]},
-    ]
+    ways: Any = ({"accumulate_grad_batches": 3}, {"more": [scheduler({1: 3})]}, {"more": [Later()]})
     for way, joined in zip(ways, (3, 3, 2), strict=True):
         with pytest.raises(ValueError, match=f"accumulate_grad_batches={joined} would join .*accumulate={joined}[)]"):
             fit(make, **way)
-    assert len(fit(make, more=[GradientAccumulationScheduler({1: 1})])) == 20  # the control
+    assert len(fit(make, more=[scheduler({1: 1})])) == 20  # the control
     assert len(fit(lambda: od.DataLoader(Numbers(12), batch_size=4), accumulate_grad_batches=3)) == 6
     if whole:
         assert len(fit(lambda: make(accumulate=3), max_epochs=1)) == 12
@@ -193,30 +189,32 @@ def test_lightning_does_not_evaluate_by_the_loader_that_trains() -> None:
 
 
 @pytest.fixture(params=[1, 2], ids=["one worker", "two workers"])
-def ray_train(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def prepare(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What Ray Train knows in a worker of its."""
+    import ray.train.torch
+    from ray.train.v2.torch import train_loop_utils
+
     context = SimpleNamespace(get_world_size=lambda: request.param, get_world_rank=lambda: 0)
     monkeypatch.setattr(ray.train, "get_context", lambda: context)
     monkeypatch.setattr(ray.train.torch, "get_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(train_loop_utils, "record_extra_usage_tag", lambda *_: None)
-    assert prepare_data_loader is train_loop_utils.prepare_data_loader
+    assert ray.train.torch.prepare_data_loader is train_loop_utils.prepare_data_loader
+    return ray.train.torch.prepare_data_loader
 
 
-@pytest.mark.usefixtures("ray_train")
 @pytest.mark.parametrize("kind", ["shards", "map-style"])
-def test_a_prepared_loader_is_an_error_that_says_what_to_do(kind: str, tmp_path: Path) -> None:
+def test_a_prepared_loader_is_an_error_that_says_what_to_do(kind: str, tmp_path: Path, prepare: Any) -> None:
     data: Any = list(range(8))
     if kind == "shards":
         data = od.ShardDataset(omni_shards(tmp_path, shards=1, samples=4), RECIPE)
     loader = od.DataLoader(data, batch_size=2, dp=(0, 1))
     message = r"iterate over the loader itself.*batch\.to\(ray\.train\.torch\.get_device"
     with pytest.raises(TypeError, match=message):
-        iter(prepare_data_loader(loader))
+        iter(prepare(loader))
     assert len(list(loader)) == (2 if kind == "shards" else 4)
 
 
-@pytest.mark.usefixtures("ray_train")
-def test_torchs_own_loaders_are_prepared_as_ever() -> None:
+def test_torchs_own_loaders_are_prepared_as_ever(prepare: Any) -> None:
     sampler = torch.utils.data.DistributedSampler(range(8), 1, 0)
     loader = torch.utils.data.DataLoader(list(range(8)), batch_size=2, sampler=sampler)
-    assert len(list(prepare_data_loader(loader))) == 4
+    assert len(list(prepare(loader))) == 4

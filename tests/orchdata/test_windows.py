@@ -410,16 +410,16 @@ def test_windows_continue_with_other_weights(tmp_path: Path, options: dict[str, 
         for _ in range(epochs):
             for batches in loader.steps():
                 steps.append(pieces_of(batches))
-                states.append(json.loads(json.dumps(loader.state_dict())))
+                states.append(loader.state_dict())
         return steps, states
 
     steps, states = tokens_of(loader_with(1), 2)
     with pytest.raises(od.StateError, match="weights are .* in the state and .* here"):
         loader_with(5).load_state_dict(states[0])
-    for number in range(0, len(states), 3):
+    for number in range(len(states))[::-5]:  # from the end of an epoch back
         other = loader_with(5)
-        other.load_state_dict(states[number], allow=("weights",))
-        begun = json.loads(json.dumps(other.state_dict()))
+        other.load_state_dict(json.loads(json.dumps(states[number])), allow=("weights",))
+        begun = other.state_dict()
         later, after = tokens_of(other, 2)
         # Each document's pieces follow each other, and none is left out but at the end of an epoch.
         pieces = [piece for step in [*steps[: number + 1], *later] for piece in step]
@@ -435,7 +435,7 @@ def test_windows_continue_with_other_weights(tmp_path: Path, options: dict[str, 
         # And it continues from a state before the next step, and from later ones.
         for state, wanted in zip((begun, after[0]), later[:2], strict=False):
             again = loader_with(5)
-            again.load_state_dict(state)
+            again.load_state_dict(json.loads(json.dumps(state)))
             assert pieces_of(next_step(again)) == wanted
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ RECIPE = od.Recipe(
 SKIP_ANY = od.ErrorPolicy("skip", max_failures=None)
 
 
+@cache
 def jpeg(width: int, height: int, seed: int = 0) -> bytes:
     pixels = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), np.uint8)
     out = io.BytesIO()
@@ -32,6 +34,7 @@ def jpeg(width: int, height: int, seed: int = 0) -> bytes:
     return out.getvalue()
 
 
+@cache
 def png(width: int, height: int, seed: int = 0) -> bytes:
     pixels = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), np.uint8)
     out = io.BytesIO()
@@ -39,6 +42,7 @@ def png(width: int, height: int, seed: int = 0) -> bytes:
     return out.getvalue()
 
 
+@cache
 def audio(seconds: float, rate: int = 16_000, suffix: str = "wav", seed: int = 0) -> bytes:
     times = np.arange(round(seconds * rate)) / rate
     wave = 0.3 * np.sin(2 * np.pi * (200 + 50 * seed) * times)

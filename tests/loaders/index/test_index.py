@@ -258,7 +258,7 @@ def test_the_index_is_that_of_threads(tmp_path: Path, monkeypatch: pytest.Monkey
         urls,
         RECIPE,
         cache=CacheFolder(tmp_path / "together"),
-        jobs=3,
+        jobs=2,
         progress=seen.append,
         under_way=lambda done, total: shown.append(done / total),
     )

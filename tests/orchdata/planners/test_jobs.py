@@ -116,13 +116,13 @@ def test_a_rule_that_takes_the_longest_first_is_seen_by_the_search() -> None:
     assert sum(itertools.accumulate(alone)) > 1.35 * best
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 8))])
 def test_jobs_have_room_and_run_at_measured_seconds(seed: int) -> None:
     jobs = mixed_jobs(seed)
     check(plan_jobs(jobs, MIXED, move_seconds=7), jobs, MIXED, 7)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 8))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
 def test_order_of_jobs_and_kinds_changes_nothing_and_twice_the_seconds_are_twice_the_plan(seed: int) -> None:
     jobs = mixed_jobs(seed)
     plan = plan_jobs(jobs, MIXED, round_seconds=32, move_seconds=8)

@@ -4,6 +4,7 @@ placement by other code, and the script that measures its table.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import json
@@ -156,27 +157,21 @@ def table(seed: int, names: str) -> TogetherTable:
     )
 
 
-def ends_of(of: TogetherTable, where: dict[str, tuple[int, int]], tenths: dict[str, int]) -> float:
-    """Run by small events: each tower has a device and a turn there; one turn starts when the last has ended."""
-    ends = []
-    for device in {device for device, _ in where.values()}:
-        now = 0.0
-        for turn in sorted({turn for at, turn in where.values() if at == device}):
-            left = {name: 1.0 for name, at in where.items() if at == (device, turn)}
-            if sum(tenths[name] for name in left) > 10:
-                return float("inf")
-            while left:
-                pace = {}
-                for name in left:
-                    pace[name] = of.seconds[name][tenths[name]]
-                    for other in left:
-                        pace[name] *= of.slowdown[name][other] if other != name else 1
-                span = min(part * pace[name] for name, part in left.items())
-                now += span
-                left = {name: part - span / pace[name] for name, part in left.items()}
-                left = {name: part for name, part in left.items() if part > 1e-12}
-        ends.append(now)
-    return max(ends)
+def seconds_of_turn(of: TogetherTable, towers: tuple[tuple[str, int], ...]) -> float:
+    """Run towers side by side with these tenths, by small events."""
+    if sum(tenths for _, tenths in towers) > 10:
+        return float("inf")
+    now, left = 0.0, dict.fromkeys(towers, 1.0)
+    while left:
+        pace = {}
+        for name, tenths in left:
+            slowdowns = [of.slowdown[name][other] for other, _ in left if other != name]
+            pace[name, tenths] = of.seconds[name][tenths] * math.prod(slowdowns)
+        span = min(part * pace[tower] for tower, part in left.items())
+        now += span
+        left = {tower: part - span / pace[tower] for tower, part in left.items()}
+        left = {tower: part for tower, part in left.items() if part > 1e-12}
+    return now
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -185,14 +180,15 @@ def test_the_best_of_every_placement(devices: int) -> None:
     for seed in range(12):
         of = table(seed, "abc")
         plan = plan_together(of, num_devices=devices)
-        slots = list(itertools.product(range(devices), range(3)))
-        every = {
-            tuple(places): min(
-                ends_of(of, dict(zip("abc", places, strict=True)), dict(zip("abc", tenths, strict=True)))
+        # Each tower has a device and a turn there; one turn starts when the last has ended.
+        seconds = functools.cache(functools.partial(seconds_of_turn, of))
+        every = {}
+        for places in itertools.product(itertools.product(range(devices), range(3)), repeat=3):
+            turns = [[[k for k in range(3) if places[k] == (at, n)] for n in range(3)] for at in range(devices)]
+            every[places] = min(
+                max(sum(seconds(tuple(("abc"[k], tenths[k]) for k in turn)) for turn in device) for device in turns)
                 for tenths in itertools.product((2, 4, 5, 8, 10), repeat=3)
             )
-            for places in itertools.product(slots, repeat=3)
-        }
         assert plan.seconds == pytest.approx(min(every.values()))
         apart = [seconds for places, seconds in every.items() if len(set(places)) == 3]
         assert plan.in_turn_seconds == pytest.approx(min(apart))

@@ -109,11 +109,11 @@ COST = od.CostModel(
 
 
 def test_without_a_cost_model_every_phase_costs_its_positions(omni: Index) -> None:
-    result = profile(omni, ranks=(8,), batch_size=16, steps=2)
+    result = profile(omni, ranks=(8,), batch_size=16, steps=2, most_steps=4)
     assert not result.has_cost_model
     assert result.balanced_phases == tuple(result.phases) == ("image", "audio", "llm")
     same = od.CostModel(image=od.PhaseCost(1.0), audio=od.PhaseCost(1.0), llm=od.PhaseCost(1.0))
-    assert result.scales == profile(omni, cost=same, ranks=(8,), batch_size=16, steps=2).scales
+    assert result.scales == profile(omni, cost=same, ranks=(8,), batch_size=16, steps=2, most_steps=4).scales
 
 
 @pytest.mark.parametrize("arguments", [{"batch_tokens": 0}, {"ranks": (0,)}, {"steps": 0}])
@@ -208,15 +208,16 @@ def render(result: Profile) -> str:
 
 
 def test_scopes_are_shown_where_there_are_groups(sharded: Index) -> None:
-    assert "groups a shard" not in render(profile(sharded, ranks=(8,)))
+    assert "groups a shard" not in render(profile(sharded, ranks=(8,), steps=1, most_steps=1))
     result = profile(sharded, ranks=(8, 16), cost=COST)
-    lines = [line.split() for line in render(result).splitlines()]
+    rendered = render(result)
+    lines = [line.split() for line in rendered.splitlines()]
     for scope in SCOPES:
         assert ["16", "2", "of", "8", scope] in [line[:5] for line in lines]
     for name, its in result.scales[1].settings.items():
         shown = ["16", *LABELS[name].split(), f"{its.waiting:.1%}"]
         assert shown in [line[: len(shown)] for line in lines]
-    assert all(f"- {sentence}" in render(result) for sentence in result.summary)
+    assert all(f"- {sentence}" in rendered for sentence in result.summary)
 
 
 def test_without_ranks_those_are_left_out_whose_step_would_have_more_than_the_data(tmp_path: Path) -> None:

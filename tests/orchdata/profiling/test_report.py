@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -76,8 +76,19 @@ def write(
     return profile, (folder / "report.html").read_text()
 
 
-def test_the_page_has_the_figures_of_the_profile(dataset: od.ShardDataset, tmp_path: Path) -> None:
-    profile, html = write(dataset, tmp_path)
+@pytest.fixture(scope="module")
+def shown(dataset: od.ShardDataset, tmp_path_factory: pytest.TempPathFactory) -> tuple[od.Profile, str]:
+    return write(dataset, tmp_path_factory.mktemp("shown"))
+
+
+@pytest.fixture(scope="module")
+def shown_hostile(tmp_path_factory: pytest.TempPathFactory) -> tuple[od.ShardDataset, od.Profile, str]:
+    data = hostile(folder := tmp_path_factory.mktemp("hostile"))
+    return data, *write(data, folder)
+
+
+def test_the_page_has_the_figures_of_the_profile(shown: Any) -> None:
+    profile, html = shown
     page = SafePage(html)
     page.check_safe()
     known = profile.to_dict()
@@ -97,8 +108,8 @@ def test_the_page_has_the_figures_of_the_profile(dataset: od.ShardDataset, tmp_p
     assert "Hollow" not in page.text
 
 
-def test_strings_of_the_data_stay_text(tmp_path: Path) -> None:
-    _, html = write(hostile(tmp_path), tmp_path)
+def test_strings_of_the_data_stay_text(shown_hostile: Any) -> None:
+    html = shown_hostile[2]
     page = SafePage(html)
     page.check_safe()
     assert "<script>alert(1)</script>" in page.text
@@ -110,9 +121,10 @@ def test_strings_of_the_data_stay_text(tmp_path: Path) -> None:
     assert "\x00" not in html
 
 
-def test_without_samples_nothing_of_a_sample_is_on_the_page(tmp_path: Path) -> None:
-    data = hostile(tmp_path)
-    profile, html = write(data, tmp_path, samples=0)
+def test_without_samples_nothing_of_a_sample_is_on_the_page(shown_hostile: Any, tmp_path: Path) -> None:
+    data, profile, full = shown_hostile
+    profile.write_html(tmp_path / "report.html", data, samples=0)
+    html = (tmp_path / "report.html").read_text()
     page = SafePage(html)
     page.check_safe()
     assert not [tag for tag, _ in page.tags if tag == "img"]
@@ -122,7 +134,6 @@ def test_without_samples_nothing_of_a_sample_is_on_the_page(tmp_path: Path) -> N
     assert "alert" not in html
     assert profile.largest[0].key not in page.text
     # The check can fail: with samples, keys and texts are there.
-    _, full = write(data, tmp_path)
     assert plain(profile.largest[0].key) in SafePage(full).text
 
 
@@ -187,7 +198,7 @@ def test_shards_are_named_below_their_common_folder_and_without_secrets() -> Non
 
 
 def test_without_a_cost_model_nothing_is_said_of_time(dataset: od.ShardDataset, tmp_path: Path) -> None:
-    profile, html = write(dataset, tmp_path, cost=None)
+    profile, html = write(dataset, tmp_path, cost=None, ranks=(2,))
     assert "positions, not time" in profile.summary[0]
     assert not [sentence for sentence in profile.summary[1:] if "wait" in sentence]
     assert "by your cost model" not in html
@@ -248,13 +259,12 @@ def test_reasons_hold_no_secret_and_are_not_endless(tmp_path: Path) -> None:
     assert 'quarantine="bad.jsonl"' in profile.call
 
 
-def test_a_report_that_is_there_keeps_its_mode_and_a_link_its_target(dataset: od.ShardDataset, tmp_path: Path) -> None:
-    profile = dataset.profile(ranks=(2,), batch_size=2)
+def test_a_report_that_is_there_keeps_its_mode_and_a_link_its_target(shown: Any, tmp_path: Path) -> None:
     target, link = tmp_path / "target.html", tmp_path / "link.html"
     target.write_text("old")
     target.chmod(0o600)
     link.symlink_to(target)
-    profile.write_html(link)
+    shown[0].write_html(link)
     assert link.is_symlink()
     assert "orchdata report" in target.read_text()
     assert target.stat().st_mode & 0o777 == 0o600
@@ -272,9 +282,8 @@ def test_a_place_that_takes_no_file_is_named_before_anything_is_measured(
     tmp_path: Path, target: str, said: str
 ) -> None:
     done = run("profile", tmp_path / "none.tar", "--html", tmp_path / target)
-    code, printed = done.exit_code, done.output
-    assert code == 1
-    assert said in printed
+    assert done.exit_code == 1
+    assert said in done.output
 
 
 def test_without_matplotlib_the_error_says_what_to_install(
@@ -282,10 +291,9 @@ def test_without_matplotlib_the_error_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     done = run("profile", *dataset.urls, "--html", tmp_path / "report.html")
-    code, printed = done.exit_code, done.output
-    assert code == 1
-    assert "'matplotlib', which a drawing needs," in printed
-    assert "pip install " in printed
+    assert done.exit_code == 1
+    assert "'matplotlib', which a drawing needs," in done.output
+    assert "pip install " in done.output
     assert not (tmp_path / "report.html").exists()
 
 
@@ -373,18 +381,10 @@ def measured(dataset: od.ShardDataset, ranks: int, cost: od.CostModel | None, la
     """The padding of an epoch's batches on all ranks, and whether one of them has a dummy."""
     dataset.index()
     used = held = 0
+    common: dict[str, Any] = {"batch_size": 2, "shuffle": True, "drop_last": True, "cost": cost, "collate_fn": layout}
     has_dummies = False
     for rank in range(ranks):
-        loader = od.DataLoader(
-            dataset,
-            batch_size=2,
-            shuffle=True,
-            drop_last=True,
-            cost=cost,
-            collate_fn=layout,
-            dp=(rank, ranks),
-            num_threads=0,
-        )
+        loader = od.DataLoader(dataset, dp=(rank, ranks), num_threads=0, **common)
         assert len(loader) == STEPS
         for batch in loader:
             used += int(batch.llm.lengths[: len(batch.sample_ids)].sum())
