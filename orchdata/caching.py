@@ -96,8 +96,8 @@ class Filler:
 
     def wait(self) -> None:
         """Wait until all that is wanted now is copied, or the cache is full."""
-        if self._thread is not None:
-            self._thread.join()
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(_PAUSE_SECONDS)  # a Ctrl-C that comes as a wait begins is heard after it
 
     def _run(self) -> None:
         here().ended = self._stop.is_set

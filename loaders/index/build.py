@@ -271,7 +271,7 @@ class _Crew:
                     while left:
                         future = None
                         with contextlib.suppress(Empty):
-                            future = results.get(timeout=None if self._under_way is None else _TICK_SECONDS)
+                            future = results.get(timeout=_TICK_SECONDS)  # a Ctrl-C may be heard only after a wait
                             left -= 1
                         for url, table, measured in () if future is None else future.result():
                             tables[url] = table

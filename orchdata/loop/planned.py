@@ -8,13 +8,11 @@ peers that do not read get it (broadcast): `delivery/peers.py`.
 
 from __future__ import annotations
 
-import contextlib
-import threading
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
@@ -151,8 +149,10 @@ class Delivery:
         """Wait for a step of any engine. Return it, and the seconds."""
         started = time.perf_counter()
         engine.expect(future)
-        with contextlib.suppress(FutureTimeout):
-            future.exception(None if engine.keeps_time else min(self.timeout, threading.TIMEOUT_MAX) or None)
+        until = math.inf if engine.keeps_time or not self.timeout else time.monotonic() + self.timeout
+        # Python does not hear a Ctrl-C that comes just as a wait begins, until that wait is over: so it is in rounds.
+        while not future.done() and (left := until - time.monotonic()) > 0:
+            wait([future], min(left, 1.0))
         for note in engine.take_notes():
             warn_user(note)
         if not future.done():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import errno
 import gzip
 import itertools
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -402,6 +404,29 @@ def test_one_large_file_shows_progress_and_ends_at_ctrl_c(tmp_path: Path) -> Non
     steps: list[float] = []
     index = build_index([str(path)], Recipe(), under_way=lambda done, total: steps.append(done))
     assert index.num_rows == 4000 and steps == sorted(steps) and steps[-1] == 1
+
+
+def test_ctrl_c_that_comes_just_as_the_build_begins_to_wait_is_heard(shards: list[str]) -> None:
+    heard, given = threading.Event(), []
+
+    def tokens(text: str) -> list[int]:
+        if not given:
+            time.sleep(0.1)
+            _thread.interrupt_main()  # it does not end the wait either
+            given.append(heard.wait(20))
+        return [1]
+
+    def interrupt(*_: object) -> None:
+        heard.set()
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            build_index(shards[:1], Recipe(text=TextPreprocessor(tokens, id="interrupting")), num_threads=1)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert given == [True]
 
 
 def test_builders_at_the_same_time(shards: list[str], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import multiprocessing
 import signal
@@ -141,6 +142,7 @@ def refuse_batch(samples: list[int]) -> None:
     raise ValueError(f"refused {samples}")
 
 
+@pytest.mark.slow_cases("True")
 @pytest.mark.parametrize("persistent_workers", [False, True])
 def test_a_caught_error_does_not_keep_the_workers_of_an_iteration(persistent_workers: bool) -> None:
     """They would run until the next collection; with persistent workers, the next iteration would start others."""
@@ -155,6 +157,7 @@ def test_a_caught_error_does_not_keep_the_workers_of_an_iteration(persistent_wor
     loader.close()
 
 
+@pytest.mark.slow_cases("<lambda>3")
 @pytest.mark.parametrize(
     "make",
     [
@@ -330,12 +333,21 @@ class Slow(Dataset[int]):
         return number
 
 
-@pytest.mark.parametrize("options", [{"num_threads": 1, "cost": [1] * 6}, FORKED], ids=["threads", "workers"])
-def test_ctrl_c_while_a_step_is_awaited_loses_nothing(options: Any) -> None:
+def kill() -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+# A signal that comes just as a wait begins does not end the wait: nor does `interrupt_main`.
+@pytest.mark.parametrize(
+    ("options", "interrupt"),
+    [({"num_threads": 1, "cost": [1] * 6}, _thread.interrupt_main), (FORKED, kill)],
+    ids=["threads", "workers"],
+)
+def test_ctrl_c_while_a_step_is_awaited_loses_nothing(options: Any, interrupt: Callable[[], None]) -> None:
     data = Slow()
     iterator = iter(od.DataLoader(data, batch_size=1, collate_fn=list, **options))
     given = list(islice(iterator, 2))
-    came = threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+    came = threading.Timer(0.2, interrupt)
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -386,6 +398,7 @@ def repeating(loader: Any) -> None:
 CHANGES = [other_size, drops_last, other_sampler, other_batch_sampler, repeating]
 
 
+@pytest.mark.slow_cases("workers")
 @pytest.mark.parametrize(
     ("shuffle", "options"), [(False, {}), (True, {}), (True, FORKED)], ids=["in order", "inline", "workers"]
 )
@@ -405,6 +418,7 @@ def test_a_sampler_that_is_changed_in_the_run_is_what_is_iterated(
     assert given[0][0][0] != given[0][0][1]  # the change was no matter of chance
 
 
+@pytest.mark.slow_cases("persistent workers")
 @pytest.mark.parametrize("is_left", [False, True], ids=["to the end", "left"])
 @pytest.mark.parametrize(
     "options",
