@@ -84,6 +84,13 @@ BEGUN_FIRST = (
 )
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark those cases of a test slow that it names by parts of their ids."""
+    named = [part for mark in item.iter_markers("slow_cases") for part in mark.args]
+    if any(part in item.name.partition("[")[2] for part in named):
+        item.add_marker("slow")
+
+
 @pytest.hookimpl(trylast=True)  # slow ones are left out before
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order files for workers, which take them in this order (`--no-loadscope-reorder`): long ones, then by tests."""

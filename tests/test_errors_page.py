@@ -243,6 +243,7 @@ def test_each_section_says_what_it_means_and_what_to_do() -> None:
         assert len(meaning.split()) > 3 and len(remedy.split()) > 3, heading
 
 
+@pytest.mark.slow_cases("a worker process runs the script")
 @pytest.mark.parametrize(("words", "call"), REFUSALS.items(), ids=list(REFUSALS))
 def test_a_refusal_begins_with_the_words_of_its_heading(folder: Path, words: str, call: Callable[[], Any]) -> None:
     kinds = (ValueError, TypeError, AttributeError, OSError, RuntimeError, UserWarning, od.StorageError)

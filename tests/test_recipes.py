@@ -147,6 +147,7 @@ def test_the_recipe_of_special_tokens(vl: VL, tmp_path: Path, monkeypatch: pytes
         small(**inputs)
 
 
+@pytest.mark.slow_cases("encode")
 @pytest.mark.parametrize("call", ["od.hf.encode(model, batch)", "od.hf.rounds(model, step)"])
 def test_the_recipe_of_encoders_balanced_apart(vl: VL, call: str) -> None:
     def run() -> list[float]:
@@ -158,6 +159,7 @@ def test_the_recipe_of_encoders_balanced_apart(vl: VL, call: str) -> None:
     check(run, plain_loss(vl))
 
 
+@pytest.mark.slow
 def test_the_recipe_of_the_trainer_goes_on_where_it_stopped(vl: VL, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
     block = recipe_of("trainers.md", "TrainerMixin, transformers")
@@ -247,6 +249,7 @@ def test_the_recipe_of_accelerate(shards: list[str]) -> None:
     same(model.state_dict(), trained(shards))
 
 
+@pytest.mark.slow
 def test_the_recipe_of_lightning(shards: list[str]) -> None:
     lightning = pytest.importorskip("lightning")
     model, loader = small(shards)

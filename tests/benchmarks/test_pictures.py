@@ -142,6 +142,7 @@ def test_all_diagrams_are_stored_and_small() -> None:
     assert max((PICTURES / name).stat().st_size for name in DIAGRAMS) < 60_000
 
 
+@pytest.mark.slow
 def test_plans_are_drawn_from_real_lengths() -> None:
     if not lengths_folder().is_dir():
         pytest.skip("no fixtures: ORCHDATA_FIXTURES names their folder")

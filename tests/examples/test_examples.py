@@ -41,11 +41,6 @@ NEEDS = {
 STEPS, SIZE, MAX_TOKENS = 6, 8, 1500
 DIES_AT, SAVED = 5, 4
 
-# Those that take longest: others are of the same kind, or have tests of their own.
-SLOW = dict.fromkeys(
-    ("lightning_trainer", "deepspeed_zero", "hf_trainer", "hsdp_tp", "fsdp2", "accelerate_loop"), pytest.mark.slow
-)
-
 pytestmark = pytest.mark.usefixtures("same_cache")
 
 
@@ -188,7 +183,8 @@ def check(found: dict[int, Step], expected: list[Step], steps: range) -> None:
     assert [found[step].loss for step in steps] == pytest.approx(theirs, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in NAMES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.usefixtures("examples")
 def test_killed_on_two_ranks_it_goes_on_with_one_as_the_plain_loop(name: str, shards: Path, tmp_path: Path) -> None:
     needs(name)

@@ -181,6 +181,7 @@ def truth_of(worker: Worker, name: str, keys: dict[str, list[str]]) -> Truth:
     return truth
 
 
+@pytest.mark.slow
 def test_some_points_of_every_walk(
     worker: Worker, keys: dict[str, list[str]], record_property: Callable[[str, int], None]
 ) -> None:

@@ -297,6 +297,7 @@ def product(files: Sequence[Path], ways: Sequence[str]) -> list[tuple[Path, str]
     return [(path, way) for way in ways for path in files]
 
 
+@pytest.mark.slow
 def test_hostile_files_as_shards(hunt: Hunt, hostile: list[Path]) -> None:
     own = [(path, suffix) for suffix in SHARD_SUFFIXES for path in hostile if path.name.endswith(suffix)]
     in_batches(hunt, own + sampled(product(hostile, SHARD_SUFFIXES), 15), as_shards, 100)

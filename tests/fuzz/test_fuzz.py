@@ -26,6 +26,7 @@ def run(fuzzer: Fuzzer, kinds: tuple[str, ...], each: int, start: int = 0) -> li
     return findings
 
 
+@pytest.mark.slow
 def test_mutated_files_are_refused_or_counted_right(runner: Runner, tmp_path: Path) -> None:
     fuzzer = Fuzzer(runner, tmp_path, 0)
     each = 1

@@ -337,6 +337,7 @@ print("torch" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_the_command_indexes_images_and_audio_without_torch(tmp_path: Path) -> None:
     urls = omni_shards(tmp_path, shards=1, samples=6)
     done = subprocess.run([sys.executable, "-c", JOB, "index", *urls, "--json"], capture_output=True, text=True)

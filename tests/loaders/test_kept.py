@@ -172,6 +172,7 @@ def test_leftovers_of_killed_writers_go_after_a_day() -> None:
 # --- what is gone while it is used
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:DataLoader worker")
 def test_a_run_goes_on_after_its_folder_was_emptied_and_a_worker_killed(shards: list[str]) -> None:
     """The worker in its place, and those of the next epoch, get the index and arrays of the training process."""
@@ -238,6 +239,7 @@ def process(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
             child.kill()
 
 
+@pytest.mark.slow
 def test_an_index_is_right_after_prunes_at_any_moment_of_its_build(shards: list[str]) -> None:
     """Each time the folder is emptied again and again until the build, in a process of its own, has ended."""
     expected = build_index(shards, od.Recipe())

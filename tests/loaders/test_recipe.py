@@ -313,6 +313,7 @@ def parquet_errors(path: Path, limits: Limits) -> list[str]:
     return list(ParquetShard(str(path), LocalFile(path), limits=limits).facts().table.errors.values())
 
 
+@pytest.mark.slow
 def test_rows_of_nothing_are_held_against_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": pa.nulls(1 << 16, pa.string())}), path)

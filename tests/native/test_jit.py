@@ -134,11 +134,13 @@ def test_threads_that_call_a_kernel_first_together_share_what_is_compiled() -> N
     assert len(calls) == 1
 
 
+@pytest.mark.slow
 def test_a_process_that_is_forked_while_a_thread_compiles_can_compile() -> None:
     done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_process_that_is_forked_while_a_thread_imports_numba_can_compile() -> None:
     command = [sys.executable, "-c", FORKED_EARLY, "numba.core.compiler_lock"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -354,6 +354,7 @@ def test_a_shard_that_was_damaged_after_it_was_indexed_is_stale_under_skip_too(t
         list(loader)
 
 
+@pytest.mark.slow
 def test_text_files_are_one_document_each(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("first line\n\nthird line\n")
     (tmp_path / "two.TXT").write_text("ä")

@@ -152,6 +152,7 @@ def test_the_next_steps_are_built_while_the_caller_works() -> None:
     assert loaded == [0]
 
 
+@pytest.mark.slow_cases("num_workers")
 @pytest.mark.parametrize("how", ["num_threads=3, cost=[1] * 1000", "num_workers=1, cost=[1] * 1000", "num_workers=1"])
 def test_an_iterator_that_is_open_at_exit_is_silent(how: str, tmp_path: Path) -> None:
     program = (

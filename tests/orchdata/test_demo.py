@@ -61,6 +61,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[DemoReport, list
     return report, progress, folder
 
 
+@pytest.mark.slow
 def test_the_demo_trains_both_lanes_alike(finished: tuple[DemoReport, Any, Any]) -> None:
     report = finished[0]
     assert set(report.lanes) == {"unbalanced", "balanced"}
@@ -73,11 +74,13 @@ def test_the_demo_trains_both_lanes_alike(finished: tuple[DemoReport, Any, Any])
     assert planned["balanced"] < planned["unbalanced"]
 
 
+@pytest.mark.slow
 def test_the_demo_leaves_no_file(finished: tuple[Any, Any, Path]) -> None:
     # multiprocessing has a folder for its fork server, which goes with this process.
     assert [path.name for path in finished[2].iterdir() if not path.name.startswith("pymp-")] == []
 
 
+@pytest.mark.slow
 def test_the_report_is_json_and_a_table(finished: tuple[DemoReport, Any, Any]) -> None:
     report = finished[0]
     content = json.loads(json.dumps(report.to_dict(), allow_nan=False))
@@ -91,6 +94,7 @@ def test_the_report_is_json_and_a_table(finished: tuple[DemoReport, Any, Any]) -
     assert "not a prediction for your GPUs" in " ".join(text.split())
 
 
+@pytest.mark.slow
 def test_balancing_takes_more_than_half_of_the_imbalance_of_every_phase(tmp_path: Path) -> None:
     config = DemoConfig()
     shards = synthesize("demo", tmp_path / "shards", samples=32 * config.batch_size)

@@ -296,6 +296,7 @@ def test_a_broken_package_and_each_that_is_missing_is_one_error_and_no_bad_sampl
         check(outcome)
 
 
+@pytest.mark.slow
 def test_what_the_process_that_measures_parquet_lacks_is_no_fault_of_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

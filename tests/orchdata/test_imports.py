@@ -214,6 +214,7 @@ def test_nothing_imports_a_module_that_executes_data(folder: str) -> None:
     assert "pickle.load" not in MODULES["orchdata.engines.engine"].read_text().replace("`pickle.loads(...).open()`", "")
 
 
+@pytest.mark.slow_cases("exchange")
 @pytest.mark.parametrize(
     ("statement", "heavy"),
     [

@@ -169,6 +169,7 @@ def typed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 OPTIONS: list[dict[str, Any]] = [{}, {"num_threads": 2}, {"num_workers": 1, "num_threads": 1}]
 
 
+@pytest.mark.slow_cases("num_workers")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("record", [None, text_alone], ids=["plain", "record"])
 @pytest.mark.parametrize("container", ["parquet", "arrow", "jsonl"])

@@ -33,6 +33,7 @@ def held_by(step: Sequence[Any]) -> list[tuple[str, ...]]:
     return sorted(sequence for share in step for sequence in content(share)[0])
 
 
+@pytest.mark.slow_cases("options0", "options2")
 @pytest.mark.parametrize("options", [{}, {"stop": "all", "epoch_tokens": None}, {"by": "samples"}])
 def test_global_batches_are_the_same_on_any_ranks(data: dict[str, od.ShardDataset], options: dict[str, Any]) -> None:
     mixed = mixture(data, **options)
@@ -78,6 +79,7 @@ def test_mixtures_in_mixtures_share_out_a_weight(data: dict[str, od.ShardDataset
     assert by_source["words/text"]["passes"] > by_source["omni"]["passes"] > 1
 
 
+@pytest.mark.slow
 def test_weights_change_where_the_state_stands_and_again(data: dict[str, od.ShardDataset]) -> None:
     before = mixture(data, (8, 1, 1), epoch_tokens=20_000)
     ours = loaders(before, 2)
@@ -115,6 +117,7 @@ def test_weights_change_where_the_state_stands_and_again(data: dict[str, od.Shar
     assert [planned(step) for step in steps_of([later], 3)] == [planned(step) for step in steps_of([ending], 3)]
 
 
+@pytest.mark.slow
 def test_workers_that_are_kept_learn_of_other_weights(data: dict[str, od.ShardDataset]) -> None:
     ours = loaders(mixture(data, (8, 1, 1)), 1)
     steps_of(ours, 4)
@@ -249,6 +252,7 @@ def test_states_of_other_mixtures_and_broken_ones_are_refused(data: dict[str, od
 WEIGHTS = [{"omni": 5, "chat": 3, "text": 1}, {"omni": 1, "chat": 3, "text": 2}, {"chat": 3, "text": 1}]
 
 
+@pytest.mark.slow
 def test_a_state_is_small_with_many_stages_and_sources(data: dict[str, od.ShardDataset]) -> None:
     names = [f"source-{number:02d}" for number in range(50)]
     rng = np.random.default_rng(0)
@@ -384,6 +388,7 @@ def run(dataset: od.Mixture, stretches: list[Stretch], **options: Any) -> list[t
     return all_steps
 
 
+@pytest.mark.slow_cases("all")
 @pytest.mark.parametrize("stop", ["all", "repeat"])
 def test_a_resume_at_every_step_and_a_second_one(kinds: dict[str, od.ShardDataset], stop: str) -> None:
     mixed = mixture_of(kinds, stop=stop, by="tokens", staged=True, weights=(3, 1, 4, 1, 5))
@@ -394,6 +399,7 @@ def test_a_resume_at_every_step_and_a_second_one(kinds: dict[str, od.ShardDatase
         assert run(mixed, cut, **options) == undisturbed
 
 
+@pytest.mark.slow_cases("all")
 @pytest.mark.parametrize("stop", ["all", "repeat"])
 def test_global_batches_hold_the_same_bits_on_any_ranks(kinds: dict[str, od.ShardDataset], stop: str) -> None:
     mixed = mixture_of(kinds, stop=stop, by="tokens", staged=stop == "repeat", weights=(3, 1, 4, 1, 5))

@@ -53,6 +53,7 @@ def test_a_file_is_the_mixture_that_it_describes(folder: Path) -> None:
     assert len(loader) > 10
 
 
+@pytest.mark.slow_cases("size0")
 @pytest.mark.parametrize("size", [["--batch-size", "2"], ["--batch-tokens", "900"]])
 def test_profile_takes_a_mixture(folder: Path, size: list[str]) -> None:
     result = run("profile", str(folder / "mix.yaml"), ALLOW, "--ranks", "2,8", "--json", *size)
@@ -142,6 +143,7 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 MERGES = "a0: &a0 {x0: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}], x{n}: 1}}\n" for n in range(1, 40))
 
 
+@pytest.mark.slow_cases("recursion")
 @pytest.mark.parametrize(
     ("text", "words"),
     [

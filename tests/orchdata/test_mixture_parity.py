@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SLOW = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=SLOW * each.slow) for name, each in SUITES.items()])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=SLOW) for name in SUITES])
 def suite(request: pytest.FixtureRequest) -> Suite:
     return SUITES[request.param]
 

@@ -366,6 +366,7 @@ LONG = TOKENIZERS | {
 }
 
 
+@pytest.mark.slow_cases("at once,")
 @pytest.mark.parametrize("tokenizer", [name for name in LONG if name.startswith("at once")])
 def test_a_piece_is_tokenized_without_the_rest_of_its_text(
     tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -53,6 +53,7 @@ def job(shards: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
     return run
 
 
+@pytest.mark.slow
 def test_gradients_of_encoders_and_llm_are_those_of_one_rank(job: Callable[..., Ranks]) -> None:
     recipe = recipe_of("encoders_apart.md", "encoder_dims")
     found = job("trained", recipe)
@@ -190,6 +191,7 @@ WORKS = {
 }
 
 
+@pytest.mark.slow_cases("engines")
 @pytest.mark.parametrize("row", WORKS)
 def test_works_with_peers(good: od.ShardDataset, row: str) -> None:
     data = good if row != "mixtures" else od.Mixture({"one": od.Source(good)})

@@ -102,6 +102,7 @@ def cell(data: bytes) -> dict[str, Any]:
     return {"bytes": data, "path": None}
 
 
+@pytest.mark.slow_cases("parquet")
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_finevision(tmp_path: Path, kind: str) -> None:
     pairs = [[{"user": f"What is {n}?", "assistant": f"It is {n}."}] * (1 + n % 2) for n in range(4)]

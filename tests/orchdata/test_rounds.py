@@ -41,9 +41,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
-)
+@pytest.fixture(scope="module", params=[pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4)])
 def trained(request: pytest.FixtureRequest, shards: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder: Path = tmp_path_factory.mktemp("job")
     return run_ranks(JOB, shards, json.dumps(list(CASES)), folder / "saved", num_ranks=request.param, folder=folder)

@@ -73,6 +73,7 @@ def test_a_step_enters_the_loop_the_plan_and_the_builder(path_of_a_step: Any, mo
 USE = "import torchaudio; print(torchaudio.decorated(3), torchaudio.available)"
 
 
+@pytest.mark.slow
 def test_what_is_written_in_python_is_there_without_the_libraries(tmp_path: Path) -> None:
     package = tmp_path / "torchaudio"
     (package / "_extension").mkdir(parents=True)

@@ -42,7 +42,7 @@ def shard(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> str:
     return shard
 
 
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.fixture(scope="module", params=[pytest.param(size, marks=pytest.mark.slow) for size in (2, 4)])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, shard: str) -> Any:
     family = FAMILIES["qwen2_5_vl"]
     shards = write_samples(family, made_up(family, 9, 1), tmp_path_factory.mktemp("family"))

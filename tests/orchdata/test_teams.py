@@ -98,6 +98,7 @@ def test_no_plain_model_gets_a_team_and_ranks_without_a_group_skip_nothing(texts
         loader(texts, (0, RANKS), on_error="skip")
 
 
+@pytest.mark.slow
 def test_megatron_packs_one_team(texts: str) -> None:
     ours, mixed = (steps(texts, 8, global_batch_size=size)[0] for size in (1, SIZE))
     for batch in ours:

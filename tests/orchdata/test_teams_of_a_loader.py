@@ -214,6 +214,7 @@ def test_the_profile_shows_what_teams_bring(dataset: od.ShardDataset) -> None:
     assert "teams" not in few.main_scale.settings and any("so few ranks" in said for said in few.summary)
 
 
+@pytest.mark.slow
 def test_the_command_plans_teams(dataset: od.ShardDataset, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     common = ["profile", *dataset.urls, "--ranks", "8", "--batch-size", "2", "--teams", "4"]
@@ -281,6 +282,7 @@ def wholes(chats: str, layout: od.Packed) -> dict[Any, dict[str, torch.Tensor]]:
 LAYOUTS = [od.Packed(), od.Packed(multiple_of=16, positions="mrope")]
 
 
+@pytest.mark.slow_cases("mrope-2")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["text", "mrope"])
 def test_slices_of_all_members_are_the_whole(chats: str, layout: od.Packed, accumulate: int) -> None:
@@ -323,6 +325,7 @@ def test_slices_of_all_members_are_the_whole(chats: str, layout: od.Packed, accu
     assert sizes == {1, 2, 4} and min(differs.values()) > 3
 
 
+@pytest.mark.slow_cases("accumulate", "capped", "not mixed")
 @pytest.mark.parametrize(
     "options",
     [

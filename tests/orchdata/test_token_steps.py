@@ -124,6 +124,7 @@ def test_a_state_of_other_tokens_is_refused(dataset: od.ShardDataset) -> None:
         loaders(dataset, 1, state | {"tokens": 7})
 
 
+@pytest.mark.slow_cases("engine1")
 @pytest.mark.parametrize("engine", [{"num_threads": 0}, {"num_workers": 2, "num_threads": 1}])
 def test_another_budget_goes_on_where_the_state_was(dataset: od.ShardDataset, engine: dict[str, int]) -> None:
     ours = loaders(dataset, 2)

@@ -90,6 +90,7 @@ class Sized(Endless):
         return 20
 
 
+@pytest.mark.slow_cases("2")
 @pytest.mark.parametrize("stop", [2, 5, 7])
 @pytest.mark.parametrize("kind", ["steps", "microbatches", "around", "drawn", "in order", "iterable"])
 def test_a_state_is_loaded_although_the_number_of_steps_was_asked_before(

@@ -122,6 +122,7 @@ def test_all_engines_build_the_same(shard: str) -> None:
         del running
 
 
+@pytest.mark.slow
 def test_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "train.tar", samples(24))
     od.ShardDataset(shard, recipe=video_job.RECIPE).index()

@@ -141,6 +141,7 @@ def test_mypy_knows_every_public_name(environment: Path, tmp_path: Path, config:
         assert part in error
 
 
+@pytest.mark.slow
 def test_console_script_runs(environment: Path, tmp_path: Path) -> None:
     out = _run(environment, "orchdata", "--help", cwd=tmp_path)
     for command in ("demo", "synth", "index", "profile", "bench"):

@@ -386,6 +386,7 @@ def test_sources_of_a_mixture_are_concatenated_in_its_order(tmp_path: Path) -> N
     assert [found(batch) for row in shares_of for batch in row] == [found(batch) for batch in steps[1, 1]]
 
 
+@pytest.mark.slow_cases("True", "options0", "options2")
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("options", [{"stop": "repeat", "epoch_tokens": 4_000}, {"stop": "all"}, {"stop": "first"}])
 def test_windows_continue_with_other_weights(tmp_path: Path, options: dict[str, Any], drop_last: bool) -> None:

@@ -93,9 +93,7 @@ QUICK = [
 ]
 WRONG = [case for case in QUICK if case.loss != "global"]
 PAIRS = cover([case for case in QUICK if case.loss == "global"], ALL, pairs_of)
-SUITES = {"3 ranks": Suite(3, QUICK)} | {
-    f"{size} ranks, all pairs": Suite(size, PAIRS + WRONG, slow=True) for size in (1, 4)
-}
+SUITES = {"3 ranks": Suite(3, QUICK)} | {f"{size} ranks, all pairs": Suite(size, PAIRS + WRONG) for size in (1, 4)}
 
 
 def make_loader(folder: Path, case: Case) -> od.DataLoader:

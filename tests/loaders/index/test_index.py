@@ -273,6 +273,7 @@ def test_the_index_is_that_of_threads(tmp_path: Path, monkeypatch: pytest.Monkey
     assert same(again, alone) and not any(each.measured for each in seen)
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_is_one_error_that_names_the_shard(tmp_path: Path) -> None:
     urls = [texts(tmp_path / f"{number}.jsonl", 30) for number in range(2)]
     recipe, cache = jobs_recipes.recipe(tmp_path), CacheFolder(tmp_path / "cache")
@@ -363,6 +364,7 @@ def test_the_command_reports_and_ends_at_ctrl_c(tmp_path: Path) -> None:
     assert json.loads(output)["samples"] == 90
 
 
+@pytest.mark.slow
 def test_children_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     url = texts(tmp_path / "a.jsonl", 30)
     (tmp_path / "sleep").write_text("a has 7 words")

@@ -156,6 +156,7 @@ def test_recipes_in_any_order_have_the_index_of_each(shard: str, tmp_path: Path)
         assert content(build_index([shard], recipe)) == expected, recipe
 
 
+@pytest.mark.slow
 def test_processes_send_the_sizes_that_they_counted(shard: str) -> None:
     """A shard that several share, and one that is not divided."""
     recipe, other = Recipe(points=Clouds()), Recipe(points=Clouds(), image=ImagePreprocessor(max_tokens=9))
@@ -280,6 +281,7 @@ def test_what_changes_no_count_needs_no_other_index(text_shard: str, value: dict
     assert build_index([text_shard], other).path == first.path and not words.calls
 
 
+@pytest.mark.slow_cases("fast")
 @pytest.mark.parametrize("kind", ["words", "fast", "bytes"])
 def test_recipes_in_any_order_have_the_texts_of_each(text_shard: str, tmp_path: Path, kind: str) -> None:
     """Also those that cannot use what others kept: shorter limits of texts, other pieces."""

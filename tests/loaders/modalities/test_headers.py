@@ -100,6 +100,7 @@ def check_hostile(folder: Path, kind: type[Modality]) -> int:
 SKIPPED = {*".psd .fli .ico .icns .tga .dcx .pcx .eps .xbm .xpm .msp .sgi .dds .ftex".split()}
 
 
+@pytest.mark.slow_cases("pillow")
 @pytest.mark.parametrize(
     "folder", ["hostile/pillow", "hostile/minimp3-vectors", pytest.param("hostile/tinytag", marks=pytest.mark.slow)]
 )

@@ -147,6 +147,7 @@ def resized_by(resizer: str, upright: Image.Image, target: tuple[int, int], resa
     return resized[0].permute(1, 2, 0).numpy()
 
 
+@pytest.mark.slow_cases("pillow")
 @pytest.mark.parametrize("resizer", ["pillow", "torchvision"])
 def test_every_exif_orientation_is_turned_upright_and_then_resized(fixtures_dir: Path, resizer: str):
     paths = sorted((fixtures_dir / "images/exif-orientation-examples").rglob("*.jpg"))

@@ -52,6 +52,7 @@ def stored(index: Index, row: int, recipe: Recipe) -> StoredSample:
     return StoredSample(index, OpenShards(limits=recipe.limits, cache=CacheFolder()), row)
 
 
+@pytest.mark.slow
 def test_a_saved_data_set_is_read_without_datasets(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     count = 23
@@ -293,6 +294,7 @@ def test_damaged_files_end_no_process(tmp_path: Path) -> None:
     assert try_cases(tmp_path, cases) == ""
 
 
+@pytest.mark.slow
 def test_a_child_that_ends_is_reported(tmp_path: Path) -> None:
     report = try_cases(tmp_path, [Case("no such schema", "fine", b""), Case("media", "ends", b"")], end_at=1)
     assert report.startswith("media: ends (1.arrow): SIGABRT")

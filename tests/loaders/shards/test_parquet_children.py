@@ -185,6 +185,7 @@ def test_memory_above_the_limit_of_a_child_is_a_failure(tmp_path: Path, monkeypa
     assert error.startswith("takes more than 2151677952 bytes of memory to read") and "member_bytes=1048576" in error
 
 
+@pytest.mark.slow
 def test_a_child_that_was_killed_from_outside_is_no_word_about_the_file(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet")
     kills = iter([True])
@@ -229,6 +230,7 @@ class FailingAt(Hooked):
         super().__init__(path, hook)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_an_error_in_a_build(tmp_path: Path) -> None:
     paths = [str(write(tmp_path / f"{i}.parquet")) for i in range(6)]
 
@@ -305,6 +307,7 @@ def test_a_copy_is_read_and_a_copy_with_other_pages_is_not(tmp_path: Path) -> No
         texts()
 
 
+@pytest.mark.slow_cases("x02", "~")
 @pytest.mark.parametrize("claimed", [b"\x16\x0a", b"\x16\x02", b"\x16\x05", b"\x16\x7e"])  # 5, 1, -3, 63
 def test_a_footer_that_counts_other_rows_fails_the_shard(tmp_path: Path, claimed: bytes) -> None:
     source = write(tmp_path / "a.parquet", ["one", "two", "thr"]).read_bytes()

@@ -69,6 +69,7 @@ def with_note(path: Path, data: bytes) -> None:
     verified.note(path, path.stat())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is built again")
 def test_no_damage_to_a_kept_file_changes_what_is_built(shards: list[str]) -> None:
     expected = whole(build_index(shards, RECIPE))

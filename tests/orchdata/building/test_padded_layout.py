@@ -217,6 +217,7 @@ def test_a_cap_on_padded_encoders_is_refused(dataset: od.ShardDataset) -> None:
         assert batch.image.patches.shape[0] <= 600
 
 
+@pytest.mark.slow_cases("restart")
 @pytest.mark.parametrize("positions", ["restart", "mrope"])
 def test_padded_training_has_the_loss_and_gradients_of_packed(dataset: od.ShardDataset, positions: Any) -> None:
     packed = trained(MultimodalLM(CONFIG), dataset, od.Packed(positions=positions))

@@ -215,6 +215,7 @@ def test_data_with_a_state_of_their_own_are_for_torchs_loader(ours: dict[str, An
         od.DataLoader(Stateful(23), **ours)
 
 
+@pytest.mark.slow_cases("2")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_ranks_read_each_index_once_and_a_state_goes_on_on_more_of_them(num_workers: int) -> None:
     def ranks_of(size: int) -> list[od.DataLoader]:

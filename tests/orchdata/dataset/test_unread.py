@@ -259,6 +259,7 @@ def test_the_docs_list_the_names_of_which_the_warning_is_silent() -> None:
     assert {*re.findall("`(.+?)`", listed)} == HARMLESS
 
 
+@pytest.mark.slow
 def test_frequent_names_are_counted_exactly_in_memory_that_does_not_grow_with_names() -> None:
     def peak(records: int) -> int:
         tracemalloc.start()

@@ -164,6 +164,7 @@ def test_a_compressed_shard_is_read_once_and_not_while_the_cache_has_it(tmp_path
         assert path.stat().st_size <= pulled < path.stat().st_size + 64
 
 
+@pytest.mark.slow
 def test_parquet_cells_are_read_with_the_rest_of_their_column_chunk(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     table = pa.table({"image": [jpeg(60, 60, seed) for seed in range(8)], "caption": [f"one {i}" for i in range(8)]})

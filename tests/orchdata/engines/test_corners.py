@@ -251,6 +251,7 @@ def test_a_step_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert sum(1 for _ in loader) == len(planned) == len(loader) == 3
 
 
+@pytest.mark.slow
 def test_the_command_says_where_kernels_are() -> None:
     command = [sys.executable, "-m", "orchdata.cli", "warm", "--json"]
     said = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)

@@ -356,6 +356,7 @@ def leftovers(tag: str) -> Iterator[str]:
                 continue
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "sent"), [("fork", signal.SIGKILL), pytest.param("forkserver", signal.SIGINT, marks=pytest.mark.slow)]
 )

@@ -73,6 +73,7 @@ def _fail(number: int) -> None:
     raise ZeroDivisionError
 
 
+@pytest.mark.slow
 def test_a_data_set_that_does_not_unpickle_is_an_immediate_error() -> None:
     loader = od.DataLoader(NotUnpicklable(), 4, num_workers=2, multiprocessing_context="forkserver", **COSTS)
     with pytest.raises(RuntimeError, match=r"LookupError: it is of another world\).*multiprocessing_context='fork'"):
@@ -214,6 +215,7 @@ def test_an_index_that_was_rebuilt_raises_an_error(shards: list[str], tmp_path: 
 # Threads that hang: the loader reports them, and the process ends with its own status and error.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ending", "status", "last_line"),
     [
@@ -237,6 +239,7 @@ def test_a_process_ends_although_threads_hang(tmp_path: Path, ending: str, statu
     assert ended.stderr.strip().rpartition("\n")[2] == last_line
 
 
+@pytest.mark.slow_cases("pool")
 @pytest.mark.parametrize("left_by", ["pool", "store"])
 def test_a_call_that_returns_while_the_interpreter_ends_changes_no_status(left_by: str, tmp_path: Path) -> None:
     program = Path(returning_job.__file__).read_text()

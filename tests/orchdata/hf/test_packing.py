@@ -98,6 +98,7 @@ def test_models_that_keep_samples_apart_stay_packed(kind: str, inside: str | Non
     assert not inputs.padded and inputs.verdict.packs and inputs.verdict.attention == "sdpa"
 
 
+@pytest.mark.slow
 def test_a_model_that_chooses_positions_by_scores_is_tried_without_ties_among_them() -> None:
     assert od.hf.Inputs(config_of("deepseek_v32")).verdict.packs
     # The control: of so few heads many positions get a score of 0, and their number decides which are chosen.

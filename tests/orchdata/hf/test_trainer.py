@@ -129,6 +129,7 @@ def test_every_gradient_is_that_of_the_plain_loop(vl: Family, tmp_path: Path) ->
     assert trainer.accelerator._dataloaders == []  # nothing has sharded it
 
 
+@pytest.mark.slow
 def test_a_compute_loss_of_one_s_own_is_given_counts_as_the_trainer_has_them(llama: Family, tmp_path: Path) -> None:
     class Own(Ours):
         def compute_loss(
@@ -156,6 +157,7 @@ def test_a_compute_loss_of_one_s_own_is_given_counts_as_the_trainer_has_them(lla
             assert distance(ours, theirs) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_model_whose_own_loss_does_not_follow_is_scaled_too(tmp_path: Path) -> None:
     audio = Family("qwen2_audio", tmp_path)
     model = audio.model()

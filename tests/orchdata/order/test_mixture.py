@@ -244,6 +244,7 @@ def test_equal_weights_again_change_nothing(stop: Any) -> None:
     assert digest_of(one) == digest_of(many)
 
 
+@pytest.mark.slow_cases("72", "108", "144", "180")
 @pytest.mark.parametrize("first", range(0, 216, 36))
 def test_one_stage_keeps_the_order_of_before(first: int) -> None:
     """To the bit, in the first three epochs of mixtures of all kinds."""

@@ -110,6 +110,7 @@ def test_a_run_that_is_named_twice_is_waited_for_like_others() -> None:
     assert starts["b"] >= max(run.end_seconds for run in plan.runs if run.name == "c")
 
 
+@pytest.mark.slow
 def test_small_graphs_end_near_the_best_of_every_schedule() -> None:
     ratios = []
     for seed in range(24):
@@ -174,6 +175,7 @@ def seconds_of_turn(of: TogetherTable, towers: tuple[tuple[str, int], ...]) -> f
     return now
 
 
+@pytest.mark.slow_cases("2")
 @pytest.mark.parametrize("devices", [1, 2])
 def test_the_best_of_every_placement(devices: int) -> None:
     shared = 0

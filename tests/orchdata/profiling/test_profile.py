@@ -207,6 +207,7 @@ def render(result: Profile) -> str:
     return console.export_text()
 
 
+@pytest.mark.slow
 def test_scopes_are_shown_where_there_are_groups(sharded: Index) -> None:
     assert "groups a shard" not in render(profile(sharded, ranks=(8,), steps=1, most_steps=1))
     result = profile(sharded, ranks=(8, 16), cost=COST)

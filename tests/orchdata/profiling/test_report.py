@@ -121,6 +121,7 @@ def test_strings_of_the_data_stay_text(shown_hostile: Any) -> None:
     assert "\x00" not in html
 
 
+@pytest.mark.slow
 def test_without_samples_nothing_of_a_sample_is_on_the_page(shown_hostile: Any, tmp_path: Path) -> None:
     data, profile, full = shown_hostile
     profile.write_html(tmp_path / "report.html", data, samples=0)
@@ -197,6 +198,7 @@ def test_shards_are_named_below_their_common_folder_and_without_secrets() -> Non
     assert "secret" not in ShardNames([signed, "https://host/y/b.tar"])(signed)
 
 
+@pytest.mark.slow
 def test_without_a_cost_model_nothing_is_said_of_time(dataset: od.ShardDataset, tmp_path: Path) -> None:
     profile, html = write(dataset, tmp_path, cost=None, ranks=(2,))
     assert "positions, not time" in profile.summary[0]

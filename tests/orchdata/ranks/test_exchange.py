@@ -47,6 +47,7 @@ def of_four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run_ranks(peers_job.__file__, *OF_FOUR, num_ranks=4, folder=tmp_path_factory.mktemp("peers"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_FOUR)
 def test_between_peers_of_four_ranks(of_four_ranks: Any, name: str) -> None:
     assert_held(name, of_four_ranks)

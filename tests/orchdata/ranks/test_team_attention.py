@@ -19,11 +19,9 @@ from teams_job import RECIPE, loader
 
 import orchdata as od
 
-pytestmark = pytest.mark.usefixtures("same_cache")
+pytestmark = [pytest.mark.usefixtures("same_cache"), pytest.mark.slow]
 UNHURRIED = pytest.mark.timeout(1200)
-ranks = pytest.mark.parametrize(
-    "num_ranks", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=[pytest.mark.slow, UNHURRIED])]
-)
+ranks = pytest.mark.parametrize("num_ranks", [2, 4, pytest.param(8, marks=UNHURRIED)])
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +77,6 @@ def test_answers_of_packed_chats_are_trained_as_on_one_rank(found: Any, num_rank
         assert each["distance"] < 1e-12 and max(each["sizes"]) == num_ranks and 0.3 < each["learned"] < 0.7
 
 
-@pytest.mark.slow
 @UNHURRIED
 def test_a_killed_run_goes_on_with_other_ranks(chats: str, tmp_path: Path) -> None:
     run_ranks(JOB, chats, tmp_path, "killed", num_ranks=4, folder=tmp_path, lost=range(4))
@@ -110,7 +107,7 @@ def tokens_and_labels(rows: Iterable[Any]) -> tuple[Counter[Any], Counter[int]]:
     return tokens, labels
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_what_cannot_be_shared_is_refused_on_every_rank(found: Any, num_ranks: int) -> None:
     says = {
         "heads": ["2 ranks cannot share 3 query heads", "No team works"],

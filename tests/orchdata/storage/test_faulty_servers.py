@@ -64,6 +64,7 @@ def numbered(every: int) -> list[Fault]:
     ]
 
 
+@pytest.mark.slow_cases("process")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_faults_change_no_batch_and_skip_no_sample(
     s3_server: S3Server, local: Epochs, through: Remote, proxied: Proxied, engine: str
@@ -111,6 +112,7 @@ class Outage:
         self.proxy.faults = ()
 
 
+@pytest.mark.slow_cases("process")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_epoch_goes_on_after_an_outage(
     s3_server: S3Server, local: Epochs, through: Remote, proxied: Proxied, engine: str
@@ -129,6 +131,7 @@ def test_an_epoch_goes_on_after_an_outage(
     assert loader.stats()["failures"]["count"] == 0
 
 
+@pytest.mark.slow_cases("process")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_outage_that_lasts_is_one_error_on_one_line(
     s3_server: S3Server, bucket: str, through: Remote, proxied: Proxied, engine: str

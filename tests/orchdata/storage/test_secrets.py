@@ -97,6 +97,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.slow
 def test_options(
     s3_server: S3Server, local: Epochs, new_bucket: Callable[[], str], proxied: Proxied, private_cache: Path
 ) -> None:

@@ -201,6 +201,7 @@ class PairsIterator:
         self.place = len(state)
 
 
+@pytest.mark.slow_cases("-4-2")
 @pytest.mark.parametrize(("size", "workers"), [(2, 0), (4, 0), (4, 2)])  # the last batch of six is whole, or short
 @pytest.mark.parametrize(
     "options",
