@@ -22,7 +22,7 @@ demo: $(STAMP)
 	$(BIN)/orchdata demo $(ARGS)
 
 test: $(STAMP)
-	$(PYTEST) -n 4 $(ARGS)
+	$(PYTEST) -n 3 $(ARGS)
 
 test-slow: $(STAMP)
 	$(PYTEST) -n 3 -m slow $(ARGS)
