@@ -283,6 +283,7 @@ def test_the_recipe_of_lightning(shards: list[str]) -> None:
         lightning.Trainer(accelerator="cpu", devices=1, max_epochs=1, **quiet).fit(Module())
 
 
+@pytest.mark.slow
 def test_the_recipe_of_fabric(shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lightning = pytest.importorskip("lightning")
     monkeypatch.chdir(tmp_path)
@@ -374,6 +375,7 @@ def test_the_sum_of_the_loss(shards: list[str]) -> None:
     assert names["loss_sum"].item() == pytest.approx(expected.item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_recipe_of_one_length(shards: list[str]) -> None:
     from examples.model import make_cost
 

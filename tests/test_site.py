@@ -30,6 +30,7 @@ def build(folder: Path, page: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_links_that_leave_the_folder_lead_to_pages_of_the_site(tmp_path: Path) -> None:
     done = build(
         tmp_path, "[one](../examples/one.py) [all](../examples) [how](../README.md#install-it) [here](#one-part)"

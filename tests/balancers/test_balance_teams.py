@@ -99,6 +99,7 @@ def test_close_to_the_best_of_every_plan(name: str) -> None:
     assert np.mean(ratios) <= 1.05 and max(ratios) <= 1.2
 
 
+@pytest.mark.slow
 def test_largest_loads_are_near_the_bound() -> None:
     """600 random cases of 8 to 16 samples a rank, and 600 of 1 to 8 and of equal lengths."""
     powers, others = (over_bound(TeamsBench(seed=1), ranks) for ranks in (POWERS, OTHERS))

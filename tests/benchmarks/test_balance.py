@@ -164,6 +164,7 @@ def test_the_simple_way_by_hand() -> None:
 SMALL = papers_run.PapersBench(small=True, steps=1)
 
 
+@pytest.mark.slow
 def test_every_case_is_planned_and_nothing_beats_perfect() -> None:
     found = papers_run.run(SMALL)
     json.dumps(make_report("python -m benchmarks.papers", SMALL, found).to_dict(), allow_nan=False)

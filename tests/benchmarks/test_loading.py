@@ -87,6 +87,7 @@ def test_a_child_gives_its_result_or_says_why_there_is_none(tmp_path: Path) -> N
         run_in_child(operator.add, (2, 3), tmp_path, 60, python="/nowhere/python")
 
 
+@pytest.mark.slow
 def test_a_child_that_takes_too_long_ends_with_all_it_started(tmp_path: Path) -> None:
     before = set(process_tree(os.getpid()))
     with pytest.raises(LaneError, match="not done after 3 s"):

@@ -46,6 +46,7 @@ def task(text: PeersJob, folder: Path, first: int, last: int, *, saved: str = ""
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(text: PeersJob, tmp_path: Path) -> None:
     whole = train(task(text, tmp_path, 0, STEPS), "text", text)

@@ -41,7 +41,7 @@ NEEDS = {
 STEPS, SIZE, MAX_TOKENS = 6, 8, 1500
 DIES_AT, SAVED = 5, 4
 
-pytestmark = pytest.mark.usefixtures("same_cache")
+pytestmark = [pytest.mark.usefixtures("same_cache"), pytest.mark.slow]
 
 
 class Step(NamedTuple):
@@ -183,7 +183,6 @@ def check(found: dict[int, Step], expected: list[Step], steps: range) -> None:
     assert [found[step].loss for step in steps] == pytest.approx(theirs, rel=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.usefixtures("examples")
 def test_killed_on_two_ranks_it_goes_on_with_one_as_the_plain_loop(name: str, shards: Path, tmp_path: Path) -> None:
@@ -215,7 +214,6 @@ LAUNCHERS = {
 """What the commands of docstrings start with -> the same in this environment."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -245,7 +243,6 @@ def test_an_example_runs_as_its_docstring_says_from_any_folder(name: str, shards
         assert [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
 
 
-@pytest.mark.slow
 def test_a_webdataset_pipeline_is_balanced_between_ranks(tmp_path: Path) -> None:
     synthesize("omni", tmp_path / "omni", samples=48)
     run_ranks(str(JOB), "webdataset_pipeline", 0, tmp_path / "omni" / "*.tar", num_ranks=2, folder=tmp_path)
@@ -271,7 +268,6 @@ def run_ray_train(cluster: TestCluster, shards: Path, folder: Path, steps: int, 
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("examples")
 def test_ray_train_resumes_on_one_worker_and_on_three(ray_cluster: TestCluster, shards: Path, tmp_path: Path) -> None:

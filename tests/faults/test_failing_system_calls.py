@@ -241,6 +241,7 @@ def test_points_of_processes_that_are_started(
         report([trouble for share in tried for trouble in share])
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_half_a_write(worker: Worker, keys: dict[str, list[str]]) -> None:
     """The kill itself is tried: amid the first write of a walk, whose file never gets its name."""
     truth = truth_of(worker, "tar, build", keys)
@@ -252,6 +253,7 @@ def test_a_process_that_is_killed_leaves_half_a_write(worker: Worker, keys: dict
     assert not problems(answer, truth.answer, fault)
 
 
+@pytest.mark.slow
 def test_fewer_bytes_than_asked_for_are_asked_for_again(worker: Worker) -> None:
     """Every read and every write gives half: as on a network file system, or at a signal."""
     for scenario, options in (("build_index", {}), ("epoch", {"evicted": True})):

@@ -303,6 +303,7 @@ def test_hostile_files_as_shards(hunt: Hunt, hostile: list[Path]) -> None:
     in_batches(hunt, own + sampled(product(hostile, SHARD_SUFFIXES), 15), as_shards, 100)
 
 
+@pytest.mark.slow
 def test_hostile_files_as_members(hunt: Hunt, hostile: list[Path]) -> None:
     in_batches(hunt, sampled(product(hostile, FIELDS), 300), as_members, 150)
 

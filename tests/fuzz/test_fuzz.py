@@ -35,6 +35,7 @@ def test_mutated_files_are_refused_or_counted_right(runner: Runner, tmp_path: Pa
     assert sum(of.failed for of in fuzzer.figures.values()) > 4
 
 
+@pytest.mark.slow
 def test_a_child_that_ends_is_a_finding_of_each_case_and_minimised(runner: Runner, tmp_path: Path) -> None:
     fuzzer = Fuzzer(runner, tmp_path, 0, misbehave="abort")
     findings = run(fuzzer, ("txt",), 2)

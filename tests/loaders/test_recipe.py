@@ -361,6 +361,7 @@ def test_a_sparse_member_is_held_against_what_is_stored(tmp_path: Path) -> None:
     assert reason == "a sparse member of 2097152 bytes, 16384 of them stored, above Limits.decompression_ratio=127"
 
 
+@pytest.mark.slow
 def test_extended_headers_of_one_member_are_bounded_together(tmp_path: Path) -> None:
     # Maps of stretches of nothing, four bytes each: the second one is above 1 MiB.
     for stretches, over in ((200_000, False), (300_000, True)):

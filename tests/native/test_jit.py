@@ -107,6 +107,7 @@ def test_a_kernel_may_call_pieces_that_are_not_compiled_yet() -> None:
     assert kernel(calls)(10) == 22
 
 
+@pytest.mark.slow_cases("False")
 @pytest.mark.parametrize("disabled", [False, True])
 def test_numba_is_imported_by_the_first_call(disabled: bool) -> None:
     environ = {key: value for key, value in os.environ.items() if key != "NUMBA_DISABLE_JIT"}

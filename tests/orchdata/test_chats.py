@@ -46,6 +46,7 @@ def arrived(urls: str, recipe: od.Recipe) -> dict[str, tuple[list[int], list[int
     return by_key
 
 
+@pytest.mark.slow
 def test_rows_with_tools_and_reasoning(tmp_path):
     rows, expected = [], {}
     tokenizer, tagged = hf_tokenizer(), with_generation(QWEN3)

@@ -263,6 +263,7 @@ def test_a_cache_folder_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert run("doctor").stdout.splitlines()[-1] == "1 broken"
 
 
+@pytest.mark.slow_cases("pyarrow", "soundfile", "torchaudio")
 @pytest.mark.parametrize(
     ("package", "error", "verdict", "hint"),
     [

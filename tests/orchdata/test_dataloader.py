@@ -510,6 +510,7 @@ MOVES = [inside_an_epoch, broken_off, at_a_set_epoch]
 WAYS = [(move, copy.deepcopy) for move in MOVES] + [(broken_off, lambda loader: pickle.loads(pickle.dumps(loader)))]
 
 
+@pytest.mark.slow_cases("broken_off")
 @pytest.mark.parametrize(("move", "copied"), WAYS)
 @pytest.mark.parametrize("make", [sharded, seeded, drawn, pytest.param(mixed, marks=pytest.mark.slow)])
 def test_a_copy_goes_on_as_the_original(

@@ -61,6 +61,7 @@ def test_each_source_is_read_by_its_own_recipe(data: dict[str, od.ShardDataset])
     assert seen["mixed"] == apart
 
 
+@pytest.mark.slow
 def test_mixtures_in_mixtures_share_out_a_weight(data: dict[str, od.ShardDataset]) -> None:
     inner = od.Mixture({"chat": od.Source(data["chat"], weight=3), "text": od.Source(data["text"], weight=1)})
     nested = od.Mixture(

@@ -50,6 +50,7 @@ def test_a_docstring_is_not_counted_and_a_function_inside_is(
     assert (inner.name, inner.first, inner.lines) == ("inner", 6, 2)
 
 
+@pytest.mark.slow
 def test_a_step_enters_the_loop_the_plan_and_the_builder(path_of_a_step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ORCHDATA_CACHE", "")  # the script sets it, for its process alone
     before = sys.getprofile()

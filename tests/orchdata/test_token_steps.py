@@ -318,6 +318,7 @@ def digests(step: list[Any]) -> list[str]:
     return [digest(batch) for batch in step]
 
 
+@pytest.mark.slow_cases("options2", "options4")
 @pytest.mark.parametrize(
     "options",
     [

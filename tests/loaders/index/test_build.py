@@ -429,6 +429,7 @@ def test_ctrl_c_that_comes_just_as_the_build_begins_to_wait_is_heard(shards: lis
     assert given == [True]
 
 
+@pytest.mark.slow
 def test_builders_at_the_same_time(shards: list[str], tmp_path: Path) -> None:
     code = (
         "import sys; from orchdata.loaders.index.build import build_index; from orchdata.loaders.recipe import Recipe\n"

@@ -378,6 +378,7 @@ def test_children_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         threading.Event().wait(0.05)
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_is_refused(tmp_path: Path) -> None:
     url = texts(tmp_path / "a.jsonl", 3)
     script = tmp_path / "script.py"

@@ -252,6 +252,7 @@ def test_no_change_of_media_or_limits_calls_the_tokenizer(text_shard: str, tmp_p
         assert not words.calls, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "limits", [Limits(image_pixels=100), pytest.param(Limits(audio_seconds=0.1), marks=pytest.mark.slow)]
 )

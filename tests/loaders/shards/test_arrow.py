@@ -265,6 +265,7 @@ HAND_MADE = {
 }
 
 
+@pytest.mark.slow
 def test_what_a_hostile_hand_makes_is_refused_with_the_reason(tmp_path: Path) -> None:
     cases = [Case("media", reason, data) for reason, data in HAND_MADE.items()]
     assert try_cases(tmp_path / "tried", cases) == ""

@@ -182,6 +182,7 @@ def epoch(dataset: od.ShardDataset, **options: Any) -> tuple[list[str], dict[str
     return [global_batch([[batch]]) for batch in loader], loader.stats()
 
 
+@pytest.mark.slow
 def test_batches_are_those_of_local_files(pictures: Pictures, s3_server: S3Server, proxied: Proxied) -> None:
     proxy = proxied(s3_server)
     options = s3_server.options_of("all", proxy.endpoint)

@@ -47,6 +47,7 @@ def read(opened: ParquetShard, row: dict[str, Any]) -> bytes:
     return opened.read(row["offset"], row["size"], row["encoding"], row["field"])
 
 
+@pytest.mark.slow
 def test_hugging_face_structs_plain_bytes_and_text(tmp_path: Path) -> None:
     path = write(
         tmp_path / "a.parquet",

@@ -142,6 +142,7 @@ def test_a_file_that_aborts_the_library_costs_its_own_rows_only(tmp_path: Path) 
     assert children() == []
 
 
+@pytest.mark.slow
 def test_an_arrow_file_that_ends_its_process_costs_itself_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [str(tmp_path / "text.arrow"), str(tmp_path / "caption.arrow")]
     for path in paths:
@@ -330,6 +331,7 @@ def test_a_footer_that_counts_other_rows_fails_the_shard(tmp_path: Path, claimed
     assert refused >= 2
 
 
+@pytest.mark.slow
 def test_an_encrypted_file_with_a_plain_footer_is_called_so(tmp_path: Path) -> None:
     assert errors(write(tmp_path / "plain.parquet")) == []
     (reason,) = errors(write_encrypted(tmp_path / "a.parquet"))

@@ -116,6 +116,7 @@ def use(index: Index) -> None:
         index.parts_of(rows, modality)
 
 
+@pytest.mark.slow
 def test_numbers_that_lead_outside_are_errors_at_their_use(shards: list[str]) -> None:
     built = build_index(shards, RECIPE)
     path, data = built.path, built.path.read_bytes()

@@ -82,6 +82,7 @@ def test_padding_is_a_last_sequence_without_loss(dataset: od.ShardDataset) -> No
         assert all((where < start).all() for where in batch.llm.media_positions.values())
 
 
+@pytest.mark.slow
 def test_a_rank_without_samples_has_padding_alone(dataset: od.ShardDataset) -> None:
     batches = [batch for rank in range(3) for batch in loader_of(dataset, rank, 3, global_batch_size=1)]
     empty = [batch for batch in batches if not batch.sample_ids]

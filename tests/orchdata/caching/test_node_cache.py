@@ -119,6 +119,7 @@ def test_a_single_node_reads_nothing_in_the_second_epoch(remote: Remote, tmp_pat
     assert reads["storage_bytes"] == 0 < reads["used_bytes"] <= reads["cache_bytes"]
 
 
+@pytest.mark.slow
 def test_workers_read_the_copies_that_the_training_process_makes(remote: Remote, tmp_path: Path) -> None:
     cache = od.Cache(tmp_path / "nvme", max_bytes=1 << 30)
     expected = epoch(remote.loader())
@@ -149,6 +150,7 @@ def test_nodes_that_read_every_shard_fetch_none_whole_and_one_says_why(remote: R
     assert not list(tmp_path.rglob(f"*{SUFFIX}"))
 
 
+@pytest.mark.slow
 def test_grouped_nodes_read_their_own_shards_once(remote: Remote, tmp_path: Path) -> None:
     caches = [od.Cache(tmp_path / f"node{rank}", max_bytes=1 << 30) for rank in range(4)]
     ranks = [Rank(rank, 4, ranks_per_node=1) for rank in range(4)]
@@ -166,6 +168,7 @@ def test_grouped_nodes_read_their_own_shards_once(remote: Remote, tmp_path: Path
     assert [len(copies(cache)) for cache in caches] == [2, 2, 2, 2]
 
 
+@pytest.mark.slow
 def test_a_full_cache_keeps_its_own_shards_and_costs_no_batch(remote: Remote, tmp_path: Path) -> None:
     cap = remote.num_bytes // 2
     cache = od.Cache(tmp_path / "nvme", max_bytes=cap)
@@ -245,6 +248,7 @@ def test_a_full_disk_costs_one_warning_and_leaves_no_half_file(
     assert not list((Path(cache.path) / FOLDER).glob(".*.part"))
 
 
+@pytest.mark.slow_cases("False")
 @pytest.mark.parametrize("damaged", [False, True])
 def test_copies_removed_or_damaged_in_the_middle_cost_no_batch(remote: Remote, tmp_path: Path, damaged: bool) -> None:
     cache = od.Cache(tmp_path / "nvme", max_bytes=1 << 30)
@@ -302,6 +306,7 @@ def test_a_shard_that_was_replaced_is_not_copied(
     assert len(copies(cache)) == 1
 
 
+@pytest.mark.slow_cases("parquet")
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl"])
 def test_shards_of_each_container_are_read_from_their_copies(
     s3_server: S3Server, new_bucket: Callable[[], str], proxied: Proxied, tmp_path: Path, suffix: str

@@ -209,6 +209,7 @@ def test_the_lines_of_the_page_log_every_number(package: str, tmp_path: Path, mo
     assert made.stats(flat=True)["steps"] == 0  # it was reset
 
 
+@pytest.mark.slow
 def test_padding_and_repeated_reads_are_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed batches, and columns that stay in memory, are the controls."""
     for name in "ab":

@@ -69,6 +69,7 @@ def assert_over(threads: set[threading.Thread]) -> None:
         assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_two_loaders_at_the_same_time_deliver_the_same_batches_as_each_alone(tmp_path: Path, started: Any) -> None:
     dataset = od.ShardDataset(omni_shards(tmp_path), recipe=od.Recipe())
 
@@ -212,6 +213,7 @@ def absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm, "_is_stored", lambda head: False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("absent")
 def test_children_compile_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     warming = Warming(["padded", "pipeline"])
@@ -258,6 +260,7 @@ def test_the_command_says_where_kernels_are() -> None:
     assert set(said) == {"folders", "seconds"} and said["folders"] == warm.stored_in()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("absent")
 def test_a_loader_and_a_profile_say_at_once_that_kernels_are_compiled(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

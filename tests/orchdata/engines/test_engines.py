@@ -111,6 +111,7 @@ def workers(method: str, count: int, threads: int, *, in_turn: bool) -> Workers:
     return Workers(num_workers=count, num_threads=threads, multiprocessing_context=context, in_turn=in_turn)
 
 
+@pytest.mark.slow
 def test_a_fresh_process_builds_the_same_batches_of_every_spec(
     specs: Specs, alone: dict[str, list[str]], module_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,7 @@ def test_a_data_set_that_does_not_unpickle_is_an_immediate_error() -> None:
         list(loader)
 
 
+@pytest.mark.slow
 def test_a_file_that_a_starting_worker_cannot_read_is_a_storage_error() -> None:
     loader = od.DataLoader(NotReadNow(), 4, num_workers=1, multiprocessing_context="forkserver", **COSTS)
     with pytest.raises(od.StorageError, match=r"/mnt/arrays/1\.int64: cannot be mapped: Stale file handle"):
@@ -239,7 +240,7 @@ def test_a_process_ends_although_threads_hang(tmp_path: Path, ending: str, statu
     assert ended.stderr.strip().rpartition("\n")[2] == last_line
 
 
-@pytest.mark.slow_cases("pool")
+@pytest.mark.slow
 @pytest.mark.parametrize("left_by", ["pool", "store"])
 def test_a_call_that_returns_while_the_interpreter_ends_changes_no_status(left_by: str, tmp_path: Path) -> None:
     program = Path(returning_job.__file__).read_text()

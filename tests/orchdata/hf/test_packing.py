@@ -300,6 +300,7 @@ def test_a_kernel_that_ignores_the_window_would_be_seen(monkeypatch: pytest.Monk
     assert "trains otherwise in slices" in verdict_on(config_of("mistral", **NARROW, sliding_window=4097)).why
 
 
+@pytest.mark.slow
 def test_a_loader_refuses_a_model_that_cannot_be_shared(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "ab" * n}) + "\n" for n in range(3, 9)))
     data = od.ShardDataset(str(tmp_path / "a.jsonl"), od.Recipe(image=None, audio=None))

@@ -224,6 +224,7 @@ def checkpoint_of(trainer: Any, folder: Path) -> Path:
     return folder / f"checkpoint-{trainer.state.global_step}"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_the_loader_s_state_is_refused_unless_it_is_left_out(vl: Family, tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2}
     model = vl.model()
@@ -249,6 +250,7 @@ def test_a_checkpoint_without_the_loader_s_state_is_refused_unless_it_is_left_ou
         make(model, vl.loader(model), tmp_path).train(resume_from_checkpoint=str(written))
 
 
+@pytest.mark.slow
 def test_eval_loss_is_the_mean_over_all_tokens_however_batches_are_cut(vl: Family, tmp_path: Path) -> None:
     model = vl.model().eval()
     options = {"shuffle": False, "global_batch_size": 5}  # the last step is smaller

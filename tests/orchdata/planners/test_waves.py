@@ -129,6 +129,7 @@ def test_operators_in_turn_on_all_devices_are_seen_by_the_search() -> None:
     assert sum(run.count * run.seconds[4] for run in runs) > 1.15 * earliest_end(runs, 4)
 
 
+@pytest.mark.slow
 def test_a_larger_graph_has_room_and_its_order_and_unit_change_nothing() -> None:
     runs = graph(3, 12, 9)
     plan = plan_waves(runs, 4)
@@ -202,6 +203,7 @@ def test_the_best_of_every_placement(devices: int) -> None:
     assert 0 < shared < 12  # Side by side is not always better, nor worse.
 
 
+@pytest.mark.slow
 def test_the_script_measures_a_table(tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("measure_together", SCRIPT)
     assert spec is not None

@@ -59,6 +59,7 @@ def albums(draw: Any) -> tuple[dict[str, Any], int, Balance]:
     return {"num_samples": num_samples, "seed": draw(st.integers(0, 10_000)), "padded": padded}, num_ranks, balance
 
 
+@pytest.mark.slow
 @given(albums())
 def test_a_plan_that_moves_nothing_is_taken_where_it_costs_about_the_same(
     drawn: tuple[dict[str, Any], int, Balance],

@@ -138,6 +138,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Index:
     return synthetic_index(tmp_path_factory.mktemp("sharded") / "sharded.index", 8_000, seed=3, num_shards=16)
 
 
+@pytest.mark.slow
 def test_a_wider_scope_is_more_even_and_a_narrower_one_nearer(sharded: Index) -> None:
     scale = profile(sharded, ranks=(64,), batch_size=16, streams=8).scales[0]
     assert (scale.groups, scale.streams) == (8, 8)

@@ -77,7 +77,7 @@ def look(dataset: od.ShardDataset, balance: od.Balance, layout: Layout, steps: i
     return result.scales[0]
 
 
-@pytest.mark.slow_cases("Packed1", "Packed2", "Packed4")
+@pytest.mark.slow_cases("Packed1", "Packed2", "Packed3", "Packed4", "Packed6")
 @pytest.mark.parametrize(
     ("balance", "layout"),
     [
@@ -144,7 +144,7 @@ def test_what_training_would_refuse_is_refused(dataset: od.ShardDataset) -> None
         profile(dataset.index(), balance=od.Balance(teams=od.Teams(largest=2, cut="trainer")), encoder_peers=2)
 
 
-@pytest.mark.slow_cases("micro_step")
+@pytest.mark.slow
 @pytest.mark.parametrize("encode", ["micro_step", "step"])
 def test_peers_share_what_each_of_them_would_encode(
     dataset: od.ShardDataset, monkeypatch: pytest.MonkeyPatch, encode: Any

@@ -150,6 +150,7 @@ def test_a_mixture_has_a_part_for_each_source(dataset: od.ShardDataset, tmp_path
     assert "What samples are made of (of the stored samples, each once)" in page.text
 
 
+@pytest.mark.slow_cases("samples")
 @pytest.mark.parametrize("by", ["tokens", "samples"])
 def test_the_sentence_of_a_mixture_is_of_what_an_epoch_delivers(
     by: Literal["tokens", "samples"], tmp_path: Path
@@ -261,6 +262,7 @@ def test_reasons_hold_no_secret_and_are_not_endless(tmp_path: Path) -> None:
     assert 'quarantine="bad.jsonl"' in profile.call
 
 
+@pytest.mark.slow
 def test_a_report_that_is_there_keeps_its_mode_and_a_link_its_target(shown: Any, tmp_path: Path) -> None:
     target, link = tmp_path / "target.html", tmp_path / "link.html"
     target.write_text("old")

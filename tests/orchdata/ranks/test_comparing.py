@@ -180,6 +180,7 @@ def server() -> Iterator[tuple[subprocess.Popen[str], Any]]:
         process.kill()
 
 
+@pytest.mark.slow
 def test_a_store_that_hangs_or_dies_ends_the_wait(server: tuple[subprocess.Popen[str], Any]) -> None:
     process, store = server
     asked = JobStore(store, PATIENCE)

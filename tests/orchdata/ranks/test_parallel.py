@@ -61,6 +61,7 @@ def assert_exactly_once(epochs: list[dict[str, Any]], missing: int = 0) -> None:
     assert len(delivered) == len(set(delivered)) == NUM_SAMPLES - missing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", PEERS)
 def test_peers_get_bitwise_equal_batches(ranks: Ranks, scenario: str) -> None:
     for one, other in PEERS[scenario]:

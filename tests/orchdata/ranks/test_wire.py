@@ -65,6 +65,7 @@ def same(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
+@pytest.mark.slow
 @given(trees)
 @settings(max_examples=200, deadline=None)
 def test_nested_values_come_back_unchanged(sample: Any) -> None:

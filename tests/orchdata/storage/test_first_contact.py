@@ -160,6 +160,7 @@ def write_profile(home: Path, server: S3Server, name: str, secret: str) -> None:
     (folder / "credentials").write_text(f"[{name}]\n{keys}")
 
 
+@pytest.mark.slow_cases("team")
 @pytest.mark.parametrize(("name", "by"), [("default", "nothing"), ("team", "environment"), ("team", "options")])
 def test_a_profile_of_aws_is_found(
     s3_server: S3Server, bucket: str, local: Epochs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, by: str

@@ -89,6 +89,7 @@ def both(s3_server: S3Server, bucket: str, files: Path) -> Both:
     return Both(s3_server, bucket, files)
 
 
+@pytest.mark.slow_cases("parquet")
 @pytest.mark.parametrize("pattern", LAYOUTS)
 def test_an_epoch(both: Both, pattern: str) -> None:
     local, remote = both(pattern)
@@ -131,6 +132,7 @@ def test_single_samples_and_selections(both: Both, pattern: str) -> None:
         assert epoch(chosen(remote)) == epoch(chosen(local))
 
 
+@pytest.mark.slow
 def test_a_mixture_of_a_local_and_a_remote_source(both: Both) -> None:
     (tars, remote_tars), (rows, remote_rows) = both("omni-*.tar"), both("rows-*.jsonl")
     expected = mixed(tars, rows)

@@ -76,6 +76,7 @@ def states(places: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow_cases("http")
 @pytest.mark.parametrize("name", ["s3", "http", "cached"])
 def test_batches_are_those_of_local_files(places: dict[str, Any], whole: list[Any], name: str) -> None:
     assert len(whole) == 12

@@ -156,6 +156,7 @@ def test_ctrl_c_is_heard_while_a_server_stalls(
         child.communicate()
 
 
+@pytest.mark.slow_cases("24-")
 @pytest.mark.filterwarnings("ignore:DataLoader worker")
 @pytest.mark.parametrize(
     ("memory", "error"),

@@ -99,6 +99,7 @@ def saved(loader: Any) -> Any:
     return json.loads(json.dumps(loader.state_dict()))
 
 
+@pytest.mark.slow_cases("options1-2", "options3-2")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     ("kind", "options"),
