@@ -166,7 +166,7 @@ def test_peers_deliver_every_sample(job: PeersJob, lane: str) -> None:
         folder = job.folder / described.folder
         folder.mkdir()
         run_in_child(described.prepare, (job, folder), job.folder, 120, python=described.python)
-    figures, _ = run_in_child(measure, (described, job, "none", 0, 4), job.folder, 120, python=described.python)
+    figures, _ = run_in_child(measure, (described, job, "none", 0, 4), job.folder, 400, python=described.python)
     assert figures.samples_per_second > 0
 
 
