@@ -510,9 +510,9 @@ MOVES = [inside_an_epoch, broken_off, at_a_set_epoch]
 WAYS = [(move, copy.deepcopy) for move in MOVES] + [(broken_off, lambda loader: pickle.loads(pickle.dumps(loader)))]
 
 
-@pytest.mark.slow_cases("broken_off")
+@pytest.mark.slow_cases("broken_off", "mixed")
 @pytest.mark.parametrize(("move", "copied"), WAYS)
-@pytest.mark.parametrize("make", [sharded, seeded, drawn, pytest.param(mixed, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", [sharded, seeded, drawn, mixed])
 def test_a_copy_goes_on_as_the_original(
     dataset: od.ShardDataset,
     make: Callable[[od.ShardDataset], od.DataLoader],

@@ -14,6 +14,8 @@ from shard_factory import RECIPE, chat, omni_samples, write_shard
 
 import orchdata as od
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
 TOLERANCE = 1e-12  # relative, by norm of each parameter
 Outcomes = dict[Case, dict[str, Any]]
 
@@ -32,10 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-SLOW = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=SLOW) for name in SUITES])
+@pytest.fixture(scope="module", params=list(SUITES))
 def suite(request: pytest.FixtureRequest) -> Suite:
     return SUITES[request.param]
 

@@ -100,10 +100,8 @@ def check_hostile(folder: Path, kind: type[Modality]) -> int:
 SKIPPED = {*".psd .fli .ico .icns .tga .dcx .pcx .eps .xbm .xpm .msp .sgi .dds .ftex".split()}
 
 
-@pytest.mark.slow_cases("pillow")
-@pytest.mark.parametrize(
-    "folder", ["hostile/pillow", "hostile/minimp3-vectors", pytest.param("hostile/tinytag", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow_cases("pillow", "tinytag")
+@pytest.mark.parametrize("folder", ["hostile/pillow", "hostile/minimp3-vectors", "hostile/tinytag"])
 def test_hostile_files_are_errors_or_right(fixtures_dir: Path, folder: str) -> None:
     """In a process of limited memory; what has a header must have the right one, or fail to decode."""
     kind = IMAGE if folder == "hostile/pillow" else AUDIO

@@ -357,9 +357,7 @@ def leftovers(tag: str) -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "sent"), [("fork", signal.SIGKILL), pytest.param("forkserver", signal.SIGINT, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("method", "sent"), [("fork", signal.SIGKILL), ("forkserver", signal.SIGINT)])
 def test_workers_end_with_their_parent_even_if_they_hold_the_gil(
     method: str, sent: signal.Signals, tmp_path: Path
 ) -> None:

@@ -221,9 +221,9 @@ def test_an_index_that_was_rebuilt_raises_an_error(shards: list[str], tmp_path: 
     ("ending", "status", "last_line"),
     [
         ("raise", 1, "RuntimeError: DataLoader timed out after 1 seconds, waiting for step 0 of epoch 0"),
-        pytest.param("interrupt", -signal.SIGINT, "KeyboardInterrupt", marks=pytest.mark.slow),
-        pytest.param("exit", 3, "", marks=pytest.mark.slow),
-        pytest.param("catch", 0, "", marks=pytest.mark.slow),
+        ("interrupt", -signal.SIGINT, "KeyboardInterrupt"),
+        ("exit", 3, ""),
+        ("catch", 0, ""),
     ],
 )
 def test_a_process_ends_although_threads_hang(tmp_path: Path, ending: str, status: int, last_line: str) -> None:

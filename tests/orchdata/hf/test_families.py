@@ -95,8 +95,7 @@ def test_real_images_and_clips_equal_one_sample_at_a_time(name: str, fixtures_di
     check_modes(family, samples, reference(family, model, processor, samples), modes_of(family, 1)[::2], tmp_path)
 
 
-@pytest.mark.slow_cases("gemma3", "qwen3_vl")
-@pytest.mark.parametrize("name", slow_but(("qwen2_5_vl", "qwen3_vl", "gemma3"), lambda family: family.per_phase))
+@pytest.mark.parametrize("name", slow_but(EVERY_DAY, lambda family: family.per_phase))
 def test_towers_that_run_once_a_round_train_as_those_that_run_in_each_micro_step(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
     processor, model = family.build()
